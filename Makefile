@@ -1,0 +1,47 @@
+# `make demo` and `make test` each do all their own set-up on a machine with Python, pip, make and a compiler.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help demo test lint format bench drill gpu clean
+
+help:
+	@echo "make demo    train, kill a rank, corrupt a checkpoint, recover, compare with an undisturbed run"
+	@echo "make test    lint, types and the whole test suite"
+	@echo "make lint    ruff and mypy only"
+	@echo "make drill   the slow fault drills"
+	@echo "make bench   benchmarks against plain DCP, written to bench/results.json"
+	@echo "make gpu     the tests that need a CUDA device (uses the python3 that has torch)"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/holdfast demo
+
+test: lint
+	$(BIN)/python -m pytest -m "not drill and not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python bench/run.py
+
+drill: $(READY)
+	$(BIN)/python -m pytest -m drill --timeout 900
+
+gpu:
+	$(PYTHON) -m pytest -m gpu tests/gpu
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

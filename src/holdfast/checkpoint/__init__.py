@@ -1,0 +1,1 @@
+"""Checkpoints that can be believed: saved whole, committed atomically, verified before use."""

@@ -1,0 +1,66 @@
+"""A checkpoint's identity, its directory's name, and where things lie under a checkpoint root.
+
+A step number does not identify a checkpoint: after a rollback the run reaches the same step again with
+other state. The id does, and every rank derives the same one without talking to the others.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+MANIFEST = "holdfast.json"
+METADATA = ".metadata"
+STAGING = ".staging"
+TRASH = ".trash"
+LATEST = "latest"
+PARTS = "parts"
+
+_NAME = re.compile(r"step_(\d{8,12})-([0-9a-f]{8})")
+
+
+class CheckpointName(NamedTuple):
+    step: int
+    id: str
+
+    def __str__(self) -> str:
+        return f"step_{self.step:08d}-{self.id}"
+
+
+def parse_name(name: str) -> CheckpointName | None:
+    """The checkpoint a directory's name claims to be; only its manifest can prove it."""
+    match = _NAME.fullmatch(name)
+    return CheckpointName(int(match[1]), match[2]) if match else None
+
+
+def derive_id(run: str, attempt: int, step: int, serial: int) -> str:
+    """Eight hex digits, the same on every rank. `serial` counts the attempt's saves, so ids never repeat."""
+    return xxhash.xxh3_128_hexdigest(f"{run}/{attempt}/{step}/{serial}".encode())[:8]
+
+
+class CheckpointRoot:
+    """One tier's directory of checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.staging = path / STAGING
+        self.trash = path / TRASH
+        self.latest = path / LATEST
+
+    def committed(self, name: CheckpointName) -> Path:
+        return self.path / str(name)
+
+    def staged(self, name: CheckpointName) -> Path:
+        return self.staging / str(name)
+
+    def names(self) -> list[CheckpointName]:
+        """Directories that look like checkpoints, newest step first. Looks prove nothing."""
+        try:
+            entries = [entry for entry in self.path.iterdir() if entry.is_dir() and not entry.is_symlink()]
+        except FileNotFoundError:
+            return []
+        found = [name for name in (parse_name(entry.name) for entry in entries) if name is not None]
+        return sorted(found, reverse=True)

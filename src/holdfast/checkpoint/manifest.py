@@ -1,0 +1,198 @@
+"""The manifest, `holdfast.json`: what a checkpoint holds, with digests taken at the source.
+
+```
+{"digest": "<xxh3-128 of the exact bytes of body>", "body": {"format": 1, "id": …, "files": […]}}
+```
+The digest covers the body's bytes as they stand in the file, so nothing in it can change unseen; it also
+names the checkpoint's contents, so copies can be compared by it. Fields are only ever added with defaults:
+older releases ignore what they do not know unless `needs` names it, and then they refuse, naming it.
+
+Reading a manifest trusts nothing: size, encoding, types, ranges and every path are checked first.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+import msgspec
+import xxhash
+
+from holdfast.checkpoint.identity import MANIFEST, METADATA
+from holdfast.files import read_regular
+
+FORMAT = 1
+UNDERSTOOD: frozenset[str] = frozenset()
+"""Names a manifest may list in `needs` that this release understands."""
+MAX_MANIFEST_BYTES = 256 * 1024 * 1024
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}$")]
+
+
+class ManifestError(Exception):
+    """The manifest cannot be read or must not be trusted; the message says why."""
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """One stored item within a file: a DCP write item."""
+
+    offset: Count
+    length: Count
+    digest: Digest
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    size: Count
+    digest: Digest
+    chunks: list[Chunk] = []
+
+
+class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One tracked thing, or one of Holdfast's own parts."""
+
+    kind: str
+    """model, optimizer, object, rng, data, counters."""
+    keys: list[str]
+    """Its top-level entries in the DCP metadata; strict at load, in both directions."""
+    per_rank: bool = False
+
+
+class Windows(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last values before the save, for probation to compare with."""
+
+    loss: list[float | None] = []
+    grad_norm: list[float | None] = []
+    step_seconds: list[float] = []
+
+
+class Versions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    holdfast: str
+    torch: str
+    python: str
+    code: str = ""
+    """Digest of the main script."""
+    config: str = ""
+    """Digest of the effective settings."""
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    size: Annotated[int, msgspec.Meta(ge=1)]
+    backend: str = ""
+    layout: dict[str, Any] = {}
+    """Mesh dimensions by name, where the tracked state has any."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    format: int
+    id: Id
+    step: Count
+    parent: Id | None
+    run: str
+    attempt: Count
+    epoch: Count
+    created: float
+    world: World
+    parts: dict[str, PartEntry]
+    files: list[FileEntry]
+    versions: Versions
+    samples: Count = 0
+    tokens: Count = 0
+    reason: str = "scheduled"
+    """scheduled, final, asked, …"""
+    windows: Windows = msgspec.field(default_factory=Windows)
+    needs: list[str] = []
+    """Features without which this checkpoint cannot be read correctly."""
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    digest: Digest
+    body: msgspec.Raw
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """The only fields read before the format is known to be understood."""
+
+    format: int
+    needs: list[str] = []
+
+
+def digest_bytes(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def encode(manifest: Manifest) -> tuple[bytes, str]:
+    """The file's bytes, and the manifest digest."""
+    body = msgspec.json.encode(manifest)
+    digest = digest_bytes(body)
+    data = b'{"digest":"%b","body":%b}\n' % (digest.encode(), body)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestError(
+            f"the manifest would be {len(data)} bytes; at most {MAX_MANIFEST_BYTES} can be read back"
+        )
+    return data, digest
+
+
+def decode(data: bytes) -> tuple[Manifest, str]:
+    """Parse and check a manifest; its digest."""
+    try:
+        envelope = msgspec.json.decode(data, type=_Envelope)
+        body = bytes(envelope.body)
+        if digest_bytes(body) != envelope.digest:
+            raise ManifestError("its contents do not match its own digest")
+        header = msgspec.json.decode(body, type=_Header)
+        if header.format > FORMAT:
+            raise ManifestError(f"it has format {header.format}; this release reads up to {FORMAT}")
+        unknown = sorted(set(header.needs) - UNDERSTOOD)
+        if unknown:
+            raise ManifestError(f"it needs {', '.join(unknown)}, which this release does not have")
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ManifestError(f"it cannot be parsed: {error}") from error
+    _check_paths(manifest)
+    return manifest, envelope.digest
+
+
+def read(directory: Path) -> tuple[Manifest, str]:
+    """Read `holdfast.json` of a checkpoint directory."""
+    try:
+        data = read_regular(directory / MANIFEST, MAX_MANIFEST_BYTES)
+    except FileNotFoundError as error:
+        raise ManifestError("there is no holdfast.json") from error
+    except OSError as error:
+        raise ManifestError(f"it cannot be read: {error.strerror or error}") from error
+    return decode(data)
+
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")
+
+
+def is_safe_path(path: str) -> bool:
+    """Whether a listed path stays inside its directory: relative, plain names, no way up."""
+    pure = PurePosixPath(path)
+    return (
+        bool(path)
+        and not pure.is_absolute()
+        and str(pure) == path
+        and all(part not in ("..", ".") and _SAFE_NAME.fullmatch(part) for part in pure.parts)
+    )
+
+
+def _check_paths(manifest: Manifest) -> None:
+    seen: set[str] = set()
+    for entry in manifest.files:
+        if not is_safe_path(entry.path) or entry.path == MANIFEST:
+            raise ManifestError(f"it lists the path {entry.path[:200]!r}, which is not allowed")
+        if entry.path in seen:
+            raise ManifestError(f"it lists {entry.path!r} twice")
+        seen.add(entry.path)
+        end = 0
+        for chunk in entry.chunks:
+            if chunk.offset < end or chunk.offset + chunk.length > entry.size:
+                raise ManifestError(f"a chunk of {entry.path!r} lies outside the file or over another chunk")
+            end = chunk.offset + chunk.length
+    if METADATA not in seen:
+        raise ManifestError("it does not list .metadata")

@@ -1,0 +1,1 @@
+"""The run's durable memory and who may act on it."""

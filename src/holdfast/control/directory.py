@@ -1,0 +1,101 @@
+"""The control directory: where a run keeps what must outlive every process of it.
+
+```
+run.json                     the run's id; written once
+lease/                       who may act (see lease.py)
+attempts/000003/             attempt.json, head.json, failures/, errors/, decisions/, end.json
+standing/<checkpoint id>/    one file a record (see standing.py)
+journal/                     one file a writer
+```
+Every record is created once, whole, and never changed; the newest number wins. So any process may read at
+any time, and two that race are told apart by who could create the file.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.errors import ControlError
+from holdfast.files import create_exclusive, explain_os_error, make_dirs, read_regular
+
+CONTROL_FORMAT = 1
+MAX_RECORD_BYTES = 4 * 1024 * 1024
+
+T = TypeVar("T")
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`run.json`."""
+
+    format: int
+    run: str
+    created: float
+
+
+def read_record(path: Path, kind: type[T]) -> T | None:
+    """A typed record, or None if it does not exist. An unreadable one is an error, never a guess."""
+    try:
+        raw = read_regular(path, MAX_RECORD_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise explain_os_error(error, "read", path) from error
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ControlError(
+            f"{path} is not a {kind.__name__}: {error}. "
+            "The run's memory is damaged; restore the file from a backup or use another run directory"
+        ) from error
+
+
+def create_record(path: Path, record: msgspec.Struct) -> bool:
+    """Create a record once; False if it is there already."""
+    try:
+        make_dirs(path.parent)
+        return create_exclusive(path, msgspec.json.encode(record) + b"\n")
+    except OSError as error:
+        raise explain_os_error(error, "write", path) from error
+
+
+class ControlDirectory:
+    """Paths of one run's control directory, and its identity."""
+
+    def __init__(self, path: Path, record: RunRecord) -> None:
+        self.path = path
+        self.run_id = record.run
+        self.journal = path / "journal"
+        self.lease = path / "lease"
+        self.attempts = path / "attempts"
+        self.standing = path / "standing"
+
+    def attempt(self, number: int) -> Path:
+        return self.attempts / f"{number:06d}"
+
+    @classmethod
+    def open(cls, path: Path) -> ControlDirectory:
+        """Open an existing run; an error if there is none."""
+        record = read_record(path / "run.json", RunRecord)
+        if record is None:
+            raise ControlError(f"{path} is not a run directory: it has no run.json")
+        if record.format > CONTROL_FORMAT:
+            raise ControlError(
+                f"{path / 'run.json'} has format {record.format}; this release reads up to {CONTROL_FORMAT}. "
+                "Use the release that made it, or a newer one"
+            )
+        return cls(path, record)
+
+    @classmethod
+    def open_or_create(cls, path: Path) -> tuple[ControlDirectory, bool]:
+        """Open a run, creating it first if the directory holds none; whether this call created it."""
+        path = Path(path).absolute()
+        record = RunRecord(format=CONTROL_FORMAT, run=uuid.uuid4().hex[:12], created=time.time())
+        if (path / "run.json").exists():
+            return cls.open(path), False
+        created = create_record(path / "run.json", record)
+        return cls.open(path), created

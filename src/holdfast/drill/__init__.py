@@ -1,0 +1,1 @@
+"""Rehearsed faults against real runs."""

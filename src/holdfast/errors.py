@@ -1,0 +1,74 @@
+"""The errors Holdfast raises. Each carries the exit code that a process ends with when nobody catches it.
+
+A message says what happened, to what, what was expected and found, and what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from holdfast.exit_codes import ExitCode
+
+
+class HoldfastError(Exception):
+    """Base of every error raised on purpose."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.FAILED
+
+
+class ConfigError(HoldfastError):
+    """A setting is unknown, of the wrong type, out of range, or contradicts another."""
+
+    exit_code = ExitCode.USAGE
+
+
+class UsageError(HoldfastError):
+    """The API was called in a way that cannot work."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ControlError(HoldfastError):
+    """The control directory is missing, unreadable, unwritable or of another format."""
+
+    exit_code = ExitCode.CONTROL_UNUSABLE
+
+
+class RunIsLiveError(HoldfastError):
+    """Somebody else holds the run's lease and keeps renewing it."""
+
+    exit_code = ExitCode.RUN_IS_LIVE
+
+
+class LeaseLostError(HoldfastError):
+    """A higher epoch exists: this attempt may no longer commit, delete, move a pointer or decide."""
+
+    exit_code = ExitCode.LEASE_LOST
+
+
+class DecisionTimeoutError(HoldfastError):
+    """A group decision was not learnt before its deadline; nobody chooses alone."""
+
+    exit_code = ExitCode.DECISION_TIMEOUT
+
+
+class NoValidRungError(HoldfastError):
+    """Checkpoints exist and none may be used; starting from nothing was not asked for."""
+
+    exit_code = ExitCode.NO_VALID_RUNG
+
+
+class SaveFailedError(HoldfastError):
+    """A checkpoint was not committed. Every older checkpoint is untouched."""
+
+    exit_code = ExitCode.SAVE_FAILED
+
+
+class IncompleteStateError(HoldfastError):
+    """State does not match the checkpoint: a part or key is missing, extra, or of another shape."""
+
+    exit_code = ExitCode.USAGE
+
+
+class CheckpointError(HoldfastError):
+    """A checkpoint or one of its files is not what its manifest says."""

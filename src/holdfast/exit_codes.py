@@ -1,0 +1,71 @@
+"""Every exit code that Holdfast uses, in one table. `docs/exit-codes.md` is checked against it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """A code a worker or the `holdfast` command ends with. A signal n shows as 128 + n from a shell."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    RERUN_WANTED = 16
+    VALIDATION_FAILED = 17
+    NO_VALID_RUNG = 18
+    LEASE_LOST = 19
+    RUN_IS_LIVE = 20
+    DECISION_TIMEOUT = 21
+    BUDGET_SPENT = 22
+    SAVE_FAILED = 23
+    CONTROL_UNUSABLE = 24
+
+
+MEANINGS: dict[ExitCode, tuple[str, str]] = {
+    ExitCode.OK: ("The run finished, or the checkpoint is sound.", "nothing"),
+    ExitCode.FAILED: (
+        "The job failed and recovery decided to stop, or the checkpoint is not sound.",
+        "read `holdfast journal`; the root cause and its evidence are in the last decision",
+    ),
+    ExitCode.USAGE: (
+        "Wrong flag, setting or path; nothing was started or changed.",
+        "fix what the message names",
+    ),
+    ExitCode.RERUN_WANTED: (
+        "A rejected step asks to be re-run on another device.",
+        "the launcher restarts; without it, start the run again",
+    ),
+    ExitCode.VALIDATION_FAILED: (
+        "Validation failed for a reason that a restart cannot cure.",
+        "look at the data and the diagnostic save",
+    ),
+    ExitCode.NO_VALID_RUNG: (
+        "The run had checkpoints and none of them may be used.",
+        "`holdfast ckpt ls`; resume_from a named one, or resume_from = 'fresh'",
+    ),
+    ExitCode.LEASE_LOST: (
+        "A newer attempt holds the run; this one was fenced off.",
+        "nothing: the newer attempt goes on",
+    ),
+    ExitCode.RUN_IS_LIVE: (
+        "Another launcher holds this run directory and is alive.",
+        "stop it first, or use another --run-dir",
+    ),
+    ExitCode.DECISION_TIMEOUT: (
+        "A rank or node did not learn the group's decision in time.",
+        "the launcher restarts; look for the rank that never answered",
+    ),
+    ExitCode.BUDGET_SPENT: (
+        "Restarts without progress used up the budget.",
+        "fix the cause the journal names, then launch again",
+    ),
+    ExitCode.SAVE_FAILED: (
+        "Saving failed too often in a row, or the last save failed.",
+        "check space and permissions of the checkpoint root",
+    ),
+    ExitCode.CONTROL_UNUSABLE: (
+        "The control directory cannot be read or written.",
+        "check the path and its permissions",
+    ),
+}

@@ -1,0 +1,187 @@
+"""The typed, versioned events of a run's journal: one JSON object a line.
+
+Every line has the same frame (`v`, `at`, `who`, `attempt`, `seq`) around one event, tagged by `event`.
+Fields are only ever added, with defaults; a reader keeps an event it does not know as `Unknown`, so
+journals of newer releases stay readable.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+JOURNAL_VERSION = 1
+
+
+class Event(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults=True):
+    """Base of all events."""
+
+
+class RunCreated(Event, tag="run_created"):
+    run: str
+    checkpoint_root: str
+
+
+class LeaseClaimed(Event, tag="lease_claimed"):
+    epoch: int
+    owner: str
+    """Launch id of the claimant."""
+    evidence: str
+    """Why the claim was allowed: first claim, released, holder dead, lapsed, same launch."""
+
+
+class LeaseLost(Event, tag="lease_lost"):
+    epoch: int
+    evidence: str
+
+
+class AttemptStarted(Event, tag="attempt_started"):
+    epoch: int
+    world_size: int
+    nodes: int = 1
+    launcher: str = "none"
+    """`holdfast run`, `torchrun` or `none`."""
+    torch: str = ""
+
+
+class WorkersStarted(Event, tag="workers_started"):
+    node: str
+    pids: dict[int, int]
+    """Global rank → process id."""
+    master: str = ""
+
+
+class WorkerFailed(Event, tag="worker_failed"):
+    rank: int
+    node: str
+    pid: int
+    exit_code: int
+    """As from waitpid: negative for a signal."""
+    signal: str = ""
+    message: str = ""
+    error_file: str = ""
+    section: str = ""
+
+
+class AttemptEnded(Event, tag="attempt_ended"):
+    outcome: str
+    """finished, failed, stopped, lost."""
+    exit_code: int = 0
+    last_step: int = 0
+
+
+class RejectedOption(msgspec.Struct, frozen=True):
+    option: str
+    why: list[str]
+
+
+class Decision(Event, tag="decision"):
+    """Something chosen for the whole group, with what it rests on."""
+
+    about: str
+    """resume, recovery, …"""
+    chosen: str
+    evidence: list[str]
+    rejected: list[RejectedOption] = []
+    details: dict[str, Any] = {}
+
+
+class RungRejected(Event, tag="rung_rejected"):
+    checkpoint: str
+    step: int
+    reasons: list[str]
+
+
+class Resumed(Event, tag="resumed"):
+    checkpoint: str | None
+    """None for a fresh start."""
+    step: int
+    seconds: float
+    """From the start of the search to the state being in place."""
+
+
+class SaveStarted(Event, tag="save_started"):
+    checkpoint: str
+    step: int
+
+
+class SaveCommitted(Event, tag="save_committed"):
+    checkpoint: str
+    step: int
+    parent: str | None
+    bytes: int
+    files: int
+    seconds: float
+    """Time from the call to the commit."""
+    blocked_seconds: float
+    """Time for which training stood still."""
+
+
+class SaveFailed(Event, tag="save_failed"):
+    checkpoint: str
+    step: int
+    error: str
+    in_a_row: int
+
+
+class StepsDone(Event, tag="steps_done"):
+    """A batch of completed steps, written about once a second."""
+
+    first: int
+    """Step of the first entry; the rest follow one by one."""
+    seconds: list[float]
+    loss: list[float | None] = []
+    samples: list[str] = []
+    """Digest of each step's sample ids, where the loop gave them."""
+
+
+class RunFinished(Event, tag="run_finished"):
+    step: int
+    samples: int
+    tokens: int
+
+
+class Warned(Event, tag="warned"):
+    message: str
+
+
+class Unknown(msgspec.Struct, frozen=True):
+    """An event of a newer release, kept as it is."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+AnyEvent = (
+    RunCreated
+    | LeaseClaimed
+    | LeaseLost
+    | AttemptStarted
+    | WorkersStarted
+    | WorkerFailed
+    | AttemptEnded
+    | Decision
+    | RungRejected
+    | Resumed
+    | SaveStarted
+    | SaveCommitted
+    | SaveFailed
+    | StepsDone
+    | RunFinished
+    | Warned
+)
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """One line of the journal."""
+
+    v: int
+    at: float
+    """Wall-clock seconds since 1970."""
+    who: str
+    """`agent-<node>` or `rank-<global rank>`."""
+    attempt: int
+    seq: int
+    """Rises by one per writer, so that a gap shows."""
+    body: AnyEvent | Unknown

@@ -1,0 +1,98 @@
+"""Reads a run's journal while it is being written.
+
+All writers' files are merged by time. A torn last line is left for the next look; a line that cannot be
+read is counted and skipped, never fatal: the journal explains failures, so it must survive them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.journal.events import AnyEvent, Line, Unknown
+
+MAX_LINE_BYTES = 16 * 1024 * 1024
+
+
+class _Frame(msgspec.Struct):
+    v: int
+    at: float
+    who: str
+    attempt: int
+    seq: int
+    body: msgspec.Raw
+
+
+_frame_decoder = msgspec.json.Decoder(_Frame)
+_body_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(AnyEvent)
+_loose_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+def parse_line(raw: bytes) -> Line | None:
+    """One line, or None if it is not a journal line."""
+    try:
+        frame = _frame_decoder.decode(raw)
+        try:
+            body = _body_decoder.decode(frame.body)
+        except msgspec.ValidationError:
+            fields = _loose_decoder.decode(frame.body)
+            body = Unknown(event=str(fields.pop("event", "?")), fields=fields)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    return Line(v=frame.v, at=frame.at, who=frame.who, attempt=frame.attempt, seq=frame.seq, body=body)
+
+
+class JournalReader:
+    """Follows every file of one journal directory; each `poll` returns what is new, oldest first."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offsets: dict[Path, int] = {}
+        self.unreadable = 0
+        """Lines met so far that are not journal lines."""
+
+    def poll(self) -> list[Line]:
+        lines: list[Line] = []
+        for path in sorted(self._directory.glob("*.jsonl")):
+            lines.extend(self._poll_file(path))
+        lines.sort(key=lambda line: (line.at, line.who, line.seq))
+        return lines
+
+    def _poll_file(self, path: Path) -> Iterator[Line]:
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                data = file.read()
+        except OSError:
+            return
+        whole, newline, rest = data.rpartition(b"\n")
+        if not newline and len(rest) < MAX_LINE_BYTES:
+            return
+        if not newline:
+            whole = rest
+        self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
+        for raw in whole.split(b"\n"):
+            if not raw.strip():
+                continue
+            line = parse_line(raw)
+            if line is None:
+                self.unreadable += 1
+            else:
+                yield line
+
+    def follow(self, *, interval: float = 0.2, deadline: float | None = None) -> Iterator[Line]:
+        """Yield lines as they come, until `deadline` (`time.monotonic()` seconds) or for ever."""
+        while True:
+            yield from self.poll()
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+            time.sleep(interval)
+
+
+def read_journal(directory: Path) -> list[Line]:
+    """Everything written so far, oldest first."""
+    return JournalReader(directory).poll()

@@ -1,0 +1,1 @@
+"""Readers of the journal: incidents, the report."""

@@ -1,0 +1,1 @@
+"""Pure decisions: history in, decision out. Nothing here has effects or imports what has."""
