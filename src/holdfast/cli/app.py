@@ -1,0 +1,52 @@
+"""The `holdfast` command. Only light modules are imported here; torch never is."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from holdfast._version import __version__
+from holdfast.cli import ckpt, config, demo, journal, run
+from holdfast.errors import HoldfastError
+
+app = typer.Typer(
+    name="holdfast",
+    help="Keeps long PyTorch training runs alive, correctly.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(config.app, name="config")
+app.add_typer(ckpt.app, name="ckpt")
+app.command(name="journal")(journal.journal)
+app.command(name="demo")(demo.demo)
+app.command(
+    name="run",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(run.run)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"holdfast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Show the version."
+    ),
+) -> None:
+    del version
+
+
+def main() -> None:
+    """Run the command; an error raised on purpose becomes one clear line and its documented code."""
+    try:
+        app()
+    except HoldfastError as error:
+        print(f"holdfast: error: {error}", file=sys.stderr)
+        sys.exit(int(error.exit_code))

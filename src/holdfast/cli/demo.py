@@ -1,0 +1,7 @@
+"""`holdfast demo`."""
+
+from __future__ import annotations
+
+
+def demo() -> None:
+    """Stub."""

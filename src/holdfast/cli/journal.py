@@ -1,0 +1,7 @@
+"""`holdfast journal`."""
+
+from __future__ import annotations
+
+
+def journal() -> None:
+    """Stub."""

@@ -1,0 +1,7 @@
+"""`holdfast run`."""
+
+from __future__ import annotations
+
+
+def run() -> None:
+    """Stub."""
