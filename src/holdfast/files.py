@@ -2,7 +2,9 @@
 
 Guarantee: a file made by these functions is either absent, or complete and on disk, also after a power
 cut. Everything is written beside its destination, flushed, fsynced, moved into place in one step, and
-the directory that now names it is fsynced last. Nothing here ever rewrites a file in place.
+the directory that now names it is fsynced last. Nothing here ever rewrites a file in place, and a call that
+fails leaves nothing behind. (A process killed in the middle may leave one hidden `.<name>.<hex>.tmp`, which
+every reader ignores.)
 """
 
 from __future__ import annotations
@@ -16,68 +18,100 @@ from pathlib import Path
 
 from holdfast.errors import ControlError
 
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
 
 def fsync_dir(path: Path) -> None:
     """Make the names in `path` durable (POSIX: fsyncing a file does not make its name durable)."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _write_new(path: Path, data: bytes, *, durable: bool) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)  # may fail too: network file systems report a full disk here
+    except BaseException:
+        _discard(path)
+        raise
 
 
 def write_durable(path: Path, data: bytes) -> None:
-    """Write a new file and fsync it; the caller makes its name durable. Refuses to overwrite."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    """Write a new file and fsync it; the caller makes its name durable. Refuses to overwrite.
+
+    The file is visible while it is being written; if that fails it is removed.
+    """
+    _write_new(path, data, durable=True)
 
 
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
-def replace_atomic(path: Path, data: bytes) -> None:
-    """Give `path` new contents in one step; a reader sees the old ones or the new ones."""
+def _discard(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def replace_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Give `path` new contents in one step; a reader sees the old ones or the new ones.
+
+    `durable=False` leaves out both fsyncs, for what is only a sign of life: an fsync can wait for many
+    seconds behind a checkpoint that is being written to the same disk.
+    """
     temporary = _beside(path)
     try:
-        write_durable(temporary, data)
+        _write_new(temporary, data, durable=durable)
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        _discard(temporary)
         raise
-    fsync_dir(path.parent)
+    if durable:
+        fsync_dir(path.parent)
 
 
 def create_exclusive(path: Path, data: bytes) -> bool:
     """Create `path` complete, or return False if it exists. Among racing callers exactly one wins.
 
-    Uses link(2), which is atomic on local file systems and NFS alike and never shows a partial file.
+    Uses link(2), which is atomic on local file systems and NFS alike and never shows a partial file. A
+    file system without hard links is refused: no other way to create gives both of these.
     """
     temporary = _beside(path)
-    write_durable(temporary, data)
     try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-            raise
-        # No hard links here (some FUSE and FAT file systems): O_EXCL still lets exactly one caller win.
+        _write_new(temporary, data, durable=True)
         try:
-            write_durable(path, data)
-        except FileExistsError:
-            return False
+            os.link(temporary, path)
+        except OSError as error:
+            # NFS: a reply that was lost makes the client repeat a link that has already succeeded.
+            if not _same_file(temporary, path):
+                if isinstance(error, FileExistsError):
+                    return False
+                if error.errno in _NO_LINKS:
+                    raise OSError(
+                        error.errno, "the file system has no hard links, which are needed here", str(path)
+                    ) from error
+                raise
     finally:
-        temporary.unlink(missing_ok=True)
+        _discard(temporary)
     fsync_dir(path.parent)
     return True
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samestat(os.lstat(one), os.lstat(other))
+    except OSError:
+        return False
 
 
 def make_dirs(path: Path) -> None:
@@ -87,6 +121,10 @@ def make_dirs(path: Path) -> None:
     while not current.exists():
         missing.append(current)
         current = current.parent
+    # Whoever made `current` may have died before making its name durable, and what goes below needs it.
+    # The parent of a directory that somebody else gave us may be closed to us; then it is theirs to sync.
+    with contextlib.suppress(PermissionError):
+        fsync_dir(current.parent)
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
         fsync_dir(directory.parent)
@@ -96,7 +134,23 @@ def make_dirs(path: Path) -> None:
 
 def read_regular(path: Path, limit: int) -> bytes:
     """Read a regular file of at most `limit` bytes; symlinks, devices and larger files are refused."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return _read_regular(path, limit)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    # NFS: the file was replaced from another node between the look-up and the read. Look it up again.
+    return _read_regular(path, limit)
+
+
+def _read_regular(path: Path, limit: int) -> bytes:
+    try:
+        # O_NONBLOCK: opening a FIFO would otherwise wait for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a symbolic link, not a regular file", str(path)) from error
+        raise
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
@@ -104,11 +158,26 @@ def read_regular(path: Path, limit: int) -> bytes:
         if info.st_size > limit:
             raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than the {limit} allowed", str(path))
         with os.fdopen(os.dup(fd), "rb") as file:
-            return file.read(limit + 1)[:limit]
+            data = file.read(limit + 1)
+        if len(data) > limit:  # it grew meanwhile
+            raise OSError(errno.EFBIG, f"more than the {limit} bytes allowed", str(path))
+        return data
     finally:
         os.close(fd)
 
 
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space or raise the quota",
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions and file system",
+    errno.EROFS: "mount it writable",
+}
+
+
 def explain_os_error(error: OSError, what: str, path: Path) -> ControlError:
     """One wording for every file-system error on the control directory."""
-    return ControlError(f"cannot {what} {path}: {error.strerror or error}")
+    remedy = _REMEDIES.get(error.errno or 0, "check that the directory is there and mounted")
+    return ControlError(
+        f"cannot {what} {path}: {error.strerror or error}; {remedy}, or use another run directory"
+    )

@@ -1,6 +1,411 @@
-"""Run: the one object that a training loop holds."""
+"""Run: the one object that a training loop holds.
+
+```python
+run = holdfast.Run("holdfast.toml")
+run.track(model=model, optimizer=opt, schedule=sched)
+for step, batch in run.steps(loader, until=10_000):
+    loss = run.compute(forward_backward, batch)
+    opt.step(); sched.step(); opt.zero_grad()
+    run.record(loss=loss, tokens=batch.numel())
+```
+The same in callback shape, for frameworks that own the loop: `start`, then `begin_step` and `end_step` around
+each step, batches from `feed`, and `close` at the end.
+
+Steps count from 1. A checkpoint of step n holds the state after n completed steps: weights, optimizer, every
+tracked object, the RNG of every rank, the data position and the counters, all in one commit.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-class Run: ...
+import torch
+
+from holdfast import config
+from holdfast.checkpoint.commit import sweep_staging
+from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
+from holdfast.checkpoint.manifest import digest_bytes
+from holdfast.checkpoint.resume import Resumer
+from holdfast.checkpoint.save import SaveFacts, Saver
+from holdfast.checkpoint.state import Tracked
+from holdfast.control.attempts import EndRecord, latest_head, read_attempt
+from holdfast.control.group import Group, join_group
+from holdfast.control.handover import LaunchInfo
+from holdfast.errors import ConfigError, HoldfastError, LeaseLostError, SaveFailedError, UsageError
+from holdfast.exit_codes import ExitCode
+from holdfast.journal.events import AttemptEnded, RunFinished, SaveCommitted, SaveFailed, SaveStarted, Warned
+from holdfast.worker.crash import install_crash_hook
+from holdfast.worker.data import DataFeed
+from holdfast.worker.membership import Membership, join_attempt
+from holdfast.worker.meter import Meter
+from holdfast.worker.rng import capture_rng, restore_rng
+
+log = logging.getLogger("holdfast")
+
+T = TypeVar("T")
+
+
+class Run:
+    """One process's part in a run. Settings as keywords are spelt `<section>_<key>`."""
+
+    def __init__(self, file: str | os.PathLike[str] | None = None, /, **settings: object) -> None:
+        self._launched = LaunchInfo.from_environment(os.environ)
+        self._effective = config.load(
+            _one_config(file, self._launched),
+            command_line=self._launched.command_line if self._launched else None,
+            keywords=settings,
+        )
+        self.settings = self._effective.settings
+        self._root = CheckpointRoot(self.settings.checkpoint_root().absolute())
+        self._tracked = Tracked()
+        self._meter = Meter(self.settings.journal.step_flush)
+        self._feed: DataFeed | None = None
+        self._group: Group | None = None
+        self._member: Membership | None = None
+        self._saver: Saver | None = None
+        self._head: CheckpointName | None = None
+        self._parent: str | None = None
+        self._saved_step: int | None = None
+        self._failed_saves = 0
+        self._lost = ""
+        self._closed = False
+        self._in_step = False
+        self._code = _code_digest()
+        self._crash: BaseException | None = None
+        install_crash_hook(self._on_crash)
+
+    # --- before the first step ------------------------------------------------------------------------------
+
+    def track(self, **parts: object) -> None:
+        """Make these objects part of every checkpoint, under the given names."""
+        if self._member is not None:
+            raise UsageError("track() came after the run started; track everything before the first step")
+        for name, thing in parts.items():
+            self._tracked.add(name, thing)
+
+    def feed(self, loader: Iterable[Any]) -> DataFeed:
+        """Hand the loader to the run; iterate over what this returns instead. Call it before `start`."""
+        if self._member is not None:
+            raise UsageError("feed() came after the run started; a data position is restored before iter()")
+        if self._feed is not None:
+            raise UsageError("feed() was called twice; a run has one data feed")
+        self._feed = DataFeed(loader)
+        return self._feed
+
+    def start(self) -> int:
+        """Join the attempt and resume. Returns the number of steps that are done already."""
+        if self._member is not None:
+            return self.step
+        if not self._tracked.names():
+            raise UsageError("nothing is tracked: call run.track(model=…, optimizer=…) before the first step")
+        chosen = self.settings
+        self._group = join_group(chosen.checkpoint.timeout)
+        self._member = join_attempt(
+            Path(chosen.run.dir),
+            self._root.path,
+            self._group,
+            self._launched,
+            ttl=chosen.control.lease_ttl,
+            timeout=chosen.control.decision_timeout,
+            on_lost=self._on_lease_lost,
+        )
+        self._saver = Saver(
+            root=self._root,
+            control=self._member.control,
+            fence=self._member.fence,
+            group=self._group,
+            attempt=self._member.attempt,
+        )
+        self._resume()
+        return self.step
+
+    def _resume(self) -> None:
+        group, member = self._joined()
+        resumer = Resumer(
+            control=member.control,
+            fence=member.fence,
+            group=group,
+            root=self._root,
+            attempt=member.attempt,
+            tracked=self._tracked,
+            journal=member.journal,
+            load_timeout=self.settings.checkpoint.timeout,
+            decision_timeout=self.settings.control.decision_timeout,
+        )
+        wish = self.settings.checkpoint.resume_from
+        if wish != "auto" and self._is_restart():
+            wish = "auto"  # a wish holds for the first attempt of a launch; a restart goes on from there
+        decision, state = resumer.resume(wish, force=self.settings.checkpoint.force and wish != "auto")
+        if state is not None:
+            state.apply()
+            if state.own:
+                self._meter.load_state_dict(state.own["counters"])
+                self._restore_data(state.own["data"])
+                restore_rng(state.own["rng"])
+            else:
+                self._meter.load_state_dict({"step": decision.step, "samples": 0, "tokens": 0})
+        rung = decision.rung
+        self._parent = rung.id if rung is not None and rung.id else None
+        self._head = CheckpointName(rung.step, rung.id) if rung is not None else None
+        self._saved_step = self.step if rung is not None else None
+        if group.is_coordinator:
+            for name in sweep_staging(self._root, member.control.run_id, member.fence):
+                member.journal.write(Warned(message=f"removed {name}, left in staging by an earlier attempt"))
+        log.info("holdfast: attempt %d starts from %s", member.attempt, decision.chosen)
+
+    def _is_restart(self) -> bool:
+        """Whether an earlier attempt of this very launch already trained."""
+        _, member = self._joined()
+        head = latest_head(member.control, before=member.attempt)
+        return head is not None and read_attempt(member.control, head.attempt).launch == member.launch
+
+    def _restore_data(self, position: dict[str, Any] | None) -> None:
+        if (position is None) != (self._feed is None):
+            held = "no data position" if position is None else "a data position"
+            raise UsageError(
+                f"the checkpoint holds {held}; this script {'has' if self._feed else 'has no'} data feed. "
+                "Pass the loader to run.steps() or run.feed() exactly when it was passed before"
+            )
+        if self._feed is not None and position is not None:
+            self._feed.load_state_dict(position)
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    def steps(self, loader: Iterable[Any], *, until: int) -> Iterator[tuple[int, Any]]:
+        """Yield (step, batch) until `until` steps are done, resuming first; saves as set, and at the end."""
+        feed = self.feed(loader)
+        self.start()
+        try:
+            while self.step < until:
+                self.begin_step()
+                yield self.step + 1, feed.next()
+                self.end_step(last=self.step + 1 >= until)
+            self.finish()
+        finally:
+            self.close()
+
+    def begin_step(self) -> None:
+        """The step begins: its batch is about to be fetched, or was."""
+        if self._member is None:
+            raise UsageError("begin_step() before start(): the run has not resumed yet")
+        if self._in_step:
+            raise UsageError(f"begin_step() twice: step {self.step + 1} was not ended")
+        self._in_step = True
+        self._meter.begin_step()
+
+    def compute(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Call the step's forward and backward; its result, if it is a single number, is the step's loss."""
+        result = function(*args, **kwargs)
+        if isinstance(result, float) or (isinstance(result, torch.Tensor) and result.numel() == 1):
+            self._meter.record(result, None, 0)
+        return result
+
+    def record(
+        self,
+        *,
+        loss: float | torch.Tensor | None = None,
+        samples: int | Sequence[int] | torch.Tensor | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """Record facts of this step. `samples` is a count, or the ids, whose digest is then journalled."""
+        self._meter.record(loss, samples, tokens)
+
+    def end_step(self, *, last: bool = False) -> None:
+        """The step is complete: count it, and save if it is due. `last` leaves the save to `finish`."""
+        if not self._in_step:
+            raise UsageError("end_step() without begin_step()")
+        self._in_step = False
+        self._meter.end_step()
+        if self._lost:
+            raise LeaseLostError(f"this attempt lost its lease: {self._lost}")
+        interval = self.settings.checkpoint.interval
+        if interval and self.step % interval == 0 and not last:
+            self._save_or_count("scheduled")
+        elif self._meter.flush_due():
+            self._meter.flush(self._joined()[1].journal)
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def save(self, *, reason: str = "asked", diagnostic: bool = False) -> CheckpointName:
+        """Save now, at a step boundary. A diagnostic save lives apart and is never resumed from."""
+        if self._in_step:
+            raise UsageError(f"save() in the middle of step {self.step + 1}; call it between steps")
+        group, member = self._joined()
+        assert self._saver is not None
+        self._meter.flush(member.journal)
+        started = time.monotonic()
+        name = self._saver.next_name(self.step)
+        if group.is_coordinator:
+            member.journal.write(SaveStarted(checkpoint=str(name), step=self.step))
+        facts = SaveFacts(
+            step=self.step,
+            parent=self._parent,
+            reason="diagnostic" if diagnostic else reason,
+            samples=self._meter.samples,
+            tokens=self._meter.tokens,
+            windows=self._meter.windows(),
+            code=self._code,
+            config=config.digest(self.settings),
+        )
+        saved = self._saver.save(self._tracked, self._own_state, facts, diagnostic=diagnostic)
+        if not diagnostic:
+            self._parent, self._head, self._saved_step = saved.name.id, saved.name, self.step
+        if group.is_coordinator:
+            seconds = time.monotonic() - started
+            member.journal.write(
+                SaveCommitted(
+                    checkpoint=str(saved.name),
+                    step=self.step,
+                    parent=facts.parent,
+                    bytes=saved.bytes,
+                    files=saved.files,
+                    seconds=seconds,
+                    blocked_seconds=seconds,
+                )
+            )
+        return saved.name
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "rng": capture_rng(),
+            "data": self._feed.state_dict() if self._feed is not None else None,
+            "counters": self._meter.state_dict(),
+        }
+
+    def _save_or_count(self, reason: str) -> None:
+        """Save; a failure is reported and training goes on, until too many came in a row."""
+        try:
+            self.save(reason=reason)
+            self._failed_saves = 0
+        except SaveFailedError as error:
+            self._failed_saves += 1
+            group, member = self._joined()
+            if group.is_coordinator:
+                name = f"step_{self.step:08d}"
+                in_a_row = self._failed_saves
+                member.journal.write(
+                    SaveFailed(checkpoint=name, step=self.step, error=str(error), in_a_row=in_a_row)
+                )
+            log.error("holdfast: %s (%d in a row)", error, self._failed_saves)
+            if self._failed_saves >= self.settings.checkpoint.max_failed_saves:
+                raise SaveFailedError(
+                    f"{self._failed_saves} saves in a row failed, as many as checkpoint.max_failed_saves "
+                    f"allows; the last: {error}"
+                ) from error
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The run has reached its end: save the last state (once), and say so in the journal."""
+        group, member = self._joined()
+        if self.settings.checkpoint.save_at_end and self._saved_step != self.step:
+            self.save(reason="final")
+        self._meter.flush(member.journal)
+        if group.is_coordinator:
+            counts = self._meter
+            member.journal.write(RunFinished(step=self.step, samples=counts.samples, tokens=counts.tokens))
+            if self._launched is None:
+                member.journal.write(AttemptEnded(outcome="finished", last_step=self.step))
+        self._leave("finished", ExitCode.OK)
+
+    def close(self) -> None:
+        """Give everything back. Does nothing after `finish`; before it, the attempt counts as stopped."""
+        if self._member is None or self._closed:
+            return
+        error = self._crash or sys.exc_info()[1]
+        failed = error is not None and not isinstance(error, GeneratorExit)
+        outcome = "failed" if failed else "stopped"
+        self._meter.flush(self._member.journal)
+        if self._launched is None and self._joined()[0].is_coordinator:
+            self._member.journal.write(AttemptEnded(outcome=outcome, last_step=self.step))
+        self._leave(outcome, error.exit_code if isinstance(error, HoldfastError) else ExitCode.FAILED)
+
+    def _leave(self, outcome: str, code: ExitCode) -> None:
+        assert self._member is not None
+        self._closed = True
+        end = EndRecord(
+            outcome=outcome,
+            exit_code=int(code),
+            cause="",
+            highest_step=self._saved_step or 0,
+            at=time.time(),
+        )
+        try:
+            self._member.leave(end)
+        except LeaseLostError as error:
+            log.warning("holdfast: %s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, trace
+        if error is None and self._member is not None and not self._closed:
+            self.finish()
+        self.close()
+
+    # --- what a loop may want to know -----------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps completed."""
+        return self._meter.step
+
+    @property
+    def samples(self) -> int:
+        return self._meter.samples
+
+    @property
+    def tokens(self) -> int:
+        return self._meter.tokens
+
+    @property
+    def attempt(self) -> int:
+        return self._joined()[1].attempt
+
+    @property
+    def head(self) -> CheckpointName | None:
+        """The newest checkpoint of this timeline: the one resumed from, or the last one saved."""
+        return self._head
+
+    def _joined(self) -> tuple[Group, Membership]:
+        if self._group is None or self._member is None:
+            raise UsageError("the run has not started: call run.start(), or iterate over run.steps()")
+        return self._group, self._member
+
+    def _on_lease_lost(self, why: str) -> None:
+        self._lost = why
+
+    def _on_crash(self, error: BaseException) -> None:
+        # The loop's generator is closed only after this, and then no longer sees why.
+        self._crash = error
+
+def _one_config(
+    file: str | os.PathLike[str] | None, launched: LaunchInfo | None
+) -> Path | None:
+    given = launched.config if launched is not None else ""
+    if file is not None and given and Path(file).absolute() != Path(given).absolute():
+        raise ConfigError(
+            f"two settings files: the script reads {os.fspath(file)}, `holdfast run` was given {given}. "
+            "Use one of them"
+        )
+    chosen = os.fspath(file) if file is not None else given
+    return Path(chosen) if chosen else None
+
+
+def _code_digest() -> str:
+    """Digest of the main script, so that a change of code since a save can be told."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return digest_bytes(Path(main).read_bytes()) if main else ""
+    except OSError:
+        return ""

@@ -55,10 +55,9 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One tracked thing, or one of Holdfast's own parts."""
 
     kind: str
-    """model, optimizer, object, rng, data, counters."""
-    keys: list[str]
-    """Its top-level entries in the DCP metadata; strict at load, in both directions."""
-    per_rank: bool = False
+    """model, optimizer, object, or one of Holdfast's own: rng, data, counters."""
+    entries: Count = 0
+    """How many tensors of it the DCP metadata lists."""
 
 
 class Windows(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -16,6 +16,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    add_help_option=False,  # declared below, see _print_help
+    rich_markup_mode=None,  # plain help: drawing it with rich doubles the time that --help takes
 )
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")
@@ -34,13 +36,23 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _print_help(context: typer.Context, wanted: bool) -> None:
+    """The usual --help, declared here: typer 0.29 imports pydantic (0.1 s) to see that its own is unset."""
+    if wanted:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Show the version."
     ),
+    help: bool = typer.Option(
+        False, "--help", callback=_print_help, is_eager=True, help="Show this message and exit."
+    ),
 ) -> None:
-    del version
+    del version, help
 
 
 def main() -> None:

@@ -1,15 +1,337 @@
-"""`holdfast ckpt`."""
+"""`holdfast ckpt ls` and `holdfast ckpt verify`: look at checkpoints without torch, changing nothing."""
 
 from __future__ import annotations
 
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
-app = typer.Typer(help="stub", no_args_is_help=True)
+if TYPE_CHECKING:
+    from holdfast.checkpoint.structure import Inspection
+    from holdfast.control.standing import StandingBook
+
+app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
+
+_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
-@app.command()
-def stub() -> None: ...
+@app.command(name="ls")
+def list_checkpoints(
+    root: Annotated[Path, typer.Argument(help="A run directory, or a directory that holds checkpoints.")],
+    as_json: _JSON = False,
+) -> None:
+    """List checkpoints, newest step first. Looks at names and sizes; digests are not read.
+
+    Exits with 1 if a checkpoint is not whole.
+    """
+    from holdfast.checkpoint.identity import STAGING
+
+    folder, standings = _resolve(_existing(root))
+    rows: list[dict[str, Any]] = []
+    latest = _latest(folder)
+    for directory in _checkpoints(folder):
+        row = _row(directory, standings)
+        row["latest"] = directory.name == latest
+        rows.append(row)
+    damaged = any(row["problems"] for row in rows)
+    rows.extend(map(_staged_row, _folders_in(folder / STAGING)))
+    if as_json:
+        _print_json({"root": str(folder), "latest": latest, "digests_read": False, "checkpoints": rows})
+    else:
+        _print_rows(folder, rows, latest, show_standing=standings is not None)
+    raise typer.Exit(1 if damaged else 0)
 
 
-@app.command()
-def stub2() -> None: ...
+@app.command(name="verify")
+def verify_checkpoints(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Checkpoints, or run or checkpoint directories: then all in them.")
+    ],
+    as_json: _JSON = False,
+    run: Annotated[str | None, typer.Option(help="The run id that they must be of.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="The world size they must be of.")] = None,
+) -> None:
+    """Read every byte of checkpoints and compare digests; name each problem.
+
+    Exits with 0 if all are sound, 1 if one is not, 2 if asked for something that cannot be verified.
+    """
+    from holdfast.checkpoint.verify import verify
+    from holdfast.errors import UsageError
+
+    directories: list[Path] = []
+    for path in map(_existing, paths):
+        found = _checkpoints(_resolve(path)[0])
+        if not found:
+            raise UsageError(f"{path}: there are no checkpoints here; give a checkpoint, its root or its run")
+        directories += found
+    inspections: list[Inspection] = []
+    started = time.perf_counter()
+    with _Bar(directories) as bar:
+        for directory in directories:
+            inspections.append(verify(directory, run=run, world=world, progress=bar.advance))
+    seconds = time.perf_counter() - started
+    sound = all(inspection.sound for inspection in inspections)
+    if as_json:
+        _print_json(
+            {
+                "sound": sound,
+                "bytes_checked": sum(inspection.bytes_checked for inspection in inspections),
+                "seconds": round(seconds, 6),
+                "checkpoints": [_verified_row(inspection) for inspection in inspections],
+            }
+        )
+    else:
+        _print_inspections(inspections, seconds)
+    raise typer.Exit(0 if sound else 1)
+
+
+# --- finding them ------------------------------------------------------------------------------------------
+
+
+def _existing(path: Path) -> Path:
+    from holdfast.errors import UsageError
+
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such directory")
+    if not path.is_dir():
+        raise UsageError(f"{path}: this is not a directory; give a checkpoint, its root or its run")
+    return path
+
+
+def _resolve(path: Path) -> tuple[Path, StandingBook | None]:
+    """The checkpoint root of a run directory, with the run's standing records; else the path itself."""
+    if not (path / "run.json").exists():
+        return path, None
+    from holdfast.control.directory import ControlDirectory
+    from holdfast.control.standing import StandingBook
+    from holdfast.errors import UsageError
+
+    book = StandingBook(ControlDirectory.open(path))
+    root = path / "checkpoints"
+    if not root.is_dir():
+        raise UsageError(f"{path}: this run keeps no checkpoints in {root}; give its checkpoint root instead")
+    return root, book
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint that `folder` is, or those in it."""
+    from holdfast.checkpoint.structure import checkpoints_under, looks_like_checkpoint
+    from holdfast.errors import UsageError
+
+    if looks_like_checkpoint(folder.resolve()):
+        return [folder]
+    try:
+        return checkpoints_under(folder)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be listed: {error.strerror or error}") from error
+
+
+def _folders_in(staging: Path) -> list[Path]:
+    if not staging.is_dir() or staging.is_symlink():
+        return []
+    try:
+        return sorted(entry for entry in staging.iterdir() if entry.is_dir())
+    except OSError as error:
+        typer.echo(f"{staging}: cannot be listed: {error.strerror or error}", err=True)
+        return []
+
+
+def _latest(folder: Path) -> str | None:
+    """The name in the `latest` hint; None if there is none."""
+    from holdfast.checkpoint.identity import LATEST
+    from holdfast.checkpoint.problems import printable
+    from holdfast.files import read_regular
+
+    try:
+        return printable(read_regular(folder / LATEST, 4096).decode("utf-8", "replace").strip())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"unreadable: {error.strerror or error}"
+
+
+# --- rows --------------------------------------------------------------------------------------------------
+
+
+def _row(directory: Path, standings: StandingBook | None) -> dict[str, Any]:
+    from holdfast.checkpoint.identity import parse_name
+    from holdfast.checkpoint.problems import printable
+    from holdfast.checkpoint.structure import check_structure
+
+    inspection = check_structure(directory)
+    manifest, name = inspection.manifest, parse_name(directory.name)
+    row: dict[str, Any] = {
+        "path": printable(str(directory), 4096),
+        "name": printable(directory.name),
+        "state": "complete" if inspection.sound else str(inspection.problems[0].reason),
+        "step": manifest.step if manifest else name.step if name else None,
+        "id": manifest.id if manifest else name.id if name else None,
+        "parent": manifest.parent if manifest else None,
+        "run": printable(manifest.run) if manifest else None,
+        "attempt": manifest.attempt if manifest else None,
+        "created": manifest.created if manifest else None,
+        "size": inspection.size,
+        "files": inspection.files,
+        "world": manifest.world.size if manifest else None,
+        "digests_missing": inspection.digests_missing,
+        "problems": _problems(inspection),
+    }
+    if standings is not None:
+        row["standing"] = str(standings.of(row["id"])) if row["id"] else None
+    return row
+
+
+def _staged_row(directory: Path) -> dict[str, Any]:
+    """Work in progress, or what a save left that never committed: never a candidate for a resume."""
+    from holdfast.checkpoint.identity import parse_name
+    from holdfast.checkpoint.problems import printable
+
+    name = parse_name(directory.name)
+    row: dict[str, Any] = dict.fromkeys(("parent", "run", "attempt", "created", "size", "files", "world"))
+    row.update(path=printable(str(directory), 4096), name=printable(directory.name), state="staging")
+    row.update(step=name.step if name else None, id=name.id if name else None)
+    return row | {"digests_missing": True, "problems": [], "latest": False}
+
+
+def _verified_row(inspection: Inspection) -> dict[str, Any]:
+    from holdfast.checkpoint.problems import printable
+
+    manifest = inspection.manifest
+    return {
+        "path": printable(str(inspection.directory), 4096),
+        "sound": inspection.sound,
+        "step": manifest.step if manifest else None,
+        "id": manifest.id if manifest else None,
+        "run": printable(manifest.run) if manifest else None,
+        "manifest_digest": inspection.manifest_digest or None,
+        "digests_missing": inspection.digests_missing,
+        "files": inspection.files,
+        "size": inspection.size,
+        "bytes_checked": inspection.bytes_checked,
+        "problems": _problems(inspection),
+    }
+
+
+def _problems(inspection: Inspection) -> list[dict[str, str]]:
+    return [{"reason": str(p.reason), "path": p.path, "detail": p.detail} for p in inspection.problems]
+
+
+# --- printing ----------------------------------------------------------------------------------------------
+
+
+def _print_json(value: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(value))
+
+
+def _bytes(count: float | None) -> str:
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _when(created: float | None) -> str:
+    if created is None:
+        return "-"
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
+    except (OverflowError, ValueError, OSError):
+        return "out of range"
+
+
+def _print_rows(folder: Path, rows: list[dict[str, Any]], latest: str | None, *, show_standing: bool) -> None:
+    if not rows:
+        typer.echo(f"{folder}: no checkpoints")
+        return
+    header = ["step", "id", "parent", "attempt", "created", "size", "files", "world", "state"]
+    header += ["standing"] if show_standing else []
+    lines = [[*header, ""]]
+    for row in rows:
+        own = [row["step"], row["id"] or row["name"], row["parent"], row["attempt"], _when(row["created"])]
+        own += [_bytes(row["size"]), row["files"], row["world"], _state(row)]
+        own += [row.get("standing")] if show_standing else []
+        lines.append(["-" if cell is None else str(cell) for cell in own] + ["latest" * row["latest"]])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+    for row in rows:
+        for problem in row["problems"]:
+            typer.echo(f"{row['name']}: {problem['reason']}: {problem['path']}: {problem['detail']}")
+    if latest is not None and not any(row["latest"] for row in rows):
+        typer.echo(f"latest names {latest!r}, which is not here; no resume relies on it")
+    typer.echo("Digests were not read: `holdfast ckpt verify` does that.")
+
+
+def _state(row: dict[str, Any]) -> str:
+    return "complete, no digests" if row["state"] == "complete" and row["digests_missing"] else row["state"]
+
+
+def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
+    from holdfast.checkpoint.problems import printable
+
+    for inspection in inspections:
+        name = printable(str(inspection.directory), 4096)
+        summary = f"{inspection.files} files, {_bytes(inspection.size)}"
+        if not inspection.sound:
+            typer.echo(f"{name}: not sound")
+        elif inspection.digests_missing:
+            typer.echo(
+                f"{name}: complete, {summary}; no digests: there is no manifest, its bytes are unknown"
+            )
+        else:
+            typer.echo(f"{name}: sound, {summary}")
+        for problem in inspection.problems:
+            typer.echo(f"  {problem.reason:<19}  {problem.path}  {problem.detail}")
+    total = sum(inspection.bytes_checked for inspection in inspections)
+    bad = sum(not inspection.sound for inspection in inspections)
+    rate = f"{total / max(seconds, 1e-9) / 1e9:.2f} GB/s"
+    verdict = f"{bad} not sound" if bad else "nothing wrong found"
+    noun = "checkpoint" if len(inspections) == 1 else "checkpoints"
+    typer.echo(f"{len(inspections)} {noun}, {verdict}; {_bytes(total)} read in {seconds:.2f} s ({rate})")
+
+
+class _Bar:
+    """A progress bar on a terminal's stderr; nothing anywhere else."""
+
+    def __init__(self, directories: list[Path]) -> None:
+        self._bar: AbstractContextManager[Any] = nullcontext()
+        self.advance: Any = None
+        if not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+        columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        task = progress.add_task("verify", total=_total(directories))
+        self._bar = progress
+        self.advance = lambda count: progress.advance(task, count)
+
+    def __enter__(self) -> _Bar:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._bar.__exit__(*exception)
+
+
+def _total(directories: list[Path]) -> int | None:
+    """Bytes that will be read, as the manifests list them; None if no manifest says."""
+    from holdfast.checkpoint.manifest import ManifestError, read
+
+    total = 0
+    for directory in directories:
+        try:
+            total += sum(entry.size for entry in read(directory)[0].files)
+        except ManifestError:
+            continue
+    return total or None

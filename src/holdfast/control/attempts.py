@@ -6,14 +6,17 @@ what was decided, how it ended. Together these are the history that recovery dec
 
 from __future__ import annotations
 
+import re
 import time
-from pathlib import Path
 
 import msgspec
 
-from holdfast.control.directory import ControlDirectory, create_record, read_record
+from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
+
+MAX_MESSAGE = 64 * 1024
+_FAILURE_NAME = re.compile(r"rank_[0-9]{6,}\.json")
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +34,8 @@ class HeadRecord(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     checkpoint: str | None
     step: int
+    source: str = ""
+    """Where it was read from, if it was asked for by path."""
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,25 +64,22 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def attempt_numbers(control: ControlDirectory) -> list[int]:
-    try:
-        found = [path.name for path in control.attempts.iterdir()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ControlError(f"cannot read {control.attempts}: {error}") from error
-    return sorted(int(name) for name in found if name.isdigit())
+    """Every number ever given out, also to an attempt that died before it could write its record."""
+    names = list_names(control.attempts)
+    return sorted({int(name) for name in names if name.isascii() and name.isdigit()})
 
 
 def begin_attempt(control: ControlDirectory, fence: Fence, launch: str, world_size: int) -> AttemptRecord:
     """Number the next attempt, durably, before any worker of it starts."""
     with fence.guard("begin an attempt"):
-        number = (attempt_numbers(control) or [0])[-1] + 1
-        record = AttemptRecord(
-            number=number, epoch=fence.epoch, launch=launch, world_size=world_size, started=time.time()
-        )
-        if not create_record(control.attempt(number) / "attempt.json", record):
-            raise ControlError(f"{control.attempt(number)} appeared while it was being created")
-    return record
+        number = max(attempt_numbers(control), default=0)
+        while True:  # ends at the first free number; a network file system's listing may be old
+            number += 1
+            record = AttemptRecord(
+                number=number, epoch=fence.epoch, launch=launch, world_size=world_size, started=time.time()
+            )
+            if create_record(control.attempt(number) / "attempt.json", record):
+                return record
 
 
 def write_head(control: ControlDirectory, fence: Fence, head: HeadRecord) -> None:
@@ -85,7 +87,10 @@ def write_head(control: ControlDirectory, fence: Fence, head: HeadRecord) -> Non
     with fence.guard(f"write the head of attempt {head.attempt}"):
         path = control.attempt(head.attempt) / "head.json"
         if not create_record(path, head) and read_record(path, HeadRecord) != head:
-            raise ControlError(f"{path} exists and names another checkpoint; a head is written once")
+            raise ControlError(
+                f"{path} exists and does not name checkpoint {head.checkpoint} at step {head.step}; "
+                "a head is written once. Nothing was changed; start another attempt"
+            )
 
 
 def latest_head(control: ControlDirectory, *, before: int | None = None) -> HeadRecord | None:
@@ -100,12 +105,16 @@ def latest_head(control: ControlDirectory, *, before: int | None = None) -> Head
 
 
 def record_failure(control: ControlDirectory, attempt: int, failure: FailureRecord) -> None:
+    """Keep a worker's end as evidence; the first one of a rank stays. Not fenced: evidence harms nobody."""
+    readable = failure.message.encode(errors="replace").decode()  # exception texts may hold stray bytes
+    failure = msgspec.structs.replace(failure, message=readable[:MAX_MESSAGE])
     create_record(control.attempt(attempt) / "failures" / f"rank_{failure.rank:06d}.json", failure)
 
 
 def failures_of(control: ControlDirectory, attempt: int) -> list[FailureRecord]:
-    folder: Path = control.attempt(attempt) / "failures"
-    found = [read_record(path, FailureRecord) for path in sorted(folder.glob("rank_*.json"))]
+    folder = control.attempt(attempt) / "failures"
+    names = sorted(name for name in list_names(folder) if _FAILURE_NAME.fullmatch(name))
+    found = [read_record(folder / name, FailureRecord) for name in names]
     return [failure for failure in found if failure is not None]
 
 
@@ -122,3 +131,10 @@ def ends_of(control: ControlDirectory) -> list[tuple[AttemptRecord, EndRecord | 
         if record is not None:
             history.append((record, read_record(control.attempt(number) / "end.json", EndRecord)))
     return history
+
+
+def read_attempt(control: ControlDirectory, number: int) -> AttemptRecord:
+    record = read_record(control.attempt(number) / "attempt.json", AttemptRecord)
+    if record is None:
+        raise ControlError(f"{control.attempt(number)} has no attempt.json")
+    return record

@@ -1,15 +1,17 @@
 """One decision for all: fixed once, durable, read by everyone.
 
 Guarantee: for one name within one attempt, every process that returns from `decide` or `await_decision`
-returns the same bytes. The decision is written to the control directory first and then fixed by
-compare-and-set in the store, so whatever a process has read is already durable. Whoever does not learn it
-before the deadline raises DecisionTimeoutError; it never chooses for itself.
+returns the same decision. It is written to the control directory first and then fixed by compare-and-set
+in the store, so whatever a process has read is already durable. Whoever does not learn it before the
+deadline, or can no longer reach the store, raises DecisionTimeoutError; it never chooses for itself.
 
-The store is any c10d store; this module needs only three of its methods and so does not import torch.
+The store is any c10d store; this module needs only a few of its methods and so does not import torch.
 """
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,11 +21,14 @@ import msgspec
 
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.control.lease import Fence
-from holdfast.errors import DecisionTimeoutError
+from holdfast.errors import ControlError, DecisionTimeoutError, UsageError
 
 POLL_SECONDS = 0.02
 
 D = TypeVar("D", bound=msgspec.Struct)
+R = TypeVar("R")
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 class Store(Protocol):
@@ -43,39 +48,121 @@ class Store(Protocol):
 def read_key(store: Store, key: str, timeout: float, what: str) -> bytes:
     """Wait for a key by polling (a blocking `get` would hold the client for its other threads too)."""
     deadline = time.monotonic() + timeout
-    pause = POLL_SECONDS / 10
-    while not store.check([key]):
-        if time.monotonic() >= deadline:
-            raise DecisionTimeoutError(
-                f"waited {timeout:g} s for {what} and did not learn it. The rank that should have answered "
-                "is gone or stuck; this rank ends rather than choose alone"
-            )
-        time.sleep(pause)
-        pause = min(pause * 2, POLL_SECONDS)
-    return store.get(key)
+
+    def poll() -> bytes | None:
+        pause = POLL_SECONDS / 10
+        while not store.check([key]):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(pause)
+            pause = min(pause * 2, POLL_SECONDS)
+        return store.get(key)
+
+    found = _within(poll, timeout + 10 * POLL_SECONDS, what)
+    if found is None:
+        raise DecisionTimeoutError(
+            f"waited {timeout:g} s for {what} and did not learn it. The rank that should have answered "
+            "is gone or stuck; this rank ends rather than choose alone"
+        )
+    return found
+
+
+def _within(call: Callable[[], R], timeout: float, what: str) -> R:
+    """Call the store, but not for longer than `timeout`, whatever the store does.
+
+    TCPStore's own timeout does not cover `check` and `compare_set`: with its host stopped or cut off they
+    never return. So the call is made in a thread that may be left behind; its process ends soon.
+    """
+    outcome: list[R] = []
+    failure: list[Exception] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except Exception as error:  # noqa: BLE001 - handed on below, whatever it is
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="holdfast-store", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if outcome:
+        return outcome[0]
+    if not failure:
+        raise DecisionTimeoutError(
+            f"the store did not answer for {timeout:g} s while waiting for {what}. Its host is stopped or "
+            "cut off; this rank ends rather than choose alone"
+        )
+    if isinstance(failure[0], RuntimeError):  # torch's DistNetworkError, DistStoreError, …
+        first_line = str(failure[0]).partition("\n")[0]
+        raise DecisionTimeoutError(
+            f"lost the store while waiting for {what}: {first_line}. Its host is gone; this rank ends rather "
+            "than choose alone"
+        ) from failure[0]
+    raise failure[0]
 
 
 class Decisions:
     """The decisions of one attempt."""
 
-    def __init__(self, control: ControlDirectory, fence: Fence, attempt: int, store: Store) -> None:
+    def __init__(
+        self,
+        control: ControlDirectory,
+        fence: Fence,
+        attempt: int,
+        store: Store,
+        *,
+        store_timeout: float = 60.0,
+    ) -> None:
         self._directory = control.attempt(attempt) / "decisions"
         self._fence = fence
         self._store = store
+        self._store_timeout = store_timeout
         self._prefix = f"decision/{attempt}"
 
     def decide(self, name: str, kind: type[D], choose: Callable[[], D]) -> D:
-        """Choose and fix. Several may call this; the first durable choice is everybody's."""
+        """Choose and fix. Several may call this; the first durable choice is everybody's.
+
+        `choose` is not called when a durable choice exists already.
+        """
+        key = self._key(name)
         path = self._directory / f"{name}.json"
-        mine = choose()
+        fixed = read_record(path, kind)
+        mine = choose() if fixed is None else None
         with self._fence.guard(f"decide {name}"):
-            fixed = mine if create_record(path, mine) else read_record(path, kind)
-        assert fixed is not None
+            if fixed is None and mine is not None:
+                fixed = mine if create_record(path, mine) else read_record(path, kind)
+        if fixed is None:
+            raise ControlError(f"{path} vanished while it was read; start the run again")
         text = msgspec.json.encode(fixed).decode()
-        winner = self._store.compare_set(f"{self._prefix}/{name}", "", text)
-        return msgspec.json.decode(winner, type=kind)
+        raw = _within(
+            lambda: self._store.compare_set(key, "", text), self._store_timeout, f"the decision {name!r}"
+        )
+        winner = self._decode(raw, name, kind)
+        if winner != fixed:
+            raise ControlError(
+                f"the store says {winner!r:.200} for the decision {name!r}, but {path} says {fixed!r:.200}. "
+                "Something else writes to this store; start the run again"
+            )
+        return winner
 
     def await_decision(self, name: str, kind: type[D], timeout: float) -> D:
         """Learn what was decided, or raise DecisionTimeoutError."""
-        raw = read_key(self._store, f"{self._prefix}/{name}", timeout, f"the decision {name!r}")
-        return msgspec.json.decode(raw, type=kind)
+        raw = read_key(self._store, self._key(name), timeout, f"the decision {name!r}")
+        return self._decode(raw, name, kind)
+
+    def _key(self, name: str) -> str:
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"a decision's name is made of letters, digits, '_', '.' and '-'; not {name!r:.120}"
+            )
+        return f"{self._prefix}/{name}"
+
+    @staticmethod
+    def _decode(raw: bytes, name: str, kind: type[D]) -> D:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ControlError(
+                f"the store's value for the decision {name!r} is not a {kind.__name__}: {error}. "
+                "Something else writes to this store; start the run again"
+            ) from error

@@ -13,6 +13,7 @@ any time, and two that race are told apart by who could create the file.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from pathlib import Path
@@ -55,12 +56,33 @@ def read_record(path: Path, kind: type[T]) -> T | None:
 
 
 def create_record(path: Path, record: msgspec.Struct) -> bool:
-    """Create a record once; False if it is there already."""
+    """Create a record once; False if it is there already. One that could not be read back is refused."""
+    try:
+        raw = msgspec.json.encode(record) + b"\n"
+        msgspec.json.decode(raw, type=type(record))
+    except (ValueError, TypeError) as error:  # a NaN, a lone surrogate, a field of the wrong type
+        raise ControlError(
+            f"refused to write {path}: {record!r:.200} could not be read back: {error}"
+        ) from error
+    if len(raw) > MAX_RECORD_BYTES:
+        raise ControlError(
+            f"refused to write {path}: {len(raw)} bytes, more than the {MAX_RECORD_BYTES} a record may have"
+        )
     try:
         make_dirs(path.parent)
-        return create_exclusive(path, msgspec.json.encode(record) + b"\n")
+        return create_exclusive(path, raw)
     except OSError as error:
         raise explain_os_error(error, "write", path) from error
+
+
+def list_names(path: Path) -> list[str]:
+    """Names in a directory, [] if it does not exist. (`Path.glob` would hide a permission error.)"""
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise explain_os_error(error, "read", path) from error
 
 
 class ControlDirectory:
@@ -80,12 +102,13 @@ class ControlDirectory:
     @classmethod
     def open(cls, path: Path) -> ControlDirectory:
         """Open an existing run; an error if there is none."""
+        path = Path(path).absolute()
         record = read_record(path / "run.json", RunRecord)
         if record is None:
-            raise ControlError(f"{path} is not a run directory: it has no run.json")
-        if record.format > CONTROL_FORMAT:
+            raise ControlError(f"{path} is not a run directory: it has no run.json. Check the path")
+        if not 1 <= record.format <= CONTROL_FORMAT:
             raise ControlError(
-                f"{path / 'run.json'} has format {record.format}; this release reads up to {CONTROL_FORMAT}. "
+                f"{path / 'run.json'} has format {record.format}; this release reads 1 to {CONTROL_FORMAT}. "
                 "Use the release that made it, or a newer one"
             )
         return cls(path, record)
@@ -94,8 +117,8 @@ class ControlDirectory:
     def open_or_create(cls, path: Path) -> tuple[ControlDirectory, bool]:
         """Open a run, creating it first if the directory holds none; whether this call created it."""
         path = Path(path).absolute()
-        record = RunRecord(format=CONTROL_FORMAT, run=uuid.uuid4().hex[:12], created=time.time())
-        if (path / "run.json").exists():
+        if read_record(path / "run.json", RunRecord) is not None:
             return cls.open(path), False
+        record = RunRecord(format=CONTROL_FORMAT, run=uuid.uuid4().hex[:12], created=time.time())
         created = create_record(path / "run.json", record)
         return cls.open(path), created

@@ -1,8 +1,9 @@
 """Who a process is, precisely enough to tell later whether it still lives.
 
 A pid alone proves nothing: pids are reused, and two containers on one host have different ones. So a
-holder is (boot id, pid namespace, pid, start time); only within the same boot and namespace can another
-process say "dead", and everybody else must wait for the lease to lapse.
+holder is (host, boot id, pid namespace, pid, start time); only within the same host, boot and namespace can
+another process say "dead", and everybody else must wait for the lease to lapse. In doubt the answer is "not
+known to be dead".
 """
 
 from __future__ import annotations
@@ -20,43 +21,60 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     pid_namespace: int
     pid: int
     started: int
-    """Start time in clock ticks since boot."""
+    """Start time in clock ticks since boot; 0 if unknown."""
 
     def describe(self) -> str:
         return f"pid {self.pid} on {self.host}"
 
 
-def _start_ticks(pid: int) -> int | None:
+def _state_and_start(pid: int) -> tuple[str, int] | None:
+    """State letter and start ticks; None if /proc does not tell (gone, or hidden from this user)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()
-    if fields[0] in ("Z", "X"):
-        return None  # a zombie holds nothing
-    return int(fields[19])
+    return fields[0], int(fields[19])
 
 
 def this_process() -> Holder:
+    seen = _state_and_start(os.getpid())
     return Holder(
         host=platform.node(),
         boot=_boot_id(),
         pid_namespace=_pid_namespace(),
         pid=os.getpid(),
-        started=_start_ticks(os.getpid()) or 0,
+        started=seen[1] if seen else 0,
+    )
+
+
+def is_here(holder: Holder) -> bool:
+    """Whether the holder's process can be looked at from here."""
+    # Cloned machines share a boot id, so the host's name counts too. Unknown never equals unknown.
+    return (
+        holder.host == platform.node()
+        and holder.boot == _boot_id() != ""
+        and holder.pid_namespace == _pid_namespace() != 0
     )
 
 
 def is_gone(holder: Holder) -> bool:
     """True only if the holder is known to be dead; False means alive or not knowable from here."""
-    if holder.boot != _boot_id() or holder.pid_namespace != _pid_namespace():
+    if not is_here(holder) or holder.pid <= 0:
         return False
-    return _start_ticks(holder.pid) != holder.started
-
-
-def is_here(holder: Holder) -> bool:
-    """Whether the holder's process can be looked at from here."""
-    return holder.boot == _boot_id() and holder.pid_namespace == _pid_namespace()
+    try:
+        os.kill(holder.pid, 0)  # unlike /proc, this also sees processes that are hidden from this user
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass  # it exists and belongs to somebody else, or is no pid at all: /proc has the last word
+    seen = _state_and_start(holder.pid)
+    if seen is None:
+        return False
+    state, started = seen
+    if state in ("Z", "X"):
+        return True  # a zombie holds nothing
+    return holder.started != 0 and started != holder.started
 
 
 def _boot_id() -> str:

@@ -5,12 +5,15 @@ Guarantee: at most one epoch is current, epochs only rise, and whoever acts unde
 * An epoch is claimed by creating `lease/<epoch>.claim` exclusively, so exactly one claimant gets it.
 * Its holder renews `lease/<epoch>.beat`. A claimant takes the next epoch only if the holder released it,
   is the same launch, is known dead, or let a whole time-to-live pass *on the claimant's own clock* without
-  a new beat; clocks of different nodes are never compared.
-* `Fence.guard` wraps every commit, deletion, pointer move and decision. It holds `lease/fence.lock` while
-  it checks the epoch and acts; claiming takes the same lock, so no claim falls between check and act.
+  a new beat. Clocks of different nodes are never compared; a wall clock can only make a claim be refused.
+* `Fence.guard` wraps every commit, deletion, pointer move and decision. It holds `lease/<epoch>.lock` while
+  it checks the epoch and acts; claiming takes the lock of the epoch that it ends, so no claim falls between
+  check and act. The claim leaves its number in that lock file, because a network file system refreshes a
+  file that is locked, while its listing of a directory may be old.
   A process that is stopped while it holds that lock cannot block a claim for ever: after a time-to-live
-  the claim goes ahead. What the stopped process may then still do is finish one rename of an attempt that
-  is off the lineage by then (see checkpoint/lineage.py), which no resume picks up.
+  the claim goes ahead, and the new epoch has a lock of its own. What the stopped process may then still do
+  is finish one rename of an attempt that is off the lineage by then (see checkpoint/lineage.py), which no
+  resume picks up.
 """
 
 from __future__ import annotations
@@ -19,29 +22,44 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from holdfast.control.directory import ControlDirectory, create_record, read_record
+from holdfast.control.directory import (
+    MAX_RECORD_BYTES,
+    ControlDirectory,
+    create_record,
+    list_names,
+    read_record,
+)
 from holdfast.control.holder import Holder, is_gone, is_here, this_process
-from holdfast.errors import ControlError, LeaseLostError, RunIsLiveError
-from holdfast.files import explain_os_error, make_dirs, replace_atomic
+from holdfast.errors import ControlError, LeaseLostError, RunIsLiveError, UsageError
+from holdfast.files import explain_os_error, make_dirs, read_regular, replace_atomic
 
 log = logging.getLogger("holdfast.control")
 
 BEATS_PER_TTL = 5
+LOST_AFTER = 0.6
+"""Part of the time-to-live without a renewal after which a holder gives up; the rest is for its workers."""
+MAX_TTL = 86_400.0
+CLAIM_PATIENCE = 3
+"""A claim that keeps losing races gives up after so many times-to-live."""
+
+_CLAIM_NAME = re.compile(r"([0-9]{8,18})\.claim")
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=1)]
     owner: str
     """Launch id: attempts of one launch follow each other without waiting."""
     holder: Holder
-    ttl: float
+    ttl: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL)]
     at: float
     evidence: str
 
@@ -54,15 +72,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
 
 def current_epoch(control: ControlDirectory) -> int:
     """The highest epoch ever claimed; 0 if none."""
-    try:
-        names = os.listdir(control.lease)
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise explain_os_error(error, "read", control.lease) from error
-    return max(
-        (int(name[:-6]) for name in names if name.endswith(".claim") and name[:-6].isdigit()), default=0
-    )
+    matches = (_CLAIM_NAME.fullmatch(name) for name in list_names(control.lease))
+    return max((int(match[1]) for match in matches if match), default=0)
 
 
 def _claim_path(control: ControlDirectory, epoch: int) -> Path:
@@ -73,8 +84,19 @@ def _beat_path(control: ControlDirectory, epoch: int) -> Path:
     return control.lease / f"{epoch:08d}.beat"
 
 
+def _lock_path(control: ControlDirectory, epoch: int) -> Path:
+    return control.lease / f"{epoch:08d}.lock"
+
+
 def read_claim(control: ControlDirectory, epoch: int) -> Claim | None:
-    return read_record(_claim_path(control, epoch), Claim)
+    path = _claim_path(control, epoch)
+    found = read_record(path, Claim)
+    if found is not None and found.epoch != epoch:
+        raise ControlError(
+            f"{path} says epoch {found.epoch}. The run's memory is damaged; restore the file from a backup "
+            "or use another run directory"
+        )
+    return found
 
 
 def read_beat(control: ControlDirectory, epoch: int) -> Beat | None:
@@ -84,47 +106,100 @@ def read_beat(control: ControlDirectory, epoch: int) -> Beat | None:
 def claim(control: ControlDirectory, owner: str, ttl: float) -> Claim:
     """Take the next epoch, waiting at most about one time-to-live of the present holder.
 
-    Raises RunIsLiveError when the present holder is seen to be alive.
+    Raises RunIsLiveError when the present holder is seen to be alive, or when others keep winning the
+    race for CLAIM_PATIENCE times-to-live.
     """
+    if not 0 < ttl <= MAX_TTL:
+        raise UsageError(f"a lease's time-to-live must be above 0 and at most {MAX_TTL:g} s, not {ttl!r}")
+    started = time.monotonic()
+    patience = CLAIM_PATIENCE * ttl
+    epoch = current_epoch(control)
     while True:
-        epoch = current_epoch(control)
-        evidence = "first claim" if epoch == 0 else _why_free(control, epoch, owner)
-        wanted = Claim(
-            epoch=epoch + 1, owner=owner, holder=this_process(), ttl=ttl, at=time.time(), evidence=evidence
-        )
-        with _fence_lock(control, ttl, insist=False):
-            if create_record(_claim_path(control, wanted.epoch), wanted):
-                return wanted
-        # Somebody else took that epoch; look again. This ends: the winner is live, or it has died.
+        evidence: str | None = "first claim"
+        lock_timeout = ttl
+        if epoch > 0:
+            held = read_claim(control, epoch)
+            if held is None:
+                raise ControlError(
+                    f"{_claim_path(control, epoch)} vanished while it was read. The lease directory must not "
+                    "be changed by hand while a launcher runs; start again"
+                )
+            patience = max(patience, CLAIM_PATIENCE * held.ttl)
+            lock_timeout = held.ttl
+            evidence = _why_free(control, held, owner)
+        if evidence is not None:
+            wanted = Claim(
+                epoch=epoch + 1, owner=owner, holder=this_process(), ttl=ttl, at=time.time(),
+                evidence=evidence,
+            )  # fmt: skip
+            with _epoch_lock(control, epoch, lock_timeout, insist=False) as lock:
+                if create_record(_claim_path(control, wanted.epoch), wanted):
+                    _mark_superseded(lock, wanted.epoch)
+                    return wanted
+        # Somebody else took that epoch; look again. A listing may be old, but epoch + 1 does exist.
+        epoch = max(current_epoch(control), epoch + 1)
+        if time.monotonic() - started > patience:
+            raise RunIsLiveError(
+                f"run {control.run_id} in {control.path}: other launchers took every epoch up to {epoch} "
+                f"for {patience:g} s. Leave the run to one launcher, or use another run directory"
+            )
 
 
-def _why_free(control: ControlDirectory, epoch: int, owner: str) -> str:
-    """Evidence that `epoch`'s holder no longer holds it; waits for a lapse, raises if it is alive."""
-    held = read_claim(control, epoch)
-    if held is None:
-        raise ControlError(f"{_claim_path(control, epoch)} vanished while it was read")
-    first = read_beat(control, epoch)
-    if first is not None and first.released:
-        return f"epoch {epoch} was released"
+def _why_free(control: ControlDirectory, held: Claim, owner: str) -> str | None:
+    """Evidence that the holder no longer holds its epoch; waits for a lapse, raises if it is alive.
+
+    None if another claim came first. A beat that cannot be understood is no evidence of anything: then,
+    as without one, only a change within the time-to-live shows life.
+    """
+    epoch = held.epoch
+    dead = f"holder of epoch {epoch}, {held.holder.describe()}, is dead"
+    released = f"epoch {epoch} was released"
+    first = _raw_beat(control, epoch)
+    beat = _decode_beat(first)
+    if beat is not None and beat.released:
+        return released
     if held.owner == owner:
         return f"epoch {epoch} belongs to the same launch"
     if is_gone(held.holder):
-        return f"holder of epoch {epoch}, {held.holder.describe()}, is dead"
-    if is_here(held.holder) and first is not None and time.time() - first.at < held.ttl:
-        raise _live(control, held, f"alive, last renewed {time.time() - first.at:.1f} s ago")
+        return dead
+    if beat is not None and is_here(held.holder):
+        age = time.time() - beat.at  # outside these bounds the wall clock was set: then only watching tells
+        if 0 <= age < held.ttl:
+            raise _live(control, held, f"alive, last renewed {age:.1f} s ago")
     deadline = time.monotonic() + held.ttl
-    while time.monotonic() < deadline:
-        time.sleep(min(0.2, held.ttl / 20))
-        now = read_beat(control, epoch)
-        if now is not None and now.released:
-            return f"epoch {epoch} was released"
-        if now != first:
+    while True:
+        # Asked before the look: whoever was stopped past the deadline must look once more.
+        last_look = time.monotonic() >= deadline
+        now = _raw_beat(control, epoch)
+        if now is not None and now != first:
+            beat = _decode_beat(now)
+            if beat is not None and beat.released:
+                return released
             raise _live(control, held, "it renewed the lease while we watched")
         if is_gone(held.holder):
-            return f"holder of epoch {epoch}, {held.holder.describe()}, is dead"
+            return dead
         if current_epoch(control) != epoch:
-            return "another claim came first"  # the caller's exclusive create will fail and look again
-    return f"epoch {epoch} lapsed: no renewal for {held.ttl:g} s"
+            return None
+        if last_look:
+            return f"epoch {epoch} lapsed: no renewal for {held.ttl:g} s"
+        time.sleep(min(0.2, held.ttl / 20))
+
+
+def _raw_beat(control: ControlDirectory, epoch: int) -> bytes | None:
+    path = _beat_path(control, epoch)
+    try:
+        return read_regular(path, MAX_RECORD_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise explain_os_error(error, "read", path) from error
+
+
+def _decode_beat(raw: bytes | None) -> Beat | None:
+    try:
+        return None if raw is None else msgspec.json.decode(raw, type=Beat)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
 
 
 def _live(control: ControlDirectory, held: Claim, why: str) -> RunIsLiveError:
@@ -135,44 +210,89 @@ def _live(control: ControlDirectory, held: Claim, why: str) -> RunIsLiveError:
 
 
 @contextlib.contextmanager
-def _fence_lock(control: ControlDirectory, timeout: float, *, insist: bool) -> Iterator[None]:
-    """Hold `fence.lock`; after `timeout` either raise (`insist`) or go ahead without it."""
-    path = control.lease / "fence.lock"
+def _epoch_lock(control: ControlDirectory, epoch: int, timeout: float, *, insist: bool) -> Iterator[int]:
+    """Hold an epoch's lock file; after `timeout` either raise (`insist`) or go ahead without it."""
+    path = _lock_path(control, epoch)
     try:
-        make_dirs(control.lease)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not insist:
+            make_dirs(control.lease)  # only a claim may make it: a guard must not revive a deleted run
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise explain_os_error(error, "write", path) from error
+        raise explain_os_error(error, "open", path) from error
     try:
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    if insist:
-                        raise ControlError(f"{path} stayed locked for {timeout:g} s") from None
-                    log.warning("holdfast: %s stayed locked for %g s; claiming without it", path, timeout)
-                    break
-                time.sleep(0.01)
-        yield
+        locked = _lock(fd, path, timeout)
+        if not locked and insist:
+            raise ControlError(
+                f"{path} stayed locked for {timeout:g} s. Another process of this attempt is stopped or "
+                "stuck in the middle of a commit, deletion, pointer move or decision; end it and start again"
+            )
+        if not locked:
+            log.warning("holdfast: %s stayed locked for %g s; claiming without it", path, timeout)
+        try:
+            yield fd
+        finally:
+            if locked:
+                # Closing alone would not do: a child forked meanwhile shares the lock.
+                fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 
 
+def _lock(fd: int, path: Path, timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        except OSError as error:
+            raise explain_os_error(error, "lock", path) from error
+        time.sleep(min(0.01, timeout))
+
+
+def _mark_superseded(lock: int, by: int) -> None:
+    try:
+        os.pwrite(lock, f"{by:08d}\n".encode(), 0)
+    except OSError as error:
+        # The claim stands without it; only a node with an old listing would learn of it later.
+        log.warning("holdfast: could not mark the lock of the epoch before %d: %s", by, error)
+
+
+def _superseded_by(lock: int) -> int:
+    text = os.pread(lock, 32, 0).strip()
+    return int(text) if text.isdigit() else 0
+
+
 class Fence:
-    """What an attempt acts through: every effect on shared state is made inside `guard`."""
+    """What an attempt acts through: every effect on shared state is made inside `guard`.
+
+    Keep what is inside short (one rename, one small file): a claim waits for it at most one time-to-live.
+    Guards do not nest.
+    """
 
     def __init__(self, control: ControlDirectory, epoch: int, *, timeout: float = 30.0) -> None:
         self._control = control
         self.epoch = epoch
         self._timeout = timeout
+        self._claim = read_claim(control, epoch)
 
     def check(self, action: str) -> None:
-        """Raise LeaseLostError if a newer epoch exists."""
-        newest = current_epoch(self._control)
-        if newest != self.epoch:
+        """Raise LeaseLostError if a newer epoch exists, or if ours is no longer the one we started with."""
+        self._refuse_if_newer(action, current_epoch(self._control))
+        found = read_claim(self._control, self.epoch)
+        if self._claim is None:
+            self._claim = found
+        if found is None or found != self._claim:
+            state = "is gone" if found is None else f"now names {found.holder.describe()}"
+            raise LeaseLostError(
+                f"refused to {action}: {_claim_path(self._control, self.epoch)} {state}. The run directory "
+                "was emptied or replaced under this attempt; nothing was changed"
+            )
+
+    def _refuse_if_newer(self, action: str, newest: int) -> None:
+        if newest > self.epoch:
             raise LeaseLostError(
                 f"refused to {action}: this attempt holds epoch {self.epoch}, but epoch {newest} exists in "
                 f"{self._control.lease}. A newer attempt runs; nothing was changed"
@@ -181,7 +301,8 @@ class Fence:
     @contextlib.contextmanager
     def guard(self, action: str) -> Iterator[None]:
         """Check and act with no claim in between."""
-        with _fence_lock(self._control, self._timeout, insist=True):
+        with _epoch_lock(self._control, self.epoch, self._timeout, insist=True) as lock:
+            self._refuse_if_newer(action, _superseded_by(lock))
             self.check(action)
             yield
 
@@ -189,8 +310,9 @@ class Fence:
 class LeaseKeeper:
     """Renews a claim from a thread until released, and says when it no longer can.
 
-    `on_lost` is called once, from that thread, when a newer epoch appears or when no renewal succeeded
-    for 60 % of the time-to-live, so that the caller can end its workers before the lease lapses.
+    `on_lost` is called once, from a thread of the keeper, when a newer epoch appears or when no renewal
+    succeeded for LOST_AFTER of the time-to-live, so that the caller can end its workers before the lease
+    lapses. A second thread watches the first, since a renewal may hang with its file system.
     """
 
     def __init__(self, control: ControlDirectory, held: Claim, on_lost: Callable[[str], None]) -> None:
@@ -198,40 +320,88 @@ class LeaseKeeper:
         self._claim = held
         self._on_lost = on_lost
         self._stop = threading.Event()
+        self._over = threading.Lock()
+        """Taken for good by whoever ends this first: `release` or a loss."""
         self._count = 0
-        self._beat(released=False)
+        self._trouble = "the file system does not answer"
+        self._renewed = time.monotonic()
+        try:
+            self._renew()
+        except OSError as error:
+            raise explain_os_error(error, "renew", _beat_path(control, held.epoch)) from error
         self._thread = threading.Thread(target=self._keep, name="holdfast-lease", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="holdfast-lease-watch", daemon=True)
         self._thread.start()
+        self._watcher.start()
+
+    def _renew(self) -> None:
+        """Renew once; LeaseLostError if the epoch is no longer ours."""
+        self._require_ours()
+        started = time.monotonic()  # before the write: a claimant's watch may begin as soon as it is seen
+        if started - self._renewed > self._claim.ttl:
+            raise LeaseLostError(f"this process did not run for {started - self._renewed:.1f} s")
+        self._beat(released=False)
+        self._renewed = started
+
+    def _require_ours(self) -> None:
+        newest = current_epoch(self._control)
+        if newest > self._claim.epoch:
+            raise LeaseLostError(f"epoch {newest} was claimed over our {self._claim.epoch}")
+        found = read_claim(self._control, self._claim.epoch)
+        path = _claim_path(self._control, self._claim.epoch)
+        if found is None:
+            raise ControlError(f"{path} is gone")  # perhaps only for now; the watcher keeps the time
+        if found != self._claim:
+            raise LeaseLostError(f"{path} now names {found.holder.describe()}")
 
     def _beat(self, *, released: bool) -> None:
         self._count += 1
         beat = Beat(count=self._count, at=time.time(), released=released)
-        replace_atomic(_beat_path(self._control, self._claim.epoch), msgspec.json.encode(beat) + b"\n")
+        path = _beat_path(self._control, self._claim.epoch)
+        replace_atomic(path, msgspec.json.encode(beat) + b"\n", durable=False)
 
     def _keep(self) -> None:
-        last = time.monotonic()
         while not self._stop.wait(self._claim.ttl / BEATS_PER_TTL):
             try:
-                newest = current_epoch(self._control)
-                if newest != self._claim.epoch:
-                    self._on_lost(f"epoch {newest} was claimed over our {self._claim.epoch}")
-                    return
-                if time.monotonic() - last > self._claim.ttl:
-                    self._on_lost(f"this process did not run for {time.monotonic() - last:.1f} s")
-                    return
-                self._beat(released=False)
-                last = time.monotonic()
+                self._renew()
+            except LeaseLostError as error:
+                self._lose(str(error))
             except (OSError, ControlError) as error:
-                if time.monotonic() - last > 0.6 * self._claim.ttl:
-                    self._on_lost(f"no renewal for {time.monotonic() - last:.1f} s: {error}")
-                    return
+                self._trouble = str(error)
+            except Exception as error:
+                log.exception("holdfast: renewing epoch %d failed", self._claim.epoch)
+                self._lose(f"renewing failed unexpectedly: {error!r}")
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._claim.ttl / 20):
+            silent = time.monotonic() - self._renewed
+            if silent > LOST_AFTER * self._claim.ttl:
+                self._lose(f"no renewal for {silent:.1f} s: {self._trouble}")
+
+    def _lose(self, why: str) -> None:
+        if not self._over.acquire(blocking=False):
+            return
+        self._stop.set()
+        try:
+            self._on_lost(why)
+        except Exception:
+            log.exception("holdfast: the lease was lost (%s) and its handler failed", why)
+
+    def stop(self) -> None:
+        """Stop renewing without releasing: the same launch holds the next epoch already."""
+        self._stop.set()
+        self._over.acquire(blocking=False)
 
     def release(self) -> None:
-        """Stop renewing and say so, so that the next claim need not wait."""
+        """Stop renewing and say so, so that the next claim need not wait. Writes nothing after a loss."""
         self._stop.set()
+        if not self._over.acquire(blocking=False):
+            return
         self._thread.join(timeout=self._claim.ttl)
         try:
-            if current_epoch(self._control) == self._claim.epoch:
-                self._beat(released=True)
-        except (OSError, ControlError) as error:
+            if self._thread.is_alive():
+                raise ControlError(f"a renewal did not end within {self._claim.ttl:g} s")
+            self._require_ours()
+            self._beat(released=True)
+        except (OSError, ControlError, LeaseLostError) as error:
             log.warning("holdfast: could not release epoch %d: %s", self._claim.epoch, error)

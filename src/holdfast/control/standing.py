@@ -7,12 +7,14 @@ that says nothing known counts as a condemnation too.
 
 from __future__ import annotations
 
+import re
 import time
 from enum import StrEnum
+from pathlib import Path
 
 import msgspec
 
-from holdfast.control.directory import ControlDirectory, create_record
+from holdfast.control.directory import ControlDirectory, create_record, list_names
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
 
@@ -35,6 +37,16 @@ class StandingRecord(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
+_SEVERITY = (
+    Standing.CONDEMNED, Standing.SUSPECT, Standing.ABANDONED, Standing.COMMITTED,
+    Standing.VERIFIED, Standing.ACQUITTED, Standing.PROVEN,
+)  # fmt: skip
+"""Most careful first: which one counts if two nodes gave two records the same number."""
+
+_RECORD_NAME = re.compile(r"([0-9]{6,18})-(.*)\.json")
+_CHECKPOINT = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,99}")
+
+
 class StandingBook:
     """Reads and appends the standing records of a run."""
 
@@ -42,22 +54,40 @@ class StandingBook:
         self._directory = control.standing
 
     def append(self, fence: Fence, checkpoint: str, standing: Standing, evidence: list[str]) -> None:
+        standing = Standing(standing)
         record = StandingRecord(
             checkpoint=checkpoint, standing=standing, evidence=evidence, epoch=fence.epoch, at=time.time()
         )
+        folder = self._folder(checkpoint)
         with fence.guard(f"record checkpoint {checkpoint} as {standing}"):
-            folder = self._directory / checkpoint
-            number = len(list(folder.glob("*.json"))) + 1
+            number = max((number for number, _ in self._entries(folder)), default=0) + 1
             while not create_record(folder / f"{number:06d}-{standing}.json", record):
                 number += 1
 
     def of(self, checkpoint: str) -> Standing:
         """The newest standing; COMMITTED if nothing was recorded."""
-        try:
-            names = sorted(path.name for path in (self._directory / checkpoint).glob("*.json"))
-        except OSError as error:
-            raise ControlError(f"cannot read the standing of checkpoint {checkpoint}: {error}") from error
-        if not names:
+        entries = self._entries(self._folder(checkpoint))
+        if not entries:
             return Standing.COMMITTED
-        word = names[-1].removesuffix(".json").partition("-")[2]
-        return Standing(word) if word in set(Standing) else Standing.CONDEMNED
+        if any(number == 0 for number, _ in entries):
+            return Standing.CONDEMNED  # a record whose place in the order cannot be read may be the newest
+        newest = max(number for number, _ in entries)
+        return min((word for number, word in entries if number == newest), key=_SEVERITY.index)
+
+    def _folder(self, checkpoint: str) -> Path:
+        if not _CHECKPOINT.fullmatch(checkpoint):
+            raise ControlError(f"{checkpoint!r:.120} is not a checkpoint id; nothing was read or written")
+        return self._directory / checkpoint
+
+    @staticmethod
+    def _entries(folder: Path) -> list[tuple[int, Standing]]:
+        """(number, standing) by file name; an unknown word is CONDEMNED, an unreadable number is 0."""
+        entries = []
+        for name in list_names(folder):
+            match = _RECORD_NAME.fullmatch(name)
+            if match:
+                known = match[2] in set(Standing)
+                entries.append((int(match[1]), Standing(match[2]) if known else Standing.CONDEMNED))
+            elif name.endswith(".json"):
+                entries.append((0, Standing.CONDEMNED))
+        return entries

@@ -7,11 +7,26 @@ journals of newer releases stay readable.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 
 JOURNAL_VERSION = 1
+
+
+def encode_loss(loss: float | None) -> float | str | None:
+    """A loss as it is journalled. JSON has no NaN, and a NaN must not read like "no loss"."""
+    if loss is None or math.isfinite(loss):
+        return loss
+    return "nan" if math.isnan(loss) else "inf" if loss > 0 else "-inf"
+
+
+def decode_loss(loss: float | str | None) -> float | None:
+    """The inverse of `encode_loss`. Text that no release writes reads as NaN: not a number, yet recorded."""
+    if isinstance(loss, str):
+        return {"inf": math.inf, "-inf": -math.inf}.get(loss, math.nan)
+    return loss
 
 
 class Event(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults=True):
@@ -131,7 +146,8 @@ class StepsDone(Event, tag="steps_done"):
     first: int
     """Step of the first entry; the rest follow one by one."""
     seconds: list[float]
-    loss: list[float | None] = []
+    loss: list[float | str | None] = []
+    """Each as `encode_loss` gives it: None is a step whose loss was not recorded."""
     samples: list[str] = []
     """Digest of each step's sample ids, where the loop gave them."""
 
@@ -185,3 +201,14 @@ class Line(msgspec.Struct, kw_only=True):
     seq: int
     """Rises by one per writer, so that a gap shows."""
     body: AnyEvent | Unknown
+
+
+def event_name(body: AnyEvent | Unknown) -> str:
+    """The tag a body has in the file."""
+    if isinstance(body, Unknown):
+        return body.event
+    return str(body.__struct_config__.tag)
+
+
+EVENT_NAMES: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in AnyEvent.__args__)
+"""Every tag this release writes."""

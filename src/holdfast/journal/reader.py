@@ -1,11 +1,14 @@
 """Reads a run's journal while it is being written.
 
-All writers' files are merged by time. A torn last line is left for the next look; a line that cannot be
-read is counted and skipped, never fatal: the journal explains failures, so it must survive them.
+All writers' files are merged by time; the lines of one file always keep their order, also when the clock
+was set back. A torn last line is left for the next look; a line that cannot be read is counted and skipped,
+never fatal: the journal explains failures, so it must survive them.
 """
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,28 +55,30 @@ class JournalReader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._offsets: dict[Path, int] = {}
+        self._newest: dict[Path, float] = {}
         self.unreadable = 0
         """Lines met so far that are not journal lines."""
 
     def poll(self) -> list[Line]:
-        lines: list[Line] = []
-        for path in sorted(self._directory.glob("*.jsonl")):
-            lines.extend(self._poll_file(path))
-        lines.sort(key=lambda line: (line.at, line.who, line.seq))
-        return lines
+        return [line for line, _ in self.poll_raw()]
 
-    def _poll_file(self, path: Path) -> Iterator[Line]:
-        try:
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                data = file.read()
-        except OSError:
-            return
+    def poll_raw(self) -> list[tuple[Line, bytes]]:
+        """As `poll`, each line with its bytes in the file (which may hold fields of a newer release)."""
+        found: list[tuple[float, Line, bytes]] = []
+        for path in sorted(self._directory.glob("*.jsonl")):
+            for line, raw in self._poll_file(path):
+                newest = self._newest[path] = max(line.at, self._newest.get(path, line.at))
+                found.append((newest, line, raw))
+        found.sort(key=lambda item: (item[0], item[1].who, item[1].seq))
+        return [(line, raw) for _, line, raw in found]
+
+    def _poll_file(self, path: Path) -> Iterator[tuple[Line, bytes]]:
+        data = _read_from(path, self._offsets.get(path, 0))
         whole, newline, rest = data.rpartition(b"\n")
         if not newline and len(rest) < MAX_LINE_BYTES:
             return
         if not newline:
-            whole = rest
+            whole = rest  # longer than any line: give it up rather than read it again at every look
         self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
         for raw in whole.split(b"\n"):
             if not raw.strip():
@@ -82,7 +87,7 @@ class JournalReader:
             if line is None:
                 self.unreadable += 1
             else:
-                yield line
+                yield line, raw
 
     def follow(self, *, interval: float = 0.2, deadline: float | None = None) -> Iterator[Line]:
         """Yield lines as they come, until `deadline` (`time.monotonic()` seconds) or for ever."""
@@ -91,6 +96,19 @@ class JournalReader:
             if deadline is not None and time.monotonic() >= deadline:
                 return
             time.sleep(interval)
+
+
+def _read_from(path: Path, offset: int) -> bytes:
+    """A regular file's bytes from `offset`; nothing of what is none (a pipe would block for ever)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return b""
+            file.seek(offset)
+            return file.read()
+    except OSError:
+        return b""
 
 
 def read_journal(directory: Path) -> list[Line]:

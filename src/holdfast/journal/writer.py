@@ -3,23 +3,37 @@
 Guarantee: each event is one `write(2)` of one whole line to a file that no other process writes, so
 lines never interleave, a reader may follow at any time, and a crash can tear only the last line.
 
-A journal that cannot be written must not end a healthy run: the first failure is logged, later events
-are tried again, and the number of lost ones is written as soon as writing works.
+A journal that cannot be written must not end a healthy run: the first failure is logged, the file is
+opened afresh for each later event, and the number of lost ones is written as soon as writing works. A value
+that JSON cannot carry is written as its text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from holdfast.journal.events import JOURNAL_VERSION, Event, Warned
 
 log = logging.getLogger("holdfast.journal")
+
+
+def _encodable(value: Any) -> Any:
+    """The same value without lone surrogates (undecodable bytes in a message), which JSON refuses."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return value
 
 
 class JournalWriter:
@@ -29,9 +43,10 @@ class JournalWriter:
         self._path = directory / f"{attempt:06d}-{who}-{os.getpid()}.jsonl"
         self._who = who
         self._attempt = attempt
-        self._encoder = msgspec.json.Encoder()
+        self._encoder = msgspec.json.Encoder(enc_hook=str)
         self._lock = threading.Lock()
         self._fd: int | None = None
+        self._prefix = b""
         self._seq = 0
         self._lost = 0
 
@@ -43,41 +58,55 @@ class JournalWriter:
         """Append one event. Never raises for a file-system error (see the module's guarantee)."""
         with self._lock:
             try:
-                if self._fd is None:
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    self._fd = os.open(
-                        self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-                    )
+                self._open()
                 if self._lost:
                     self._append(Warned(message=f"{self._lost} earlier events could not be written"))
                     self._lost = 0
                 self._append(event)
-            except OSError as error:
+            except (OSError, TypeError, ValueError, RecursionError) as error:
                 if not self._lost:
                     log.error(
                         "holdfast: cannot write the journal %s: %s; training goes on", self._path, error
                     )
                 self._lost += 1
+                self._close()
+
+    def _open(self) -> None:
+        if self._fd is not None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        # What is there may end in a torn line (a full disk cut it): end it, so that the next stays whole.
+        self._prefix = b"\n" if os.fstat(self._fd).st_size else b""
 
     def _append(self, event: Event) -> None:
-        frame = b'{"v":%d,"at":%.6f,"who":%b,"attempt":%d,"seq":%d,"body":%b}\n' % (
+        frame = self._prefix + b'{"v":%d,"at":%.6f,"who":%b,"attempt":%d,"seq":%d,"body":%b}\n' % (
             JOURNAL_VERSION,
             time.time(),
-            self._encoder.encode(self._who),
+            self._encode(self._who),
             self._attempt,
             self._seq,
-            self._encoder.encode(event),
+            self._encode(event),
         )
         assert self._fd is not None
         written = os.write(self._fd, frame)
         if written != len(frame):
-            # A short write (full disk) tears this line; end it, so that the next one stays whole.
-            os.write(self._fd, b"\n")
             raise OSError(f"wrote {written} of {len(frame)} bytes")
+        self._prefix = b""
         self._seq += 1
+
+    def _encode(self, value: Any) -> bytes:
+        try:
+            return self._encoder.encode(value)
+        except UnicodeEncodeError:
+            return self._encoder.encode(_encodable(msgspec.to_builtins(value, enc_hook=str)))
 
     def close(self) -> None:
         with self._lock:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            with contextlib.suppress(OSError):  # NFS reports a late write error here; it was handled above
+                os.close(fd)

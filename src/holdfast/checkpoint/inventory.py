@@ -1,0 +1,78 @@
+"""What a resume has to choose from: the ladder, as the control directory and the root give it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from holdfast.checkpoint.identity import CheckpointRoot, parse_name
+from holdfast.checkpoint.ladder import Ladder, Rung, build_ladder
+from holdfast.checkpoint.verify import Inspection, check_structure
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.lineage import Timeline, read_timeline, was_committed
+from holdfast.control.standing import Standing, StandingBook
+from holdfast.errors import UsageError
+from holdfast.journal.events import RejectedOption
+
+
+def take_inventory(
+    control: ControlDirectory, root: CheckpointRoot, resume_from: str, *, force: bool
+) -> Ladder:
+    """The ladder for `resume_from`: "auto", "fresh", a step number, or a path."""
+    if resume_from == "fresh":
+        return Ladder([], [], True)
+    timeline = read_timeline(control)
+    if resume_from == "auto" or resume_from.isdigit():
+        book = StandingBook(control)
+        records = timeline.on_line + timeline.abandoned
+        ladder = build_ladder(
+            timeline,
+            {record.id: book.of(record.id) for record in records},
+            root.names(),
+            frozenset(record.id for record in records if was_committed(control, record)),
+            step=int(resume_from) if resume_from.isdigit() else None,
+            force=force,
+        )
+        return _with_origin(ladder, timeline) if resume_from == "auto" else ladder
+    return _named(Path(resume_from), control, force=force)
+
+
+def _with_origin(ladder: Ladder, timeline: Timeline) -> Ladder:
+    """A run that began from somebody else's checkpoint has that one as its lowest rung."""
+    if timeline.origin is None or not timeline.origin.source:
+        return ladder
+    rung = _rung_at(Path(timeline.origin.source))
+    return Ladder([*ladder.rungs, rung], ladder.rejected, False)
+
+
+def _named(path: Path, control: ControlDirectory, *, force: bool) -> Ladder:
+    if not path.is_dir():
+        raise UsageError(f"checkpoint.resume_from = {str(path)!r}: no such directory")
+    rung = _rung_at(path.absolute())
+    standing = StandingBook(control).of(rung.id) if rung.id else Standing.COMMITTED
+    if standing in (Standing.SUSPECT, Standing.CONDEMNED) and not force:
+        why = f"{standing}: set checkpoint.force to use it all the same"
+        return Ladder([], [RejectedOption(rung.name, [why])], False)
+    return Ladder([rung], [], False)
+
+
+def _rung_at(path: Path) -> Rung:
+    inspection = check_structure(path)
+    if inspection.manifest is not None:
+        found = inspection.manifest
+        return Rung(
+            name=path.name, step=found.step, id=found.id, manifest=inspection.manifest_digest, path=str(path)
+        )
+    name = parse_name(path.name)
+    digits = re.fullmatch(r"\D*?[-_](\d+)", path.name)
+    step = name.step if name else int(digits[1]) if digits else 0
+    return Rung(name=path.name, step=step, id="", manifest="", path=str(path))
+
+
+def look_at(rung: Rung, root: CheckpointRoot, run: str, world: int) -> tuple[Path, Inspection]:
+    """Where a rung lies, and what the cheap check says of it."""
+    if rung.path:
+        path = Path(rung.path)
+        return path, check_structure(path, world=world if rung.manifest else None)
+    path = root.path / rung.name
+    return path, check_structure(path, run=run, world=world)

@@ -1,0 +1,88 @@
+"""The ladder: which checkpoints a resume may use, in which order, and why the others may not.
+
+Pure: everything it decides on is handed in. The order is the lineage's, newest step first; file names,
+times and the `latest` hint play no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast.checkpoint.identity import CheckpointName
+from holdfast.control.lineage import CommitRecord, Timeline
+from holdfast.control.standing import Standing
+from holdfast.journal.events import RejectedOption
+
+REFUSED = frozenset({Standing.SUSPECT, Standing.CONDEMNED})
+
+
+class Rung(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate. `path` is set when it was asked for by path; otherwise it lies under the root."""
+
+    name: str
+    step: int
+    id: str
+    manifest: str
+    """Expected manifest digest; empty for a plain DCP directory."""
+    path: str = ""
+
+
+class Ladder(msgspec.Struct, frozen=True):
+    rungs: list[Rung]
+    rejected: list[RejectedOption]
+    may_start_fresh: bool
+
+
+def build_ladder(
+    timeline: Timeline,
+    standings: Mapping[str, Standing],
+    present: Sequence[CheckpointName],
+    committed: frozenset[str],
+    *,
+    step: int | None = None,
+    force: bool = False,
+) -> Ladder:
+    """The rungs for an ordinary resume, or, with `step`, only those of that step.
+
+    `present` are the directories under the root, `committed` the ids whose rename is known to have happened.
+    A fresh start is allowed only if the run never had a checkpoint and the root holds nobody else's.
+    """
+    rungs: list[Rung] = []
+    rejected: list[RejectedOption] = []
+    there = set(present)
+    had_any = False
+    for record in sorted(timeline.on_line, key=lambda record: record.step, reverse=True):
+        name = CheckpointName(record.step, record.id)
+        if name not in there and record.id not in committed:
+            continue  # the save was cut before its rename: it never existed
+        had_any = True
+        why = _why_not(record, standings, present=name in there, step=step, force=force)
+        if why:
+            rejected.append(RejectedOption(str(name), [why]))
+        else:
+            rungs.append(Rung(name=str(name), step=record.step, id=record.id, manifest=record.manifest))
+    abandoned = {CheckpointName(record.step, record.id) for record in timeline.abandoned}
+    known = {CheckpointName(record.step, record.id) for record in timeline.on_line} | abandoned
+    for name in sorted(there & abandoned, reverse=True):
+        rejected.append(
+            RejectedOption(str(name), ["abandoned: the run went back below it and on another way"])
+        )
+    for name in sorted(there - known, reverse=True):
+        rejected.append(RejectedOption(str(name), ["unknown: this run has no record of having saved it"]))
+    fresh = not had_any and not there - abandoned and step is None
+    return Ladder(rungs, rejected, fresh)
+
+
+def _why_not(
+    record: CommitRecord, standings: Mapping[str, Standing], *, present: bool, step: int | None, force: bool
+) -> str:
+    if not present:
+        return "missing: its directory is gone"
+    if step is not None and record.step != step:
+        return f"not asked for: resume_from names step {step}"
+    standing = standings.get(record.id, Standing.COMMITTED)
+    if standing in REFUSED and not force:
+        return f"{standing}: used only when named, with checkpoint.force"
+    return ""

@@ -1,0 +1,139 @@
+"""Loading one checkpoint into the tracked objects, verified, in one pass, without talking to other ranks.
+
+`load` reads and verifies everything this rank needs and puts the tensors in place; `LoadedState.apply` then
+restores what is not a tensor. The caller lets the group agree between the two. A rank that fails a check
+raises CheckpointError: the copy is bad and a lower rung may do. IncompleteStateError means that the script
+and the checkpoint do not fit, which no other rung cures.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.storage import StorageReader
+
+from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.manifest import ManifestError
+from holdfast.checkpoint.planner import own_prefix
+from holdfast.checkpoint.reader import VerifyingReader
+from holdfast.checkpoint.state import (
+    OWN,
+    Tracked,
+    check_parts,
+    check_strict,
+    drop_stateless,
+    flatten,
+    from_blob,
+    rank_key,
+)
+from holdfast.errors import CheckpointError, IncompleteStateError
+
+
+class LoadedState:
+    """Verified state of one rank: tensors are in place, the rest waits for `apply`."""
+
+    def __init__(
+        self, tracked: Tracked, tensors: dict[str, Any], others: dict[str, Any], own: dict[str, Any]
+    ):
+        self._tracked = tracked
+        self._tensors = tensors
+        self._others = others
+        self.own = own
+        """Holdfast's own parts: rng, data, counters."""
+
+    def apply(self) -> None:
+        self._tracked.apply(self._tensors, self._others)
+
+
+def load(directory: Path, digest: str, tracked: Tracked, rank: int, world: int) -> LoadedState:
+    """Load a committed checkpoint whose manifest has this digest."""
+    try:
+        manifest, found = manifests.read(directory)
+    except ManifestError as error:
+        raise CheckpointError(f"unreadable-manifest: {error}") from error
+    if found != digest:
+        raise CheckpointError(f"unreadable-manifest: its digest is {found}, expected {digest}")
+    reader = VerifyingReader(directory, manifest)
+    metadata = reader.read_metadata()
+    blob = _read_blob(reader, metadata, rank)
+    tensors, _ = tracked.collect()
+    check_parts(tracked.names(), blob["tracked"])
+    drop_stateless(tensors, blob["tracked"], metadata)
+    check_strict(tensors, metadata)
+    _load_tensors(_own_first(flatten(tensors), metadata, rank), reader)
+    reader.verify_rest(reader.shard_paths()[rank::world])
+    return LoadedState(tracked, tensors, blob["tracked"], blob["own"])
+
+
+def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -> dict[str, Any]:
+    """The entries to load: this rank's own version of a tensor where one was stored (see planner.py)."""
+    prefix = own_prefix(rank)
+    there = metadata.state_dict_metadata
+    return {prefix + name if prefix + name in there else name: tensor for name, tensor in wanted.items()}
+
+
+def _read_blob(reader: VerifyingReader, metadata: Metadata, rank: int) -> dict[str, Any]:
+    key = f"{OWN}.{rank_key(rank)}"
+    entry = metadata.state_dict_metadata.get(key)
+    if not isinstance(entry, TensorStorageMetadata):
+        raise CheckpointError(f"incomplete: {key} is missing; rank {rank} left no state in this checkpoint")
+    holder = {OWN: {rank_key(rank): torch.empty(entry.size, dtype=torch.uint8)}}
+    _load_tensors(holder, reader)
+    blob = from_blob(holder[OWN][rank_key(rank)])
+    if not isinstance(blob, dict) or not {"tracked", "own"} <= blob.keys():
+        raise CheckpointError(f"incomplete: {key} does not hold a rank's state")
+    return blob
+
+
+def _load_tensors(state: dict[str, Any], reader: StorageReader) -> None:
+    """DCP's load of exactly these entries, by this rank alone."""
+    if not flatten(state):
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            dcp_load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise cause from error
+
+
+def load_stock(directory: Path, tracked: Tracked) -> tuple[LoadedState, list[str]]:
+    """Load a plain DCP directory, asked for by name: it has no digests, so nothing vouches for its bytes.
+
+    Models must be there in full. Whatever else the directory does not hold keeps its initial state; the
+    returned notes say so. The caller has checked the directory's completeness without unpickling it.
+    """
+    reader = FileSystemReader(directory)
+    metadata = reader.read_metadata()
+    stored = metadata.state_dict_metadata
+    tensors, others = tracked.collect()
+    notes = ["no digests: nothing vouches for these bytes"]
+    for name in tracked.names():
+        wanted = flatten(tensors.get(name, {}), f"{name}.")
+        there = [key for key in wanted if key in stored]
+        if tracked.kind(name) == "model" and len(there) < len(wanted):
+            missing = sorted(wanted.keys() - stored.keys())
+            raise IncompleteStateError(
+                f"{directory} lacks {len(missing)} tensors of {name}, first {missing[0]}. "
+                f"It holds {sorted(stored)[:6]} …"
+            )
+        if not wanted or len(there) < len(wanted):
+            tensors.pop(name, None)
+            notes.append(f"{name}: not in the directory; it keeps its initial state")
+    part_of = {name: tensors[name] for name in tensors}
+    for key, tensor in flatten(part_of).items():
+        entry = stored[key]
+        if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
+            raise IncompleteStateError(f"{key}: {tuple(tensor.size())} tracked, the directory holds {entry}")
+    _load_tensors(part_of, reader)
+    notes.append("step, samples, RNG and data position: not in a plain DCP directory; they start anew")
+    return LoadedState(tracked, {**tracked.collect()[0], **part_of}, others, {}), notes

@@ -1,0 +1,232 @@
+"""DCP's storage reader, verifying every byte before it is used, in one pass.
+
+Guarantee: nothing is unpickled, and no tensor is touched, before the bytes it comes from have matched the
+digest taken when they were written. Each item is read once into memory, digested there, and used from that
+same memory, so what was verified is what is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import stat
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from holdfast.checkpoint.identity import METADATA
+from holdfast.checkpoint.manifest import Chunk, FileEntry, Manifest, digest_bytes
+from holdfast.errors import CheckpointError
+from holdfast.files import read_regular
+
+IN_PLACE = 64 * 1024
+"""Items at least this large are used where they were read; smaller ones go through torch.load."""
+
+
+class VerifyingReader(FileSystemReader):
+    """Reads a checkpoint directory under its manifest."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        super().__init__(directory)
+        self._directory = directory
+        self._files = {entry.path: entry for entry in manifest.files}
+        self._chunks = {
+            entry.path: {(chunk.offset, chunk.length): chunk for chunk in entry.chunks}
+            for entry in manifest.files
+        }
+        self._read: dict[str, set[int]] = {}
+        """Offsets verified so far, by file."""
+        self._metadata: Metadata | None = None
+        self._buffer = bytearray()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        del args, kwargs
+        if self._metadata is None:
+            entry = self._files[METADATA]
+            data = read_regular(self._directory / METADATA, entry.size)
+            found = digest_bytes(data)
+            if found != entry.digest:
+                raise CheckpointError(f"altered {METADATA}: expected {entry.digest}, found {found}")
+            self._metadata = pickle.loads(data)
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            wanted.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), []).append(item)
+        for path, places in wanted.items():
+            with _ShardFile(self._directory, self._files, path) as shard:
+                for (offset, length), items in sorted(places.items()):
+                    data = self._verified(shard, path, offset, length)
+                    self._use(data, items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def verify_rest(self, paths: Iterable[str]) -> None:
+        """Verify the chunks of these files that loading did not need."""
+        for path in paths:
+            left = [c for c in self._files[path].chunks if c.offset not in self._read.get(path, set())]
+            if left:
+                with _ShardFile(self._directory, self._files, path) as shard:
+                    for chunk in left:
+                        self._verified(shard, path, chunk.offset, chunk.length)
+
+    def shard_paths(self) -> list[str]:
+        return sorted(path for path in self._files if path != METADATA)
+
+    def _verified(self, shard: _ShardFile, path: str, offset: int, length: int) -> memoryview:
+        chunk: Chunk | None = self._chunks[path].get((offset, length))
+        if chunk is None:
+            raise CheckpointError(
+                f"stale-metadata {path}: .metadata places an item at {offset}+{length}; the manifest does not"
+            )
+        if len(self._buffer) < length:
+            self._buffer = bytearray(length)
+        view = memoryview(self._buffer)[:length]
+        shard.read_into(view, offset)
+        found = digest_bytes(view)
+        if found != chunk.digest:
+            raise CheckpointError(
+                f"altered {path}: bytes {offset} to {offset + length} have digest {found}, "
+                f"expected {chunk.digest}"
+            )
+        self._read.setdefault(path, set()).add(offset)
+        return view
+
+    def _use(self, data: memoryview, items: list[ReadItem], planner: LoadPlanner) -> None:
+        tensor: torch.Tensor | None = None
+        for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(data))
+                continue
+            if tensor is None:
+                tensor = self._tensor(data, item)
+            target = planner.resolve_tensor(item).detach()
+            source = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            if target.size() != source.size():
+                raise CheckpointError(
+                    f"{item.storage_index.fqn}: stored shape {tuple(source.size())}, "
+                    f"wanted {tuple(target.size())}"
+                )
+            target.copy_(source)
+            planner.commit_tensor(item, target)
+
+    def _tensor(self, data: memoryview, item: ReadItem) -> torch.Tensor:
+        if data.nbytes >= IN_PLACE:
+            in_place = self._tensor_in_place(data, item)
+            if in_place is not None:
+                return in_place
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        assert isinstance(loaded, torch.Tensor)
+        return loaded
+
+    def _tensor_in_place(self, data: memoryview, item: ReadItem) -> torch.Tensor | None:
+        """The archive's one record, seen as a tensor without copying it; None if it has another form."""
+        assert self._metadata is not None
+        entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        offsets = item.storage_index.offset
+        sizes = next((c.sizes for c in entry.chunks if offsets is None or c.offsets == offsets), None)
+        dtype = entry.properties.dtype
+        if sizes is None:
+            return None
+        count = sizes.numel()
+        record = _only_data_record(data)
+        if record is None or record[1] != count * dtype.itemsize or count == 0:
+            return None
+        start, length = record
+        return torch.frombuffer(data[start : start + length], dtype=dtype, count=count).view(sizes)
+
+
+def _only_data_record(data: memoryview) -> tuple[int, int] | None:
+    """Where the archive's only storage lies: (offset, length)."""
+    with zipfile.ZipFile(_ViewFile(data)) as archive:
+        records = [info for info in archive.infolist() if "/data/" in info.filename]
+    if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
+        return None
+    header = records[0].header_offset
+    name_length = int.from_bytes(data[header + 26 : header + 28], "little")
+    extra_length = int.from_bytes(data[header + 28 : header + 30], "little")
+    return header + 30 + name_length + extra_length, records[0].file_size
+
+
+class _ViewFile(io.RawIOBase):
+    """A read-only file over memory, without BytesIO's copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        base = (0, self._at, self._data.nbytes)[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = self._data.nbytes if size is None or size < 0 else min(self._at + size, self._data.nbytes)
+        piece = bytes(self._data[self._at : end])
+        self._at = max(self._at, end)
+        return piece
+
+
+class _ShardFile:
+    """An open shard: a regular file of exactly the listed size, never reached through a link."""
+
+    def __init__(self, directory: Path, files: dict[str, FileEntry], path: str) -> None:
+        if path not in files:
+            raise CheckpointError(
+                f"stale-metadata {path[:200]!r}: .metadata names a file the manifest does not list"
+            )
+        self._path = path
+        try:
+            self._fd = os.open(directory / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise CheckpointError(f"missing {path}") from None
+        except OSError as error:
+            raise CheckpointError(f"unreadable {path}: {error.strerror}") from error
+        info = os.fstat(self._fd)
+        expected = files[path].size
+        if not stat.S_ISREG(info.st_mode) or info.st_size != expected:
+            os.close(self._fd)
+            reason = "truncated" if info.st_size < expected else "altered"
+            raise CheckpointError(f"{reason} {path}: expected {expected} bytes, found {info.st_size}")
+
+    def __enter__(self) -> _ShardFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < view.nbytes:
+            try:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"unreadable {self._path} at {offset + done}: {error.strerror}"
+                ) from error
+            if count == 0:
+                raise CheckpointError(f"truncated {self._path}: ends at {offset + done}")
+            done += count

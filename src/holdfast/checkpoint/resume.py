@@ -1,0 +1,247 @@
+"""Resume: the whole group goes down the ladder together and takes the first rung that all can use.
+
+Guarantee: every rank ends with the same checkpoint, or every rank raises; nobody waits without a deadline.
+
+Rank 0 proposes a rung through the store. Every rank loads and verifies what it needs of it and answers. If
+all answers are good, rank 0 writes the attempt's head and then fixes the decision, which the others read; if
+one is bad, it proposes the next rung. There is no collective in this: a group that cannot form one can still
+decide, and a rank that dies is noticed by the deadline of whoever waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.checkpoint.identity import CheckpointRoot
+from holdfast.checkpoint.inventory import look_at, take_inventory
+from holdfast.checkpoint.ladder import Ladder, Rung
+from holdfast.checkpoint.load import LoadedState, load, load_stock
+from holdfast.checkpoint.state import Tracked
+from holdfast.control.attempts import HeadRecord, write_head
+from holdfast.control.decisions import Decisions, read_key
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.group import Group
+from holdfast.control.lease import Fence
+from holdfast.control.standing import Standing, StandingBook
+from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError
+from holdfast.journal.events import Decision, RejectedOption, Resumed, RungRejected
+from holdfast.journal.writer import JournalWriter
+
+FRESH = "fresh start"
+
+T = TypeVar("T")
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    rung: Rung | None
+    """None: start fresh, unless `refusal` says why not."""
+    path: str = ""
+    refusal: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    problem: str = ""
+    """Why this rank cannot use the rung's bytes; another rung may do."""
+    unfit: str = ""
+    """Why the checkpoint does not fit the script; no other rung will do."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    go_on: bool
+    """Whether another proposal follows."""
+    unfit: str = ""
+
+
+class ResumeDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """Fixed once an attempt, durable before anyone trains."""
+
+    chosen: str
+    step: int
+    rung: Rung | None
+    rejected: list[RejectedOption]
+    evidence: list[str]
+
+
+class Resumer:
+    """Resumes one attempt."""
+
+    def __init__(
+        self,
+        *,
+        control: ControlDirectory,
+        fence: Fence,
+        group: Group,
+        root: CheckpointRoot,
+        attempt: int,
+        tracked: Tracked,
+        journal: JournalWriter,
+        load_timeout: float,
+        decision_timeout: float,
+    ) -> None:
+        self._control = control
+        self._fence = fence
+        self._group = group
+        self._root = root
+        self._attempt = attempt
+        self._tracked = tracked
+        self._journal = journal
+        self._load_timeout = load_timeout
+        self._decision_timeout = decision_timeout
+        self._decisions = Decisions(control, fence, attempt, group.store)
+
+    def resume(self, resume_from: str, *, force: bool) -> tuple[ResumeDecision, LoadedState | None]:
+        """The group's choice, and this rank's verified state (None for a fresh start)."""
+        started = time.monotonic()
+        if self._group.is_coordinator:
+            decision, state = self._lead(resume_from, force=force)
+            name = decision.rung.name if decision.rung else None
+            seconds = time.monotonic() - started
+            self._journal.write(Resumed(checkpoint=name, step=decision.step, seconds=seconds))
+            return decision, state
+        return self._follow()
+
+    # --- rank 0 ---------------------------------------------------------------------------------------------
+
+    def _lead(self, resume_from: str, *, force: bool) -> tuple[ResumeDecision, LoadedState | None]:
+        ladder = take_inventory(self._control, self._root, resume_from, force=force)
+        rejected = list(ladder.rejected)
+        number = 0
+        for rung in ladder.rungs:
+            path, inspection = look_at(rung, self._root, self._control.run_id, self._group.world_size)
+            problems = [str(problem) for problem in inspection.problems]
+            if rung.manifest and inspection.manifest_digest not in ("", rung.manifest):
+                problems.append("altered holdfast.json: another manifest than the one that was committed")
+            if not problems:
+                self._propose(number, Proposal(rung=rung, path=str(path)))
+                state, mine = self._try(rung, path)
+                problems, unfit = self._gather(number, mine)
+                if unfit:
+                    self._conclude(number, Verdict(go_on=False, unfit=unfit))
+                    raise IncompleteStateError(unfit)
+                if not problems and state is not None:
+                    return self._fix(number, rung, rejected, resume_from), state
+                self._conclude(number, Verdict(go_on=True))
+                number += 1
+            rejected.append(RejectedOption(rung.name, problems))
+            self._journal.write(RungRejected(checkpoint=rung.name, step=rung.step, reasons=problems))
+        if ladder.may_start_fresh:
+            self._propose(number, Proposal(rung=None))
+            return self._fix(number, None, rejected, resume_from), None
+        refusal = self._refusal(ladder, rejected, resume_from)
+        self._journal.write(
+            Decision(about="resume", chosen="refused", evidence=[refusal.splitlines()[0]], rejected=rejected)
+        )
+        self._propose(number, Proposal(rung=None, refusal=refusal))
+        raise NoValidRungError(refusal)
+
+    def _gather(self, number: int, mine: Answer) -> tuple[list[str], str]:
+        """Every rank's problems, and the first misfit."""
+        problems = [mine.problem] if mine.problem else []
+        unfit = mine.unfit
+        deadline = time.monotonic() + self._load_timeout
+        for rank in range(1, self._group.world_size):
+            left = max(0.0, deadline - time.monotonic())
+            what = f"rank {rank}'s answer to the proposed checkpoint"
+            raw = read_key(self._group.store, f"resume/{number}/answer/{rank}", left, what)
+            answer = msgspec.json.decode(raw, type=Answer)
+            if answer.problem:
+                problems.append(f"rank {rank}: {answer.problem}")
+            unfit = unfit or (f"rank {rank}: {answer.unfit}" if answer.unfit else "")
+        return problems, unfit
+
+    def _fix(
+        self, number: int, rung: Rung | None, rejected: list[RejectedOption], resume_from: str
+    ) -> ResumeDecision:
+        decision = ResumeDecision(
+            chosen=rung.name if rung else FRESH,
+            step=rung.step if rung else 0,
+            rung=rung,
+            rejected=rejected,
+            evidence=self._evidence(rung, resume_from),
+        )
+        head = HeadRecord(
+            attempt=self._attempt,
+            checkpoint=(rung.id or None) if rung else None,
+            step=decision.step,
+            source=rung.path if rung else "",
+        )
+        write_head(self._control, self._fence, head)
+        decision = self._decisions.decide("resume", ResumeDecision, lambda: decision)
+        if rung is not None and rung.id and rung.manifest:
+            digests = f"every digest matched when attempt {self._attempt} loaded it"
+            if StandingBook(self._control).of(rung.id) == Standing.COMMITTED:
+                StandingBook(self._control).append(self._fence, rung.id, Standing.VERIFIED, [digests])
+        self._journal.write(
+            Decision(about="resume", chosen=decision.chosen, evidence=decision.evidence, rejected=rejected)
+        )
+        self._conclude(number, Verdict(go_on=False))
+        return decision
+
+    def _evidence(self, rung: Rung | None, resume_from: str) -> list[str]:
+        asked = "" if resume_from == "auto" else f"resume_from = {resume_from!r}; "
+        if rung is None:
+            return [f"{asked}the run has no checkpoint on its lineage"]
+        if not rung.manifest:
+            return [f"{asked}a plain DCP directory, complete by its metadata; no digests to check"]
+        return [f"{asked}newest usable rung; all digests matched on {self._group.world_size} ranks"]
+
+    def _refusal(self, ladder: Ladder, rejected: list[RejectedOption], resume_from: str) -> str:
+        told = "\n".join(f"  {option.option}: {'; '.join(option.why)}" for option in rejected)
+        what = f"no checkpoint may be used (resume_from = {resume_from!r}, {len(ladder.rungs)} were tried)"
+        return (
+            f"{what} under {self._root.path}\n{told or '  none was found'}\n"
+            "Look with `holdfast ckpt ls`; name one with checkpoint.resume_from, or start over with "
+            "resume_from = 'fresh', which leaves these where they are"
+        )
+
+    def _propose(self, number: int, proposal: Proposal) -> None:
+        self._group.store.set(f"resume/{number}/proposal", msgspec.json.encode(proposal).decode())
+
+    def _conclude(self, number: int, verdict: Verdict) -> None:
+        self._group.store.set(f"resume/{number}/verdict", msgspec.json.encode(verdict).decode())
+
+    # --- every other rank -----------------------------------------------------------------------------------
+
+    def _follow(self) -> tuple[ResumeDecision, LoadedState | None]:
+        number = 0
+        while True:
+            proposal = self._read(f"resume/{number}/proposal", Proposal, "rank 0's proposal")
+            if proposal.refusal:
+                raise NoValidRungError(proposal.refusal)
+            state = None
+            if proposal.rung is not None:
+                state, answer = self._try(proposal.rung, Path(proposal.path))
+                key = f"resume/{number}/answer/{self._group.rank}"
+                self._group.store.set(key, msgspec.json.encode(answer).decode())
+            verdict = self._read(f"resume/{number}/verdict", Verdict, "rank 0's verdict")
+            if verdict.unfit:
+                raise IncompleteStateError(verdict.unfit)
+            if not verdict.go_on:
+                timeout = self._decision_timeout
+                return self._decisions.await_decision("resume", ResumeDecision, timeout), state
+            number += 1
+
+    def _read(self, key: str, kind: type[T], what: str) -> T:
+        timeout = self._decision_timeout + self._load_timeout
+        return msgspec.json.decode(read_key(self._group.store, key, timeout, what), type=kind)
+
+    def _try(self, rung: Rung, path: Path) -> tuple[LoadedState | None, Answer]:
+        """Load a rung; whatever is wrong with it becomes an answer, so that no rank goes silent."""
+        try:
+            if rung.manifest:
+                rank, world = self._group.rank, self._group.world_size
+                return load(path, rung.manifest, self._tracked, rank, world), Answer()
+            state, _ = load_stock(path, self._tracked)
+            return state, Answer()
+        except CheckpointError as error:
+            return None, Answer(problem=str(error))
+        except HoldfastError as error:
+            return None, Answer(unfit=str(error))
+        except OSError as error:
+            return None, Answer(problem=f"unreadable: {error}")
+        except Exception as error:  # noqa: BLE001 - a script that cannot take the state must not leave peers waiting
+            return None, Answer(unfit=f"{type(error).__name__} while loading {rung.name}: {error}")

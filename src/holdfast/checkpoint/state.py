@@ -1,0 +1,212 @@
+"""What a run tracks, as checkpoint state and back.
+
+A checkpoint holds three kinds of state:
+
+* tensors of models and optimizers, under their fully qualified names, so any world size can read them;
+* one blob a rank, `holdfast.rank_<rank>`: everything else that is tracked (schedules, scalers, optimizer
+  hyper-parameters …) and Holdfast's own RNG, data position and counters. It is a uint8 tensor around a
+  torch.save archive: DCP itself never has to unpickle anything of ours;
+* nothing else. What cannot be captured is an error when saving, not a surprise when resuming.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from holdfast.checkpoint.manifest import PartEntry
+from holdfast.errors import IncompleteStateError, UsageError
+
+OWN = "holdfast"
+"""Reserved top-level name of the per-rank blobs."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+def rank_key(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+class Tracked:
+    """The tracked objects of a run, by the names the user gave them."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+
+    def add(self, name: str, thing: object) -> None:
+        if name == OWN or not name.isidentifier():
+            raise UsageError(f"track({name}=…): the name must be a plain identifier other than {OWN!r}")
+        if name in self._objects and self._objects[name] is not thing:
+            raise UsageError(f"track({name}=…): something else is tracked under that name already")
+        if not isinstance(thing, Stateful):
+            raise UsageError(
+                f"track({name}=…): a {type(thing).__name__} has no state_dict and load_state_dict; "
+                "give it both, or track the object that has them"
+            )
+        self._objects[name] = thing
+
+    def names(self) -> list[str]:
+        return list(self._objects)
+
+    def kind(self, name: str) -> str:
+        thing = self._objects[name]
+        if isinstance(thing, nn.Module):
+            return "model"
+        return "optimizer" if self._owner(thing) is not None else "object"
+
+    def _owner(self, thing: object) -> nn.Module | None:
+        """The tracked model that holds all of an optimizer's parameters, if there is one."""
+        if not isinstance(thing, torch.optim.Optimizer):
+            return None
+        wanted = {id(parameter) for group in thing.param_groups for parameter in group["params"]}
+        for model in self._objects.values():
+            if isinstance(model, nn.Module) and wanted <= {id(p) for p in model.parameters()}:
+                return model
+        return None
+
+    def collect(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(tensors by part, everything else by part). The tensors alias live state; they are not copies."""
+        tensors: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for name, thing in self._objects.items():
+            if isinstance(thing, nn.Module):
+                state = get_model_state_dict(thing)
+                tensors[name] = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+                others[name] = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+            elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
+                tensors[name], others[name] = _split_optimizer(get_optimizer_state_dict(owner, thing))
+            else:
+                others[name] = thing.state_dict()
+        return tensors, others
+
+    def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        """Put loaded state into the tracked objects. Tensors were loaded in place already."""
+        for name, thing in self._objects.items():
+            if isinstance(thing, nn.Module):
+                if others[name]:
+                    set_model_state_dict(thing, {**tensors[name], **others[name]})
+            elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
+                merged = _merge_optimizer(tensors[name], others[name])
+                set_optimizer_state_dict(owner, thing, merged)
+            else:
+                thing.load_state_dict(others[name])
+
+    def parts(self, tensors: Mapping[str, Any]) -> dict[str, PartEntry]:
+        return {
+            name: PartEntry(kind=self.kind(name), entries=len(flatten(tensors.get(name, {}))))
+            for name in self._objects
+        }
+
+
+def _split_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    tensors: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, entries in state["state"].items():
+        tensors[name] = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+        others[name] = {k: v for k, v in entries.items() if not isinstance(v, torch.Tensor)}
+    return {"state": tensors}, {"state": others, "param_groups": state["param_groups"]}
+
+
+def _merge_optimizer(tensors: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {
+        name: {**entries, **others["state"].get(name, {})} for name, entries in tensors["state"].items()
+    }
+    return {"state": merged, "param_groups": others["param_groups"]}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """DCP's own naming: path elements joined by dots."""
+    flat: dict[str, torch.Tensor] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def drop_stateless(tensors: dict[str, Any], others: Mapping[str, Any], metadata: Metadata) -> None:
+    """Forget optimizer entries for parameters that had no state when the checkpoint was saved.
+
+    A fresh optimizer is given state for all of its parameters before a load, one in use has it only for those
+    that ever had a gradient. The saved parameter groups tell such a parameter from a new one.
+    """
+    for name, tree in tensors.items():
+        saved = others.get(name)
+        if not isinstance(saved, Mapping) or "param_groups" not in saved or "state" not in tree:
+            continue
+        known = {parameter for group in saved["param_groups"] for parameter in group["params"]}
+        for parameter in [p for p in tree["state"] if p in known]:
+            if not any(
+                f"{name}.state.{parameter}.{k}" in metadata.state_dict_metadata
+                for k in tree["state"][parameter]
+            ):
+                del tree["state"][parameter]
+
+
+def check_strict(tensors: Mapping[str, Any], metadata: Metadata) -> None:
+    """Both directions, by name, shape and dtype: DCP ignores unread keys and casts dtypes silently."""
+    wanted = flatten(tensors)
+    stored = {
+        key: entry for key, entry in metadata.state_dict_metadata.items() if not key.startswith(f"{OWN}.")
+    }
+    problems = [f"{key}: tracked, but not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())]
+    problems += [
+        f"{key}: in the checkpoint, but not tracked" for key in sorted(stored.keys() - wanted.keys())
+    ]
+    for key in sorted(wanted.keys() & stored.keys()):
+        entry, tensor = stored[key], wanted[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            problems.append(f"{key}: a tensor is tracked, the checkpoint holds an object")
+        elif entry.size != tensor.size():
+            problems.append(
+                f"{key}: shape {tuple(tensor.size())} tracked, {tuple(entry.size)} in the checkpoint"
+            )
+        elif entry.properties.dtype != tensor.dtype:
+            problems.append(f"{key}: {tensor.dtype} tracked, {entry.properties.dtype} in the checkpoint")
+    if problems:
+        shown = "\n  ".join(problems[:12]) + (
+            f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else ""
+        )
+        raise IncompleteStateError(
+            f"the tracked state does not fit the checkpoint ({len(problems)} differences):\n  {shown}\n"
+            "Make the script track what was saved, or start with resume_from = 'fresh'"
+        )
+
+
+def check_parts(names: list[str], parts: Mapping[str, Any]) -> None:
+    """The tracked names must be exactly those that were saved."""
+    missing = sorted(set(names) - parts.keys())
+    extra = sorted(parts.keys() - set(names))
+    if missing or extra:
+        raise IncompleteStateError(
+            f"the checkpoint holds {sorted(parts)}; this script tracks {sorted(names)}. "
+            f"Missing from the checkpoint: {missing or 'nothing'}; not tracked any more: {extra or 'nothing'}"
+        )
+
+
+def to_blob(value: Any) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def from_blob(blob: torch.Tensor) -> Any:
+    """Unpickles: only ever called on bytes that matched their digest."""
+    return torch.load(io.BytesIO(blob.numpy().tobytes()), map_location="cpu", weights_only=False)

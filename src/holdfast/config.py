@@ -1,0 +1,335 @@
+"""Gathers the settings from all their sources and checks them completely before anything starts.
+
+Guarantee: what `load` returns is known, well-typed, in range and free of contradictions, and for each
+setting it says where the value came from. Anything else is a ConfigError that lists every problem at
+once: the setting's path, its source, the value, what is allowed and what to do.
+
+Later sources win: defaults < TOML file < HOLDFAST_* environment < command line < keywords. A value that
+is overridden is checked all the same, because a mistake in a file stays a mistake.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import reprlib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from holdfast.errors import ConfigError
+from holdfast.files import read_regular
+from holdfast.settings import (
+    FIELDS,
+    RESUME_FROM,
+    CheckpointSettings,
+    ControlSettings,
+    Field,
+    JournalSettings,
+    LaunchSettings,
+    RunSettings,
+    Settings,
+)
+
+__all__ = [
+    "FIELDS",
+    "CheckpointSettings",
+    "ControlSettings",
+    "Effective",
+    "Field",
+    "JournalSettings",
+    "LaunchSettings",
+    "RunSettings",
+    "Settings",
+    "digest",
+    "load",
+    "parse_assignments",
+]
+
+ENVIRONMENT_PREFIX = "HOLDFAST_"
+NOT_SETTINGS = frozenset({"HOLDFAST_LAUNCH"})
+"""Names with the prefix that are no settings: the launcher's hand-over to its workers."""
+
+FILE_LIMIT = 64 * 1024
+LINE_LIMIT = 4096
+"""No path is longer, and tomllib's time grows with the square of a dotted key's parts."""
+PROBLEMS_SHOWN = 50
+
+
+class Effective(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings, and where each of them came from."""
+
+    settings: Settings
+    sources: dict[str, str]
+    """Dotted key → "default", "file <path>", "environment <NAME>", "command line" or "keyword"."""
+
+
+class _RefusedError(Exception):
+    """A value cannot be used; the text says what to write instead."""
+
+
+def _show(value: object) -> str:
+    """A value for a message: short, whatever somebody put into the file."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 120
+    return short.repr(value)
+
+
+def _from_text(field: Field, text: str) -> object:
+    """The value that text from the environment or the command line stands for, or else the text itself."""
+    if field.kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}.get(text, text)
+    if field.kind is int and re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        return int(text)
+    if field.kind is float and re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+        return float(text)
+    return text
+
+
+def _check(field: Field, value: object) -> object:
+    """The value as the setting holds it. Raises _RefusedError with a suggestion."""
+    if field.kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    try:
+        checked: object = msgspec.convert(value, field.annotation)
+    except msgspec.ValidationError:
+        raise _RefusedError(_suggestion(field, value)) from None
+    if isinstance(checked, str):
+        _check_text(field, checked)
+    return checked
+
+
+def _suggestion(field: Field, value: object) -> str:
+    """What to write instead of a value of the wrong type or out of range."""
+    if field.kind is bool:
+        words = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+        meant = str(value).lower() if isinstance(value, str | int) else ""
+        if words.get(meant, meant) in ("true", "false"):
+            return f"write {words.get(meant, meant)}"
+    elif isinstance(value, str):
+        if _from_text(field, value) is not value:
+            return f"write {value} without quotes"
+    elif field.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return "write it in quotes"
+    return f"the default is {_show(field.default)}"
+
+
+def _check_text(field: Field, value: str) -> None:
+    """What the type of a path or of resume_from does not say."""
+    if value and not value.strip():
+        raise _RefusedError(f"the default is {_show(field.default)}")
+    if "\0" in value or not _is_utf8(value):
+        raise _RefusedError("use a path of valid UTF-8 without a zero character")
+    if value.startswith(("~", "$")):
+        raise _RefusedError("~ and $NAME are not expanded: write it out, or put ./ before a real name")
+    if field.key == RESUME_FROM:
+        word = value.strip().lower()
+        if word in ("auto", "fresh") and value != word:
+            raise _RefusedError(f'write "{word}", or put ./ before a path')
+        if re.fullmatch(r"[+-]?[0-9]+", value) and not re.fullmatch(r"[0-9]{1,12}", value):
+            raise _RefusedError("a step number has no sign and at most 12 digits; put ./ before a path")
+
+
+def _is_utf8(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _closest(name: str, spellings: Mapping[str, str]) -> str:
+    """The known spelling that `name` was probably meant to be. `spellings` maps keys to spellings."""
+    wanted = name[:80].lower()
+    folded = {spelling.lower(): spelling for spelling in spellings.values()}
+    close = difflib.get_close_matches(wanted, folded, n=1, cutoff=0.75)
+    if not close:  # the right name in the wrong section, or without one
+        leaf = re.split(r"\W", wanted)[-1]
+        leaves = {key.rpartition(".")[2]: spelling for key, spelling in spellings.items()}
+        close_leaf = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
+        if close_leaf:
+            return leaves[close_leaf[0]]
+        close = difflib.get_close_matches(wanted, folded, n=1, cutoff=0.6)
+    return folded[close[0]] if close else ""
+
+
+class _Collector:
+    """Takes values in the order of precedence, and every problem on the way."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, object] = {key: field.default for key, field in FIELDS.items()}
+        self.sources: dict[str, str] = dict.fromkeys(FIELDS, "default")
+        self.bad: set[str] = set()
+        self.problems: list[str] = []
+
+    def take(self, field: Field, written: object, source: str, *, text: bool = False) -> None:
+        """Take one value. With `text` it stands for a value of the setting's type."""
+        value = _from_text(field, written) if text and isinstance(written, str) else written
+        try:
+            self.values[field.key] = _check(field, value)
+            self.sources[field.key] = source
+        except _RefusedError as why:
+            self.bad.add(field.key)
+            self.problems.append(
+                f"{field.key} = {_show(written)} ({source}): allowed is {field.allowed}; {why}"
+            )
+
+    def unknown(self, name: str, value: object, source: str, spellings: Mapping[str, str]) -> None:
+        closest = _closest(name, spellings) if len(self.problems) < PROBLEMS_SHOWN else ""
+        advice = f"did you mean {closest}?" if closest else "`holdfast config show` lists all settings"
+        shown = _name(name) if isinstance(value, dict) else f"{_name(name)} = {_show(value)}"
+        self.problems.append(f"{shown} ({source}): there is no such setting; {advice}")
+
+    def contradictions(self) -> None:
+        """Pairs of values that are each allowed and make no sense together."""
+        ttl, timeout = self.values["control.lease_ttl"], self.values["control.decision_timeout"]
+        assert isinstance(ttl, float)
+        assert isinstance(timeout, float)
+        if timeout <= ttl and not self.bad & {"control.lease_ttl", "control.decision_timeout"}:
+            self.problems.append(
+                f"{self._both('control.decision_timeout', 'control.lease_ttl')}: the timeout must be "
+                "greater, because ranks wait for a decision while rank 0 may wait for an old lease to lapse; "
+                f"raise control.decision_timeout above {ttl:g} or lower control.lease_ttl"
+            )
+        resume_from = self.values[RESUME_FROM]
+        if (
+            self.values["checkpoint.force"]
+            and resume_from in ("auto", "fresh")
+            and not self.bad & {"checkpoint.force", RESUME_FROM}
+        ):
+            self.problems.append(
+                f"{self._both('checkpoint.force', RESUME_FROM)}: force accepts one bad checkpoint by "
+                "name; set checkpoint.resume_from to its step or path, or leave checkpoint.force false"
+            )
+
+    def _both(self, one: str, other: str) -> str:
+        return " with ".join(
+            f"{key} = {_show(self.values[key])} ({self.sources[key]})" for key in (one, other)
+        )
+
+
+def _name(name: str) -> str:
+    """A name for a message, bounded and on one line."""
+    return name if len(name) <= 80 and name.isprintable() else reprlib.repr(name)
+
+
+def _take_file(into: _Collector, file: Path | str) -> None:
+    source = f"file {file}"
+    try:
+        # Links are followed, as mounted configuration is often one; then only a plain file will do.
+        text = read_regular(Path(os.path.realpath(file)), FILE_LIMIT).decode("utf-8-sig")
+        if too_long := [n for n, line in enumerate(text.split("\n"), 1) if len(line) > LINE_LIMIT]:
+            raise ValueError(f"more than {LINE_LIMIT} characters (at line {too_long[0]})")
+        tree = tomllib.loads(text)
+    except OSError as error:
+        into.problems.append(f"{source}: cannot be read: {error.strerror or error}; check the path")
+        return
+    except UnicodeDecodeError as error:
+        line = bytes(error.object[: error.start]).count(b"\n") + 1
+        into.problems.append(f"{source}, line {line}: is not UTF-8 text; a settings file is TOML")
+        return
+    except RecursionError:
+        into.problems.append(f"{source}: is nested too deeply; settings are [section] and key = value")
+        return
+    except ValueError as error:  # also what is not TOML's own: a number too long, a path with a zero in it
+        into.problems.append(f"{source}: is not valid TOML: {error}; correct it there")
+        return
+    sections = {field.section for field in FIELDS.values()}
+    keys = {key: key for key in FIELDS}
+    for section, table in tree.items():
+        if section not in sections:
+            if isinstance(table, dict):
+                into.unknown(f"[{section}]", table, source, {name: f"[{name}]" for name in sections})
+            else:
+                into.unknown(section, table, source, keys)
+        elif not isinstance(table, dict):
+            into.problems.append(
+                f"{section} = {_show(table)} ({source}): allowed is a section; write [{section}] on a "
+                "line of its own and its settings below"
+            )
+        else:
+            for name, value in table.items():
+                key = f"{section}.{name}"
+                if field := FIELDS.get(key):
+                    into.take(field, value, source)
+                else:
+                    into.unknown(key, value, source, keys)
+
+
+def load(
+    file: Path | str | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    command_line: Mapping[str, str] | None = None,
+    keywords: Mapping[str, object] | None = None,
+) -> Effective:
+    """Gather the settings from all sources, or raise one ConfigError that lists every problem.
+
+    `command_line` maps dotted keys to text, `keywords` maps `section_name` to Python values.
+    """
+    into = _Collector()
+    if file is not None:
+        _take_file(into, file)
+    by_environment = {field.environment: field for field in FIELDS.values()}
+    for name in sorted(environ):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
+            if field := by_environment.get(name):
+                into.take(field, environ[name], f"environment {name}", text=True)
+            else:
+                into.unknown(
+                    name, environ[name], "environment", {f.key: f.environment for f in FIELDS.values()}
+                )
+    for key, text in (command_line or {}).items():
+        if field := FIELDS.get(key):
+            into.take(field, text, "command line", text=True)
+        else:
+            into.unknown(key, text, "command line", {known: known for known in FIELDS})
+    by_keyword = {field.keyword: field for field in FIELDS.values()}
+    for name, value in (keywords or {}).items():
+        if field := by_keyword.get(name):
+            into.take(field, value, "keyword")
+        else:
+            into.unknown(name, value, "keyword", {f.key: f.keyword for f in FIELDS.values()})
+    into.contradictions()
+    if into.problems:
+        raise ConfigError(_message(into.problems))
+    tree: dict[str, dict[str, object]] = {}
+    for field in FIELDS.values():
+        tree.setdefault(field.section, {})[field.name] = into.values[field.key]
+    return Effective(settings=msgspec.convert(tree, Settings), sources=into.sources)
+
+
+def _message(problems: list[str]) -> str:
+    lines = problems[:PROBLEMS_SHOWN]
+    if len(problems) > len(lines):
+        lines.append(f"… and {len(problems) - len(lines)} more")
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n  ".join([f"{count} in the settings; nothing was started:", *lines])
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, str]:
+    """`["section.key=value", …]`, as given to --set, for `load`'s `command_line`. The last of a key wins."""
+    found: dict[str, str] = {}
+    problems: list[str] = []
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if equals and key:
+            found[key] = value
+        else:
+            problems.append(f"{_name(assignment)} (command line): allowed is section.key=value")
+    if problems:
+        raise ConfigError(_message(problems))
+    return found
+
+
+def digest(settings: Settings) -> str:
+    """xxh3-128 over canonical JSON: equal for equal settings, wherever they came from."""
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(settings, order="sorted"))

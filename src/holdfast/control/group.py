@@ -1,0 +1,51 @@
+"""Who this rank is, and how the ranks reach each other for decisions and saves.
+
+The store is for decisions; the process group is for DCP's planning only. It is a group of its own on gloo,
+because DCP's collectives must never mix with those of training.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from holdfast.control.decisions import Store
+from holdfast.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Group:
+    rank: int
+    world_size: int
+    store: Store
+    process_group: dist.ProcessGroup | None
+    """None when this rank is alone."""
+    backend: str = ""
+    """Of the training group, for the record."""
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+
+def join_group(timeout: float) -> Group:
+    """The group as it is now. All ranks call this together, after torch's own set-up."""
+    if dist.is_available() and dist.is_initialized():
+        default = dist.distributed_c10d._get_default_store()
+        # Every rank starts the same runs in the same order, so its own count keeps their keys apart.
+        number = default.add(f"holdfast/starts/{dist.get_rank()}", 1)
+        store = PrefixStore(f"holdfast/{number}", default)
+        world = dist.get_world_size()
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if world > 1 else None
+        return Group(dist.get_rank(), world, store, group, str(dist.get_backend()))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise UsageError(
+            f"WORLD_SIZE is {world} but torch.distributed is not initialised. Call "
+            "torch.distributed.init_process_group before the run starts, so that the ranks can agree"
+        )
+    return Group(0, 1, HashStore(), None)

@@ -1,0 +1,48 @@
+"""What the launcher hands to its workers: one environment variable, HOLDFAST_LAUNCH, as JSON.
+
+It is not a setting: a worker that finds it was started by `holdfast run`, belongs to the attempt it names,
+and acts under that attempt's epoch. Everything else a worker needs it finds in the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from holdfast.errors import UsageError
+
+VARIABLE = "HOLDFAST_LAUNCH"
+
+
+class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
+    run_dir: str
+    """Absolute path of the control directory."""
+    run_id: str
+    launch: str
+    """Launch id: the same for all attempts and nodes of one `holdfast run`."""
+    attempt: int
+    epoch: int
+    node: str
+    config: str = ""
+    """Absolute path of the settings file; empty if there is none."""
+    command_line: dict[str, str] = {}
+    """Settings given on the command line: dotted key → text, as `config.load` takes them."""
+    lease_ttl: float = 30.0
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> LaunchInfo | None:
+        """The hand-over, or None for a process that `holdfast run` did not start."""
+        raw = environ.get(VARIABLE)
+        if not raw:
+            return None
+        try:
+            return msgspec.json.decode(raw, type=cls)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise UsageError(
+                f"{VARIABLE} in the environment is not what `holdfast run` writes: {error}. "
+                "Unset it, or start the script with `holdfast run`"
+            ) from error
+
+    def to_environment(self) -> dict[str, str]:
+        return {VARIABLE: msgspec.json.encode(self).decode()}

@@ -1,0 +1,105 @@
+"""Which checkpoints are on the run's present timeline.
+
+Every commit is recorded under its attempt before the checkpoint appears, and every attempt records its head
+before it trains. An attempt is one straight line of steps, so the timeline is: the newest attempt's commits,
+then its head, then the commits up to that head of the attempt that made it, and so on down to a fresh start.
+
+Nothing of this is read from the checkpoints, so a damaged, missing or forged one cannot bend the lineage;
+and a late commit by a group that was cut off is not on it, because a newer attempt has a newer head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.control.attempts import HeadRecord, attempt_numbers
+from holdfast.control.directory import ControlDirectory, create_record, read_record
+from holdfast.control.lease import Fence
+
+
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was about to be committed; whether it was, its directory tells."""
+
+    id: str
+    step: int
+    parent: str | None
+    attempt: int
+    manifest: str
+    """Manifest digest: a directory with another manifest is not this checkpoint."""
+
+
+def record_commit(control: ControlDirectory, fence: Fence, record: CommitRecord) -> None:
+    """Called with the fence held, just before the rename that commits."""
+    fence.check(f"record the commit of step {record.step}")
+    create_record(_path(control, record), record)
+
+
+def record_done(control: ControlDirectory, record: CommitRecord) -> None:
+    """Called after the rename: from now on an absent directory means lost, not never committed."""
+    create_record(_path(control, record).with_suffix(".done"), record)
+
+
+def was_committed(control: ControlDirectory, record: CommitRecord) -> bool:
+    """Whether the rename is known to have happened."""
+    return _path(control, record).with_suffix(".done").exists()
+
+
+def commits_of(control: ControlDirectory, attempt: int) -> list[CommitRecord]:
+    found = [read_record(path, CommitRecord) for path in sorted(_folder(control, attempt).glob("*.json"))]
+    return [record for record in found if record is not None]
+
+
+def _path(control: ControlDirectory, record: CommitRecord) -> Path:
+    return _folder(control, record.attempt) / f"{record.step:012d}-{record.id}.json"
+
+
+def _folder(control: ControlDirectory, attempt: int) -> Path:
+    return control.attempt(attempt) / "commits"
+
+
+def timeline(
+    heads: Mapping[int, HeadRecord], commits: Mapping[int, Sequence[CommitRecord]]
+) -> list[CommitRecord]:
+    """Pure: the commits on the present timeline, newest step first."""
+    by_id = {record.id: record for records in commits.values() for record in records}
+    line: list[CommitRecord] = []
+    attempt = max(heads, default=None)
+    limit: int | None = None
+    while attempt is not None:
+        mine = [record for record in commits.get(attempt, ()) if limit is None or record.step <= limit]
+        line.extend(sorted(mine, key=lambda record: record.step, reverse=True))
+        head = heads.get(attempt)
+        source = by_id.get(head.checkpoint) if head is not None and head.checkpoint is not None else None
+        if source is None or source.attempt >= attempt:
+            break
+        attempt, limit = source.attempt, source.step
+    return line
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    """What the control directory knows of a run's checkpoints."""
+
+    on_line: list[CommitRecord]
+    """Newest step first."""
+    abandoned: list[CommitRecord]
+    origin: HeadRecord | None
+    """The oldest head on the line: a fresh start, or a checkpoint this run did not make."""
+
+
+def read_timeline(control: ControlDirectory) -> Timeline:
+    """Everything from disk; unreadable records are errors, never guesses."""
+    heads: dict[int, HeadRecord] = {}
+    commits: dict[int, list[CommitRecord]] = {}
+    for number in attempt_numbers(control):
+        head = read_record(control.attempt(number) / "head.json", HeadRecord)
+        if head is not None:
+            heads[number] = head
+        commits[number] = commits_of(control, number)
+    on_line = timeline(heads, commits)
+    ids = {record.id for record in on_line}
+    abandoned = [record for records in commits.values() for record in records if record.id not in ids]
+    oldest = on_line[-1].attempt if on_line else max(heads, default=None)
+    return Timeline(on_line, abandoned, heads.get(oldest) if oldest is not None else None)

@@ -1,0 +1,217 @@
+"""One line of plain text for each event, for people; the terminal and the report both show these.
+
+Guarantee: the text is one line and safe to print. A worker's message may hold anything, so control
+characters (which could steer a terminal) are shown as escapes, and very long text is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from holdfast.journal.events import (
+    AnyEvent,
+    AttemptEnded,
+    AttemptStarted,
+    Decision,
+    LeaseClaimed,
+    LeaseLost,
+    Line,
+    Resumed,
+    RunCreated,
+    RunFinished,
+    RungRejected,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    StepsDone,
+    Unknown,
+    Warned,
+    WorkerFailed,
+    WorkersStarted,
+    decode_loss,
+)
+
+MAX_TEXT = 500
+
+
+@dataclass(frozen=True)
+class Rendered:
+    text: str
+    style: str
+    """fault, warning, decision, saved, good, progress or plain; what it looks like is the shower's choice."""
+    details: list[str] = field(default_factory=list)
+    """Lines that belong under the text: evidence and rejected options."""
+
+
+def printable(text: str, limit: int = MAX_TEXT) -> str:
+    """Any text as one harmless line."""
+    line = " ".join(text[: limit * 4].split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def duration(seconds: float) -> str:
+    """A length of time with about three digits: 42 ms, 3.2 s, 4 min 05 s, 2 h 10 min."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def size(count: int) -> str:
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def number(value: float | None) -> str:
+    """A loss for people."""
+    if value is None:
+        return "–"
+    if math.isnan(value):
+        return "NaN"
+    return f"{value:.4g}"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def worker_end(event: WorkerFailed) -> str:
+    """How a worker ended: "rank 1 killed by SIGKILL", "rank 0 exited with code 1: ValueError: …"."""
+    if event.exit_code < 0 or event.signal:
+        text = f"rank {event.rank} killed by {event.signal or f'signal {-event.exit_code}'}"
+    else:
+        text = f"rank {event.rank} exited with code {event.exit_code}"
+    return printable(f"{text}: {event.message}" if event.message else text)
+
+
+def _steps(event: StepsDone) -> str:
+    count = max(len(event.seconds), len(event.loss), 1)
+    last = event.first + count - 1
+    text = f"step {last}" if count == 1 else f"steps {event.first}–{last}"
+    recorded = [loss for loss in map(decode_loss, event.loss) if loss is not None]
+    if len(recorded) == 1:
+        text += f", loss {number(recorded[0])}"
+    elif recorded:
+        text += f", loss {number(recorded[0])} → {number(recorded[-1])}"
+    broken = sum(1 for loss in recorded if not math.isfinite(loss))
+    if broken:
+        text += f" ({broken} not finite)"
+    if event.seconds:
+        text += f", {duration(sum(event.seconds) / len(event.seconds))} a step"
+    return text
+
+
+def _decision(event: Decision) -> Rendered:
+    details = [f"because {printable(item)}" for item in event.evidence]
+    for option in event.rejected:
+        why = "; ".join(printable(reason) for reason in option.why) or "no reason given"
+        details.append(f"not {printable(option.option)}: {why}")
+    return Rendered(f"decided {printable(event.about)}: {printable(event.chosen)}", "decision", details)
+
+
+def render(body: AnyEvent | Unknown) -> Rendered:
+    """What an event says."""
+    match body:
+        case RunCreated():
+            return Rendered(
+                f"run {printable(body.run)} created; checkpoints in {printable(body.checkpoint_root)}",
+                "plain",
+            )
+        case LeaseClaimed():
+            return Rendered(f"lease claimed, epoch {body.epoch}: {printable(body.evidence)}", "plain")
+        case LeaseLost():
+            return Rendered(f"lease lost, epoch {body.epoch}: {printable(body.evidence)}", "fault")
+        case AttemptStarted():
+            where = f" on {plural(body.nodes, 'node')}" if body.nodes != 1 else ""
+            under = f" under {printable(body.launcher)}" if body.launcher != "none" else ""
+            return Rendered(f"attempt started: {plural(body.world_size, 'rank')}{where}{under}", "good")
+        case WorkersStarted():
+            return Rendered(f"{plural(len(body.pids), 'worker')} started on {printable(body.node)}", "plain")
+        case WorkerFailed():
+            details = [f"last section: {printable(body.section)}"] if body.section else []
+            if body.error_file:
+                details.append(f"error file: {printable(body.error_file)}")
+            return Rendered(worker_end(body), "fault", details)
+        case AttemptEnded():
+            code = f", exit code {body.exit_code}" if body.exit_code else ""
+            step = f", last step {body.last_step}" if body.last_step else ""
+            style = {"finished": "good", "stopped": "warning"}.get(body.outcome, "fault")
+            return Rendered(f"attempt {printable(body.outcome)}{code}{step}", style)
+        case Decision():
+            return _decision(body)
+        case RungRejected():
+            reasons = "; ".join(printable(reason) for reason in body.reasons)
+            return Rendered(f"rung rejected: {printable(body.checkpoint)}: {reasons}", "warning")
+        case Resumed(checkpoint=None):
+            return Rendered(f"fresh start, after {duration(body.seconds)}", "good")
+        case Resumed():
+            return Rendered(
+                f"resumed at step {body.step} from {printable(body.checkpoint or '')} "
+                f"in {duration(body.seconds)}",
+                "good",
+            )
+        case SaveStarted():
+            return Rendered(f"save started: {printable(body.checkpoint)}", "plain")
+        case SaveCommitted():
+            return Rendered(
+                f"checkpoint committed: {printable(body.checkpoint)}, {size(body.bytes)} in "
+                f"{duration(body.seconds)} (training stood still for {duration(body.blocked_seconds)})",
+                "saved",
+            )
+        case SaveFailed():
+            row = f" ({body.in_a_row} in a row)" if body.in_a_row > 1 else ""
+            return Rendered(
+                f"save failed{row}: {printable(body.checkpoint)}: {printable(body.error)}", "fault"
+            )
+        case StepsDone():
+            return Rendered(_steps(body), "progress")
+        case RunFinished():
+            counts = [plural(body.samples, "sample")] if body.samples else []
+            counts += [plural(body.tokens, "token")] if body.tokens else []
+            return Rendered(f"run finished at step {body.step}{''.join(', ' + c for c in counts)}", "good")
+        case Warned():
+            return Rendered(printable(body.message), "warning")
+        case Unknown():
+            fields = ", ".join(f"{key}={value!r}" for key, value in body.fields.items())
+            name = body.event.replace("_", " ")
+            return Rendered(printable(f"{name} (from a newer release): {fields}"), "plain")
+
+
+def condense(lines: Iterable[Line]) -> list[Line]:
+    """The same lines with neighbouring batches of steps of one writer joined into one."""
+    joined: list[Line] = []
+    for line in lines:
+        if not isinstance(line.body, StepsDone):
+            joined.append(line)
+            continue
+        before = joined[-1] if joined else None
+        if (
+            before is not None
+            and isinstance(before.body, StepsDone)
+            and (line.who, line.attempt) == (before.who, before.attempt)
+            and line.body.first == before.body.first + len(before.body.seconds)
+        ):
+            before.body.loss.extend([None] * (len(before.body.seconds) - len(before.body.loss)))
+            before.body.loss.extend(line.body.loss)
+            before.body.seconds.extend(line.body.seconds)
+            before.at = line.at
+        else:
+            joined.append(_own(line, line.body))
+    return joined
+
+
+def _own(line: Line, steps: StepsDone) -> Line:
+    """A copy that later batches may be joined to without touching the caller's line."""
+    body = StepsDone(first=steps.first, seconds=[*steps.seconds], loss=[*steps.loss])
+    return Line(v=line.v, at=line.at, who=line.who, attempt=line.attempt, seq=line.seq, body=body)

@@ -1,0 +1,205 @@
+"""One attempt, as the agents of its nodes share it.
+
+The agent of group rank 0 leads: it claims the epoch, numbers the attempt, hosts its store and announces all
+three in the rendezvous round's store. The others follow: they learn the announcement before a deadline or
+end. Every attempt's keys live under that round, so nothing of an earlier one is ever read.
+
+Guarantee: all nodes of an attempt act on the same notice (the first that any of them gave), under the same
+number and epoch; only the leader writes the attempt's end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from holdfast.control.attempts import EndRecord, begin_attempt, end_attempt, ends_of
+from holdfast.control.decisions import Decisions, _within, read_key
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.lease import Claim, Fence
+from holdfast.errors import HoldfastError
+from holdfast.exit_codes import ExitCode
+from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed
+from holdfast.journal.writer import JournalWriter
+from holdfast.launch.attempt_store import AttemptStore
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+POLL = 0.05
+ANNOUNCEMENT = "holdfast/attempt"
+NOTICE = "holdfast/notice"
+STORE_TIMEOUT = 60.0
+"""Seconds for one answer of the store; its own calls may wait for ever for a host that was cut off."""
+
+T = TypeVar("T")
+
+
+class StopRun(Exception):  # noqa: N818 - an end, not an error
+    """The launcher ends with this code and message."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """What the leader tells the others at the start of an attempt."""
+
+    attempt: int = 0
+    epoch: int = 0
+    restarts: int = 0
+    """Earlier attempts of this launch."""
+    master_addr: str = ""
+    master_port: int = 0
+    refused: str = ""
+    """Why there is no attempt; empty if there is one."""
+    exit_code: int = 0
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an attempt ends; the first one given counts for all nodes."""
+
+    kind: str
+    """failure, left (a node other than the leader's was told to stop), regroup, stopped, lease_lost."""
+    node: str
+    detail: str = ""
+    exit_code: int = 0
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where this agent stands in the round."""
+
+    node: str
+    group_rank: int
+    nodes: int
+    world_size: int
+
+    @property
+    def leads(self) -> bool:
+        return self.group_rank == 0
+
+
+class Attempt:
+    """This node's view of the running attempt."""
+
+    def __init__(
+        self, control: ControlDirectory, place: Place, launch: str, told: Announcement, store: Store
+    ) -> None:
+        self.control = control
+        self.place = place
+        self.launch = launch
+        self.told = told
+        self.number = told.attempt
+        self.fence = Fence(control, told.epoch)
+        self.journal = JournalWriter(control.journal, f"agent-{place.node}", told.attempt)
+        self.decisions = Decisions(control, self.fence, told.attempt, store)
+        self.hosted: AttemptStore | None = None
+        self.ended = False
+        self._store = store
+
+    # -- the round's store: a few keys, polled, never waited on -------------------------------------------
+
+    def give(self, notice: Notice) -> Notice:
+        """Give a notice; returns the one that counts."""
+        text = msgspec.json.encode(notice).decode()
+        raw = self._ask(lambda: self._store.compare_set(NOTICE, "", text))
+        return msgspec.json.decode(raw, type=Notice)
+
+    def notice(self) -> Notice | None:
+        """The notice that another node gave, if any."""
+        if self.place.nodes == 1:
+            return None
+        raw = self._ask(lambda: self._store.get(NOTICE) if self._store.check([NOTICE]) else b"")
+        return msgspec.json.decode(raw, type=Notice) if raw else None
+
+    def count_in(self, what: str) -> None:
+        """Say that this node has got to `what`."""
+        self._ask(lambda: self._store.add(f"holdfast/{what}", 1))
+
+    def counted(self, what: str) -> int:
+        """How many nodes have got to `what`."""
+        return self._ask(lambda: self._store.add(f"holdfast/{what}", 0))
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return _within(call, STORE_TIMEOUT, f"the other nodes of attempt {self.number}")
+
+    def await_all(self, what: str, timeout: float) -> int:
+        """Wait until every node has got to `what`, at most `timeout` seconds; how many have."""
+        deadline = time.monotonic() + timeout
+        while True:
+            found = self.counted(what)
+            if found >= self.place.nodes or time.monotonic() >= deadline:
+                return found
+            time.sleep(POLL)
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def end(self, outcome: str, *, exit_code: int, cause: str, highest_step: int) -> None:
+        """Write the attempt's end, once; only the leader does."""
+        if not self.place.leads or self.ended:
+            return
+        self.ended = True
+        record = EndRecord(
+            outcome=outcome, exit_code=exit_code, cause=cause, highest_step=highest_step, at=time.time()
+        )
+        end_attempt(self.control, self.fence, self.number, record)
+        self.journal.write(AttemptEnded(outcome=outcome, exit_code=exit_code, last_step=highest_step))
+
+    def close(self) -> None:
+        if self.hosted is not None:
+            self.hosted.close()
+        self.journal.close()
+
+
+def agree_on_launch(store: Store, mine: str) -> str:
+    """The launch id that all agents of this rendezvous share, also those that join or lead later."""
+    return store.compare_set("holdfast/launch", "", mine).decode()
+
+
+def lead(
+    control: ControlDirectory, place: Place, held: Claim, address: str, store: Store, torch_version: str
+) -> Attempt:
+    """Number the attempt, host its store, tell the others."""
+    earlier = sum(record.launch == held.owner for record, _ in ends_of(control))
+    begun = begin_attempt(control, Fence(control, held.epoch), held.owner, place.world_size)
+    hosted = AttemptStore(address)
+    told = Announcement(
+        attempt=begun.number,
+        epoch=held.epoch,
+        restarts=earlier,
+        master_addr=address,
+        master_port=hosted.port,
+    )
+    attempt = Attempt(control, place, held.owner, told, store)
+    attempt.hosted = hosted
+    attempt.journal.write(LeaseClaimed(epoch=held.epoch, owner=held.owner, evidence=held.evidence))
+    attempt.journal.write(
+        AttemptStarted(
+            epoch=held.epoch,
+            world_size=place.world_size,
+            nodes=place.nodes,
+            launcher="holdfast run",
+            torch=torch_version,
+        )
+    )
+    store.set(ANNOUNCEMENT, msgspec.json.encode(told).decode())
+    return attempt
+
+
+def refuse(store: Store, error: HoldfastError) -> None:
+    """Tell the others why there is no attempt, so that they need not wait for one."""
+    told = Announcement(refused=str(error), exit_code=int(error.exit_code))
+    store.set(ANNOUNCEMENT, msgspec.json.encode(told).decode())
+
+
+def follow(control: ControlDirectory, place: Place, launch: str, store: Store, timeout: float) -> Attempt:
+    """Learn what the leader announced, or raise."""
+    raw = read_key(store, ANNOUNCEMENT, timeout, "the attempt that the leading agent begins")
+    told = msgspec.json.decode(raw, type=Announcement)
+    if told.refused:
+        raise StopRun(told.exit_code or ExitCode.FAILED, f"the leading agent was refused: {told.refused}")
+    return Attempt(control, place, launch, told, store)

@@ -1,0 +1,175 @@
+"""Gathers what a failed attempt left behind, and turns the run's records into the policies' history.
+
+Guarantee: nothing a worker wrote can make this fail. An error file that is missing, torn, huge or of another
+shape costs its message, not the decision.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.checkpoint.identity import MANIFEST, CheckpointRoot
+from holdfast.control.attempts import FailureRecord, ends_of, failures_of
+from holdfast.control.directory import ControlDirectory
+from holdfast.files import read_regular
+from holdfast.launch.workers import Workers
+from holdfast.policy.budgets import PastAttempt
+from holdfast.policy.classify import KERNEL_OOM, is_symptom, root_cause
+
+SETTLE = 1.0
+"""Seconds to wait for the cause when only symptoms of a lost peer are seen yet."""
+ERROR_FILE_LIMIT = 4 * 1024 * 1024
+MESSAGE_LIMIT = 500
+
+
+def message_of(path: Path) -> str:
+    """The exception in an error file, on one line: its first line and, if it has more, its last."""
+    try:
+        data = msgspec.json.decode(read_regular(path, ERROR_FILE_LIMIT), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return ""
+    message = data.get("message")
+    if isinstance(message, dict):
+        message = message.get("message")
+    if not isinstance(message, str):
+        return ""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    text = " … ".join(dict.fromkeys(lines[:1] + lines[-1:]))
+    return text[:MESSAGE_LIMIT]
+
+
+def written_at(path: Path) -> float | None:
+    """When an error file was written; torch's own timestamps have whole seconds only."""
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_mtime if info.st_size else None
+
+
+def keep_error_file(source: Path, attempt: Path, rank: int) -> str:
+    """Copy an error file into the attempt's directory, where it outlives temporary ones; its new path."""
+    target = attempt / "errors" / f"rank_{rank:06d}.json"
+    try:
+        if source.is_symlink() or not source.is_file() or source.stat().st_size > ERROR_FILE_LIMIT:
+            return ""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    except OSError:
+        return ""
+    return str(target)
+
+
+def stop_and_see(workers: Workers, error_files: Mapping[int, str], grace: float) -> dict[int, int]:
+    """Stop a node's workers: rank → exit code of those that failed by themselves, not by being stopped."""
+    failed = _await_cause(workers, error_files)
+    asked = time.time()
+    workers.stop(grace)
+    for rank, code in workers.ended().items():
+        # Was it failing already when it was asked to stop? Then its own error file is older.
+        written = written_at(Path(error_files[rank]))
+        if code != 0 and rank not in failed and written is not None and written < asked:
+            # The signal is ours then and says nothing; 1 is what its exception was about to exit with.
+            failed[rank] = 1 if code in (-signal.SIGTERM, -signal.SIGKILL) else code
+    return failed
+
+
+def _await_cause(workers: Workers, error_files: Mapping[int, str]) -> dict[int, int]:
+    """Those that failed. If all of them only lost a peer, the peer gets a moment to fail as well."""
+    deadline = time.monotonic() + SETTLE
+    while True:
+        ended = workers.ended()
+        failed = {rank: code for rank, code in ended.items() if code != 0}
+        cause_seen = any(
+            not is_symptom(code, message_of(Path(error_files[rank]))) for rank, code in failed.items()
+        )
+        if not failed or cause_seen or len(ended) == len(workers.pids) or time.monotonic() >= deadline:
+            return failed
+        time.sleep(0.05)
+
+
+def gather(
+    attempt: Path,
+    node: str,
+    pids: Mapping[int, int],
+    exit_codes: Mapping[int, int],
+    error_files: Mapping[int, str],
+    *,
+    oom_kills: int,
+) -> list[FailureRecord]:
+    """One record for each worker in `exit_codes` (by global rank) that failed by itself."""
+    records = []
+    for rank, code in sorted(exit_codes.items()):
+        source = Path(error_files[rank])
+        message = message_of(source)
+        if code == -signal.SIGKILL and oom_kills > 0:
+            message = KERNEL_OOM
+        records.append(
+            FailureRecord(
+                rank=rank,
+                node=node,
+                pid=pids[rank],
+                exit_code=code,
+                at=min(time.time(), written_at(source) or time.time()),
+                message=message,
+                error_file=keep_error_file(source, attempt, rank),
+            )
+        )
+    return records
+
+
+def count_oom_kills() -> int:
+    """How often the kernel killed something in this process's cgroup for lack of memory; 0 if unknown."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+        for line in (Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def highest_committed_step(root: Path) -> int:
+    """The highest step among committed checkpoints; 0 if there is none. Says nothing about their bytes."""
+    checkpoints = CheckpointRoot(root)
+    try:
+        return next(
+            (name.step for name in checkpoints.names() if (checkpoints.committed(name) / MANIFEST).is_file()),
+            0,
+        )
+    except OSError:
+        return 0
+
+
+def past_attempts(control: ControlDirectory, *, before: int) -> list[PastAttempt]:
+    """The run's history, for the policies."""
+    history = []
+    for record, end in ends_of(control):
+        if record.number >= before:
+            continue
+        if end is None:
+            history.append(PastAttempt(number=record.number, launch=record.launch, outcome="lost"))
+            continue
+        failures = failures_of(control, record.number) if end.outcome == "failed" else []
+        root = root_cause(failures) if failures else None
+        history.append(
+            PastAttempt(
+                number=record.number,
+                launch=record.launch,
+                outcome=end.outcome,
+                cause=end.cause,
+                exit_code=root.exit_code if root else end.exit_code,
+                message=root.message if root else "",
+                highest_step=end.highest_step,
+            )
+        )
+    return history

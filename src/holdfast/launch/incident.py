@@ -1,0 +1,115 @@
+"""From a failure to the one decision about it.
+
+Guarantee: the decision is made once, by the leading agent, on what all nodes reported; it is durable before
+anybody acts on it, and every node acts on the same one or ends with a documented code.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.config import Settings
+from holdfast.control.attempts import FailureRecord, failures_of, record_failure
+from holdfast.journal import events
+from holdfast.launch.attempt import Attempt, Notice
+from holdfast.launch.evidence import highest_committed_step, past_attempts
+from holdfast.policy.budgets import PastAttempt
+from holdfast.policy.classify import Cause, classify, evidence_of, is_symptom, root_cause
+from holdfast.policy.recovery import Decision, Situation, describe_end, recover
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """A failed attempt and what was decided about it."""
+
+    attempt: int
+    cause: str
+    root: FailureRecord | None
+    decision: Decision
+
+
+def report(attempt: Attempt, failures: list[FailureRecord]) -> None:
+    """Record this node's failures durably, then say that they are all there."""
+    for failure in failures:
+        record_failure(attempt.control, attempt.number, failure)
+        ended = describe_end(failure.exit_code)
+        attempt.journal.write(
+            events.WorkerFailed(
+                rank=failure.rank,
+                node=failure.node,
+                pid=failure.pid,
+                exit_code=failure.exit_code,
+                signal=ended.rpartition(" ")[2] if failure.exit_code < 0 else "",
+                message=failure.message,
+                error_file=failure.error_file,
+            )
+        )
+    attempt.count_in("reported")
+
+
+def decide(attempt: Attempt, notice: Notice, settings: Settings, reported: int) -> Incident:
+    """The leader's part, after `reported` nodes did: choose, fix it, write it down, end the attempt."""
+    failures = failures_of(attempt.control, attempt.number)
+    root = root_cause(failures) if failures else None
+    cause = classify(evidence_of(root)) if root else Cause.PREEMPTION if notice.kind == "left" else Cause.HANG
+    steps = highest_committed_step(settings.checkpoint_root())
+    failed = PastAttempt(
+        number=attempt.number,
+        launch=attempt.launch,
+        outcome="failed",
+        cause=cause,
+        exit_code=root.exit_code if root else notice.exit_code,
+        message=root.message if root else "",
+        highest_step=steps,
+    )
+    situation = Situation(
+        attempt=failed,
+        max_restarts=settings.launch.max_restarts,
+        facts=_facts(attempt, notice, root, failures, reported),
+    )
+    history = past_attempts(attempt.control, before=attempt.number)
+    decision = attempt.decisions.decide("recovery", Decision, lambda: recover(history, situation))
+    attempt.journal.write(
+        events.Decision(
+            about="recovery",
+            chosen=decision.action,
+            evidence=[*decision.evidence, decision.reason],
+            details={
+                "cause": str(cause),
+                "root_rank": root.rank if root else None,
+                "exit_code": failed.exit_code,
+                "restarts_left": decision.restarts_left,
+            },
+        )
+    )
+    attempt.end("failed", exit_code=failed.exit_code, cause=cause, highest_step=steps)
+    return Incident(attempt=attempt.number, cause=cause, root=root, decision=decision)
+
+
+def learn(attempt: Attempt, timeout: float) -> Incident:
+    """The followers' part: the leader's decision, before the deadline."""
+    decision = attempt.decisions.await_decision("recovery", Decision, timeout)
+    failures = failures_of(attempt.control, attempt.number)
+    root = root_cause(failures) if failures else None
+    cause = str(classify(evidence_of(root))) if root else ""
+    return Incident(attempt=attempt.number, cause=cause, root=root, decision=decision)
+
+
+def _facts(
+    attempt: Attempt, notice: Notice, root: FailureRecord | None, failures: list[FailureRecord], reported: int
+) -> list[str]:
+    facts = []
+    if root is not None:
+        what = f"rank {root.rank} on {root.node} (pid {root.pid}) failed: {describe_end(root.exit_code)}"
+        facts.append(f"{what}: {root.message}" if root.message else what)
+        others = [failure for failure in failures if failure.rank != root.rank]
+        lost = [str(failure.rank) for failure in others if is_symptom(failure.exit_code, failure.message)]
+        rest = [str(failure.rank) for failure in others if not is_symptom(failure.exit_code, failure.message)]
+        if lost:
+            facts.append(f"ranks {', '.join(lost)} then lost their peer")
+        if rest:
+            facts.append(f"ranks {', '.join(rest)} failed too")
+    elif notice.detail:
+        facts.append(notice.detail)
+    if reported < attempt.place.nodes:
+        facts.append(f"{attempt.place.nodes - reported} of {attempt.place.nodes} nodes did not report")
+    return facts

@@ -1,0 +1,183 @@
+"""`holdfast run` from the command line to its exit code.
+
+What torch.distributed.launcher.api.launch_agent does for torchrun, with an agent of our own: build the
+rendezvous, the worker spec and the agent, run it, and end with a documented code and a short summary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.metrics import initialize_metrics
+from torch.distributed.elastic.metrics.api import MetricsConfig
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
+from torch.distributed.run import config_from_args
+
+from holdfast.control.directory import ControlDirectory
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.exit_codes import ExitCode
+from holdfast.launch import run_path
+from holdfast.launch.agent import HoldfastAgent
+from holdfast.launch.attempt import StopRun
+from holdfast.launch.context import LaunchContext
+from holdfast.launch.handover import VARIABLE
+from holdfast.launch.leadership import Leadership
+from holdfast.launch.options import Options, parse
+from holdfast.launch.orphan_guard import guarded
+from holdfast.launch.signals import Interrupted, StopSignals
+from holdfast.launch.summary import next_step, say
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a script and return the exit code. Errors raised on purpose go to the caller."""
+    options = parse(argv)
+    with _scratch_logs(options):
+        config, command = _configure(options)
+        os.environ.pop(VARIABLE, None)  # of an outer launch: our workers are not its workers
+        signals = StopSignals(getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"))
+        signals.install()
+        control, created = ControlDirectory.open_or_create(Path(options.settings.run.dir))
+        leadership = Leadership(control, options.settings.control.lease_ttl)
+        context = LaunchContext(
+            control=control,
+            created=created,
+            settings=options.settings,
+            config=options.config,
+            command_line=options.command_line,
+            launch=uuid.uuid4().hex[:12],
+            max_nodes=config.max_nodes,
+            signals=signals,
+            leadership=leadership,
+        )
+        try:
+            return _run(config, command, context)
+        except Interrupted:
+            assert signals.received is not None
+            return 128 + signals.received
+        except StopRun as stop:
+            say(f"stopped: {stop}\n  next:       {next_step(stop.code)}")
+            return stop.code
+        except HoldfastError as error:
+            say(f"error: {error}")
+            return int(error.exit_code)
+        except (RendezvousError, DistError) as error:
+            return _explain_rendezvous(error, config)
+        finally:
+            leadership.release()
+
+
+def _configure(options: Options) -> tuple[LaunchConfig, list[str]]:
+    """torch's launch configuration, and the command of a worker."""
+    try:
+        config, entrypoint, arguments = config_from_args(options.args)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise UsageError(str(error)) from error
+    if callable(entrypoint):  # --run-path
+        return config, [sys.executable, "-u", os.path.realpath(run_path.__file__), *arguments]
+    return config, [entrypoint, *arguments]
+
+
+def _run(config: LaunchConfig, command: Sequence[str], context: LaunchContext) -> int:
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    try:
+        master_addr, master_port = _get_addr_and_port(parameters)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if getattr(config, "signals_to_handle", None):
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    with context.signals.interruptible():
+        handler = rendezvous_registry.get_rendezvous_handler(parameters)
+    program, *arguments = guarded(command)
+    wanted: dict[str, Any] = {
+        "role": config.role,
+        "local_world_size": config.nproc_per_node,
+        "entrypoint": program,
+        "args": tuple(arguments),
+        "rdzv_handler": handler,
+        "max_restarts": config.max_restarts,
+        "monitor_interval": config.monitor_interval,
+        "master_addr": master_addr,
+        "master_port": master_port,
+        "local_addr": config.local_addr,
+    }
+    known = {field.name for field in dataclasses.fields(WorkerSpec)}
+    for name in (  # present in some releases of torch only
+        "event_log_handler",
+        "numa_options",
+        "duplicate_stdout_filters",
+        "duplicate_stderr_filters",
+        "virtual_local_rank",
+    ):
+        if name in known and hasattr(config, name):
+            wanted[name] = getattr(config, name)
+    agent = HoldfastAgent(
+        WorkerSpec(**wanted),
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        context=context,
+    )
+    initialize_metrics(MetricsConfig(config.metrics_cfg))
+    try:
+        agent.run()
+        return agent.exit_code
+    finally:
+        # A node that was told to stop leaves the rendezvous open: the others may go on without it.
+        if context.signals.received is None:
+            with contextlib.suppress(RendezvousError, DistError):
+                handler.shutdown()
+
+
+def _explain_rendezvous(error: Exception, config: LaunchConfig) -> int:
+    where = f"rendezvous {config.run_id}"
+    if isinstance(error, RendezvousTimeoutError):
+        code, what = ExitCode.FAILED, f"fewer than {config.min_nodes} nodes joined {where} in time"
+    elif isinstance(error, RendezvousClosedError):
+        code, what = ExitCode.FAILED, f"{where} was closed by another node: the run has ended there"
+    else:
+        code, what = ExitCode.DECISION_TIMEOUT, f"lost the store of {where}: {error}"
+    say(f"stopped: {what}\n  next:       {next_step(code)}")
+    return int(code)
+
+
+@contextlib.contextmanager
+def _scratch_logs(options: Options) -> Iterator[None]:
+    """Give torch a log directory and remove it again, unless somebody asked for the logs in it.
+
+    Error files are kept in the run's directory; torchrun would leave an empty directory behind per launch.
+    """
+    args = options.args
+    if args.log_dir is not None or args.redirects != "0" or args.tee != "0":
+        yield
+        return
+    args.log_dir = tempfile.mkdtemp(prefix="holdfast_")
+    try:
+        yield
+    finally:
+        shutil.rmtree(args.log_dir, ignore_errors=True)

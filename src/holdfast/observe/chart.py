@@ -1,0 +1,315 @@
+"""The loss over the steps as inline SVG: one line an attempt, faults, checkpoints, rejected rungs.
+
+A run that resumes exactly draws the same curve again, on top of the lost part. So every attempt also has a
+lane under the axis, which shows where it began, what it kept and what was done again.
+
+Pure: numbers in, markup out. Everything that colour shows is also shown by a label, a dash or a shape. All
+text is escaped here; nothing else goes into the markup but numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from holdfast.journal.render import number
+from holdfast.observe.losses import AttemptLosses
+
+SERIES = 6
+"""Attempt colours in the style sheet; after so many they repeat, and the labels still tell."""
+MAX_BROKEN = 12
+"""Values that are not finite and get a mark of their own, an attempt."""
+MAX_LANES = 10
+LANE = 18
+
+
+@dataclass(frozen=True)
+class Fault:
+    incident: int
+    step: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is to be drawn."""
+
+    series: list[AttemptLosses]
+    faults: list[Fault] = field(default_factory=list)
+    commits: list[tuple[int, int, str]] = field(default_factory=list)
+    """Attempt, step and name of each committed checkpoint."""
+    rejected: list[tuple[int, str, str]] = field(default_factory=list)
+    """Step, name and reason of each rung that was not used."""
+    reference: list[tuple[int, float]] = field(default_factory=list)
+
+
+def _drawable(value: float) -> float:
+    """A loss that exploded, within what differences of floats can express."""
+    return min(max(value, -1e300), 1e300)
+
+
+class _Frame:
+    """Maps steps and losses to a drawing of the given size."""
+
+    def __init__(self, chart: Chart, width: int, height: int) -> None:
+        self.width, self.height = width, height
+        self.lanes = {one.attempt: index for index, one in enumerate(chart.series)}
+        hidden = max(0, len(self.lanes) - MAX_LANES)
+        self.lanes = {attempt: index - hidden for attempt, index in self.lanes.items() if index >= hidden}
+        self.left, self.right, self.top = 74, width - 18, 40
+        self.bottom = height - 54 - LANE * len(self.lanes)
+        steps = [point.step for one in chart.series for point in one.points]
+        steps += [step for step, _ in chart.reference] + [fault.step for fault in chart.faults]
+        steps += [step for _, step, _ in chart.commits] + [step for step, _, _ in chart.rejected]
+        values = [point.loss for one in chart.series for point in one.points]
+        values = [_drawable(v) for v in values + [loss for _, loss in chart.reference] if math.isfinite(v)]
+        self.low_step, self.high_step = min(steps, default=0), max(steps, default=1)
+        if self.high_step == self.low_step:
+            self.high_step += 1
+        self.ticks = nice_ticks(min(values, default=0.0), max(values, default=1.0))
+        self.low, self.high = self.ticks[0], self.ticks[-1]
+
+    def x(self, step: float) -> float:
+        share = (step - self.low_step) / (self.high_step - self.low_step)
+        return self.left + share * (self.right - self.left)
+
+    def lane(self, attempt: int) -> float | None:
+        """Where an attempt's lane lies; None for the oldest of very many."""
+        index = self.lanes.get(attempt)
+        return None if index is None else self.bottom + 40 + LANE * index
+
+    def y(self, loss: float) -> float:
+        share = (_drawable(loss) - self.low) / (self.high - self.low)
+        return self.bottom - share * (self.bottom - self.top)
+
+
+def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round values that span [low, high]."""
+    if not high > low:
+        low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
+    raw = high / wanted - low / wanted  # divided first: high - low may overflow
+    if not math.isfinite(raw) or raw < 1e-300:
+        return [low, high]
+    unit = 10.0 ** math.floor(math.log10(raw))
+    size = next((unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw), unit * 10)
+    first, last = math.floor(low / size), math.ceil(high / size)
+    ticks = [round(index * size, 12) if size > 1e-9 else index * size for index in range(first, last + 1)]
+    return ticks if len(ticks) > 1 and ticks[-1] > ticks[0] else [low, high]
+
+
+def thin(points: Sequence[tuple[int, float]], buckets: int) -> list[tuple[int, float]]:
+    """At most about two points a bucket, the lowest and the highest, so that a spike stays visible."""
+    if len(points) <= 2 * buckets:
+        return list(points)
+    kept: list[tuple[int, float]] = [points[0]]
+    for index in range(buckets):
+        part = points[index * len(points) // buckets : (index + 1) * len(points) // buckets]
+        low = min(part, key=lambda point: point[1])
+        high = max(part, key=lambda point: point[1])
+        kept.extend(sorted({low, high}))
+    kept.append(points[-1])
+    return kept
+
+
+def draw(chart: Chart, *, width: int, height: int, name: str) -> str:
+    """The chart as an SVG element. `name` makes its ids unique in the page."""
+    frame = _Frame(chart, width, height)
+    parts = [
+        f'<svg class="chart {escape(name)}" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-labelledby="{escape(name)}-title {escape(name)}-desc">',
+        f'<title id="{escape(name)}-title">Loss over steps, one line an attempt</title>',
+        f'<desc id="{escape(name)}-desc">{escape(describe(chart))}</desc>',
+        *_axes(frame),
+        *_reference(chart, frame),
+        *_series(chart.series, frame),
+        *_faults(chart.faults, frame),
+        *_lanes(chart, frame),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def describe(chart: Chart) -> str:
+    """What the picture shows, in words."""
+    said = []
+    for one in chart.series:
+        first, last = one.points[0], one.points[-1]
+        text = (
+            f"Attempt {one.attempt}: steps {first.step} to {last.step}, "
+            f"loss {number(first.loss)} to {number(last.loss)}"
+        )
+        said.append(text + (f", rolled back after step {one.kept}." if one.kept is not None else "."))
+    said += [f"Incident {fault.incident} after step {fault.step}: {fault.what}." for fault in chart.faults]
+    said += [f"Checkpoint {name} was rejected: {why}." for _, name, why in chart.rejected]
+    said.append(f"{len(chart.commits)} checkpoints were committed.")
+    if chart.reference:
+        said.append("A reference curve is drawn underneath.")
+    return " ".join(said)
+
+
+def _axes(frame: _Frame) -> list[str]:
+    parts = ['<g class="axes">']
+    for tick in frame.ticks:
+        y = frame.y(tick)
+        parts.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:.6g}</text>')
+    parts.append(
+        f'<text class="name" x="{frame.left - 8}" y="{frame.top - 18}" text-anchor="end">loss</text>'
+    )
+    wanted = 8 if frame.width > 600 else 4
+    for tick in nice_ticks(frame.low_step, frame.high_step, wanted):
+        if tick != int(tick) or not frame.low_step <= tick <= frame.high_step:
+            continue
+        x = frame.x(tick)
+        parts.append(
+            f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.bottom}" y2="{frame.bottom + 5}"/>'
+        )
+        parts.append(f'<text x="{x:.1f}" y="{frame.bottom + 20}" text-anchor="middle">{int(tick)}</text>')
+    parts.append(
+        f'<line class="base" x1="{frame.left}" x2="{frame.right}" y1="{frame.bottom}" y2="{frame.bottom}"/>'
+    )
+    parts.append(
+        f'<text class="name" x="{frame.left - 8}" y="{frame.bottom + 20}" text-anchor="end">step</text></g>'
+    )
+    return parts
+
+
+def _path(points: Iterable[tuple[int, float]], frame: _Frame, classes: str) -> list[str]:
+    """A line through the points, broken where a value is not finite."""
+    paths: list[str] = []
+    run: list[tuple[int, float]] = []
+    for step, loss in [*points, (0, math.nan)]:
+        if math.isfinite(loss):
+            run.append((step, loss))
+            continue
+        if run:
+            shown = thin(run, frame.width)
+            if len(shown) == 1:
+                paths.append(f'<circle class="{classes} dot" cx="{frame.x(run[0][0]):.1f}" '
+                             f'cy="{frame.y(run[0][1]):.1f}" r="2"/>')  # fmt: skip
+            else:
+                at = " L".join(f"{frame.x(step):.1f} {frame.y(loss):.1f}" for step, loss in shown)
+                paths.append(f'<path class="{classes}" d="M{at}"/>')
+        run = []
+    return paths
+
+
+def _reference(chart: Chart, frame: _Frame) -> list[str]:
+    if not chart.reference:
+        return []
+    return ["<g><title>Reference</title>", *_path(chart.reference, frame, "reference"), "</g>"]
+
+
+def _split(one: AttemptLosses) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """An attempt's points: those that count, and those that were done again later."""
+    points = [(point.step, point.loss) for point in one.points]
+    kept = [point for point in points if one.kept is None or point[0] <= one.kept]
+    return kept, points[len(kept) :]
+
+
+def _series(series: list[AttemptLosses], frame: _Frame) -> list[str]:
+    solid: list[str] = []
+    dashed: list[str] = []
+    labels: list[str] = []
+    taken: list[tuple[float, float]] = []
+    for index, one in enumerate(series):
+        kept, lost = _split(one)
+        opening = f'<g class="s{index % SERIES}"><title>Attempt {one.attempt}</title>'
+        solid += [opening, *_path(kept, frame, "line"), "</g>"]
+        dashed += [opening, *_path(kept[-1:] + lost, frame, "line lost")] if lost else [opening]
+        for step in [step for step, loss in kept + lost if not math.isfinite(loss)][:MAX_BROKEN]:
+            dashed.append(
+                f'<text class="broken" x="{frame.x(step):.1f}" y="{frame.top + 10}" text-anchor="middle">'
+                f"NaN<title>The loss of step {step} was not finite</title></text>"
+            )
+        dashed.append("</g>")
+        labels += [opening, *_label(one, index, frame, taken), "</g>"]
+    return solid + dashed + labels  # dashes over the lines that repeat them, names over everything
+
+
+def _label(one: AttemptLosses, index: int, frame: _Frame, taken: list[tuple[float, float]]) -> list[str]:
+    """An attempt's mark and its name, above and to the right, clear of the names already there."""
+    start = next(((p.step, p.loss) for p in one.points if math.isfinite(p.loss)), None)
+    if start is None:
+        return []
+    x, y = frame.x(start[0]), frame.y(start[1])
+    above = y - 10
+    while any(abs(x - other_x) < 80 and abs(above - other_y) < 14 for other_x, other_y in taken):
+        above -= 14
+    taken.append((x, above))
+    anchor, shift = ("end", -8) if x > frame.right - 70 else ("start", 8)
+    return [
+        _shape(index, x, y),
+        f'<text class="label" x="{x + shift:.1f}" y="{max(above, 12):.1f}" text-anchor="{anchor}">'
+        f"attempt {one.attempt}</text>",
+    ]
+
+
+def _shape(index: int, x: float, y: float) -> str:
+    """The mark where an attempt begins; shapes tell attempts apart without colour."""
+    shapes = (
+        f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>',
+        f'<rect class="mark" x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8"/>',
+        f'<path class="mark" d="M{x:.1f} {y - 5.5:.1f} l5.5 9.5 h-11 z"/>',
+        f'<path class="mark" d="M{x:.1f} {y - 6:.1f} l6 6 l-6 6 l-6 -6 z"/>',
+    )
+    return shapes[index % len(shapes)]
+
+
+def _faults(faults: list[Fault], frame: _Frame) -> list[str]:
+    parts: list[str] = []
+    placed: list[float] = []
+    for fault in faults:
+        x = frame.x(fault.step)
+        shown = x
+        while any(abs(shown - other) < 20 for other in placed) and shown < frame.right + 8:
+            shown += 20  # markers of faults at the same step stand side by side
+        placed.append(shown)
+        parts.append(
+            f'<a href="#incident-{fault.incident}" class="fault"><title>Incident {fault.incident}: '
+            f"{escape(fault.what)} (after step {fault.step})</title>"
+            f'<path d="M{x:.1f} {frame.bottom} V{frame.top} L{shown:.1f} {frame.top - 8}"/>'
+            f'<circle cx="{shown:.1f}" cy="{frame.top - 18}" r="10"/>'
+            f'<text x="{shown:.1f}" y="{frame.top - 13.5}" text-anchor="middle">{fault.incident}</text></a>'
+        )
+    return parts
+
+
+def _lanes(chart: Chart, frame: _Frame) -> list[str]:
+    """One lane an attempt: solid what it kept, dashed what was done again, dots for commits, crosses for
+    checkpoints that were later refused."""
+    parts: list[str] = []
+    for index, one in enumerate(chart.series):
+        y = frame.lane(one.attempt)
+        if y is None:
+            continue
+        kept, lost = _split(one)
+        parts.append(f'<g class="lane s{index % SERIES}"><title>Attempt {one.attempt}</title>')
+        parts.append(f'<text class="label" x="0" y="{y + 4:.1f}">attempt {one.attempt}</text>')
+        for points, classes in ((kept, "line"), (kept[-1:] + lost if lost else [], "line lost")):
+            if points:
+                x1, x2 = frame.x(points[0][0]), frame.x(points[-1][0])
+                parts.append(
+                    f'<line class="{classes}" x1="{x1:.1f}" x2="{max(x2, x1 + 2):.1f}" y1="{y}" y2="{y}"/>'
+                )
+        parts.append("</g>")
+    refused = {name: why for _, name, why in chart.rejected}
+    newest = max(frame.lanes, default=0)
+    saved_by = {name: attempt for attempt, _, name in chart.commits}
+    for attempt, step, name in chart.commits:
+        y = frame.lane(attempt)
+        if y is not None and name not in refused:
+            parts.append(
+                f'<circle class="commit" cx="{frame.x(step):.1f}" cy="{y}" r="4.5">'
+                f"<title>{escape(name)} committed</title></circle>"
+            )
+    for step, name, why in chart.rejected:
+        y = frame.lane(saved_by.get(name, newest))
+        if y is not None:
+            parts.append(
+                f'<path class="cross" d="M{frame.x(step) - 5:.1f} {y - 5} l10 10 m0 -10 l-10 10">'
+                f"<title>{escape(name)} rejected: {escape(why)}</title></path>"
+            )
+    return parts

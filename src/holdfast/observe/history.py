@@ -1,0 +1,128 @@
+"""A run's journal sorted into attempts. Pure.
+
+Some lines speak about an attempt that is over: a new launcher may record the end of one that it found lost,
+or the decision about it, before its own attempt starts. Such lines belong to the attempt they speak about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.journal.events import (
+    AnyEvent,
+    AttemptEnded,
+    AttemptStarted,
+    Decision,
+    Line,
+    Resumed,
+    RunFinished,
+    RungRejected,
+    SaveCommitted,
+    Unknown,
+    WorkerFailed,
+)
+from holdfast.observe.steps import Step, steps_done
+
+RECOVERY = "recovery"
+RESUME = "resume"
+
+
+@dataclass
+class Attempt:
+    """What the journal says of one attempt."""
+
+    number: int
+    first_at: float
+    """Its first line."""
+    last_at: float
+    """Its last sign of life."""
+    started: AttemptStarted | None = None
+    resumed: Resumed | None = None
+    resumed_at: float | None = None
+    ended: AttemptEnded | None = None
+    ended_at: float | None = None
+    finished_at: float | None = None
+    """When the run finished in it."""
+    failures: list[tuple[float, WorkerFailed]] = field(default_factory=list)
+    recovery: Decision | None = None
+    recovery_at: float | None = None
+    resume: Decision | None = None
+    rejected: dict[str, list[str]] = field(default_factory=dict)
+    """Rungs it could not use, with the reasons."""
+    saves: list[tuple[float, SaveCommitted]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def reached(self) -> int | None:
+        """The highest step it came to, by what it loaded or did."""
+        known = [step.step for step in self.steps[-1:]]
+        if self.resumed is not None:
+            known.append(self.resumed.step)
+        if self.ended is not None and self.ended.last_step:
+            known.append(self.ended.last_step)
+        return max(known, default=None)
+
+
+def attempts(lines: list[Line]) -> list[Attempt]:
+    """The run's attempts, in order."""
+    found: dict[int, Attempt] = {}
+    for line in lines:
+        if line.attempt not in found and found and _about_an_earlier_one(line.body):
+            number = max(found)
+        else:
+            number = line.attempt
+        attempt = found.get(number)
+        if attempt is None:
+            attempt = found[number] = Attempt(number, line.at, line.at)
+        _add(attempt, line)
+    for step in steps_done(lines):
+        found[step.attempt].steps.append(step)
+    return [found[number] for number in sorted(found) if _lived(found[number])]
+
+
+def _about_an_earlier_one(body: AnyEvent | Unknown) -> bool:
+    """Whether this may be somebody else's word about an attempt that is over."""
+    return (isinstance(body, AttemptEnded) and body.outcome == "lost") or (
+        isinstance(body, Decision) and body.about == RECOVERY
+    )
+
+
+def _lived(attempt: Attempt) -> bool:
+    """Whether it is an attempt at all; a launcher's own lines before its first attempt are none."""
+    return bool(attempt.started or attempt.resumed or attempt.steps or attempt.failures or attempt.ended)
+
+
+def _add(attempt: Attempt, line: Line) -> None:
+    body = line.body
+    match body:
+        case AttemptStarted():
+            attempt.started = attempt.started or body
+        case Resumed() if attempt.resumed is None:
+            attempt.resumed, attempt.resumed_at = body, line.at
+        case AttemptEnded() if attempt.ended is None:
+            attempt.ended, attempt.ended_at = body, line.at
+            if body.outcome == "finished" and attempt.finished_at is None:
+                attempt.finished_at = line.at
+        case RunFinished():
+            attempt.finished_at = line.at
+        case WorkerFailed():
+            attempt.failures.append((line.at, body))
+        case Decision(about=about) if about == RECOVERY:
+            attempt.recovery, attempt.recovery_at = body, line.at
+        case Decision(about=about) if about == RESUME:
+            attempt.resume = body
+            for option in body.rejected:
+                _reject(attempt, option.option, option.why)
+        case RungRejected():
+            _reject(attempt, body.checkpoint, body.reasons)
+        case SaveCommitted():
+            attempt.saves.append((line.at, body))
+        case _:
+            pass  # steps are placed in time afterwards, all together
+    if not _about_an_earlier_one(body):  # such a line is no sign of life
+        attempt.last_at = max(attempt.last_at, line.at)
+
+
+def _reject(attempt: Attempt, checkpoint: str, reasons: list[str]) -> None:
+    known = attempt.rejected.setdefault(checkpoint, [])
+    known.extend(reason for reason in reasons if reason not in known)

@@ -1,0 +1,199 @@
+"""Incidents: each fault of a run, from its detection to the first productive step after it. Pure.
+
+One attempt's failures are one incident: when a rank dies the others fail with it, and only the first is a
+cause. An attempt that was lost with its launcher had nobody to see it end; it counts from its last sign of
+life. If the next fault comes before the run is back where it was, the next incident takes over there, so no
+second is counted in two incidents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.checkpoint.identity import parse_name
+from holdfast.journal.events import Decision, Line, WorkerFailed
+from holdfast.journal.render import printable, worker_end
+from holdfast.observe.history import Attempt, attempts
+
+
+@dataclass(frozen=True)
+class Incident:
+    number: int
+    attempt: int
+    """The attempt that failed."""
+    at: float
+    """When the fault was detected, or the last sign of life of an attempt lost with its launcher."""
+    what: str
+    evidence: list[str]
+    decision: str
+    detected_at: float
+    resumed_at: float | None
+    """When a later attempt had its state in place."""
+    caught_up_at: float | None
+    """When the highest step ever reached was reached again."""
+    ended_at: float
+    """End of the incident; the journal's last line while it is open."""
+    seconds_down: float
+    """Until the first step done after it."""
+    seconds_lost: float
+    """Down, and then doing again what had been done."""
+    steps_lost: int
+    """Steps that had been done and were not in the state resumed from."""
+    failed_at_step: int
+    """The last step the failed attempt is known to have done."""
+    overtaken_by: int | None
+    """The incident that began before this one was over."""
+    open: bool
+
+
+def incidents(lines: list[Line]) -> list[Incident]:
+    """Every incident of a run, oldest first."""
+    life = attempts(lines)
+    last_at = max((line.at for line in lines), default=0.0)
+    faults = [(index, fault) for index in range(len(life)) if (fault := _fault(life, index)) is not None]
+    found: list[Incident] = []
+    for position, (index, fault) in enumerate(faults):
+        following = faults[position + 1] if position + 1 < len(faults) else None
+        found.append(_incident(life, position + 1, index, fault, following, last_at))
+    return found
+
+
+@dataclass(frozen=True)
+class _Fault:
+    at: float
+    detected_at: float
+
+
+def _fault(life: list[Attempt], index: int) -> _Fault | None:
+    """When an attempt failed, or None if it did not."""
+    attempt = life[index]
+    outcome = attempt.ended.outcome if attempt.ended else ""
+    # Workers that end badly because the run was asked to stop are no fault, unless it was treated as one.
+    failures = attempt.failures if outcome != "stopped" or attempt.recovery else []
+    if failures:
+        seen = min(at for at, _ in failures)
+        return _Fault(seen, seen)
+    if outcome == "failed" and attempt.ended_at is not None:
+        return _Fault(attempt.ended_at, attempt.ended_at)
+    if outcome == "lost" and attempt.ended_at is not None:
+        return _Fault(attempt.last_at, attempt.ended_at)
+    if attempt.ended is None and attempt.finished_at is None and index + 1 < len(life):
+        return _Fault(attempt.last_at, life[index + 1].first_at)
+    return None
+
+
+def _incident(
+    life: list[Attempt],
+    number: int,
+    index: int,
+    fault: _Fault,
+    following: tuple[int, _Fault] | None,
+    last_at: float,
+) -> Incident:
+    failed, later = life[index], life[index + 1 :]
+    until = len(life) if following is None else following[0] + 1
+    highest = max((reached for one in life[: index + 1] if (reached := one.reached) is not None), default=0)
+    position = next((one.reached for one in reversed(life[: index + 1]) if one.reached is not None), 0)
+
+    resumed = next((one for one in life[index + 1 : until] if one.resumed_at is not None), None)
+    steps = [step for one in life[index + 1 : until] for step in one.steps]
+    first_done = steps[0].end if steps else None
+    # A run may finish without passing its old highest step: then everything lost was done again by its end.
+    finished = [one.finished_at for one in life[index + 1 : until] if one.finished_at is not None]
+    caught_up = next((step.end for step in steps if step.step >= highest), finished[0] if finished else None)
+
+    overtaken = following is not None and caught_up is None
+    ended = caught_up if caught_up is not None else following[1].at if following is not None else last_at
+    ended = max(ended, fault.at)
+    return Incident(
+        number=number,
+        attempt=failed.number,
+        at=fault.at,
+        what=_what(failed),
+        evidence=_evidence(failed, later[0] if later else None),
+        decision=_decision(failed, resumed or (later[0] if later else None)),
+        detected_at=fault.detected_at,
+        resumed_at=resumed.resumed_at if resumed else None,
+        caught_up_at=caught_up,
+        ended_at=ended,
+        seconds_down=max(0.0, (first_done if first_done is not None else ended) - fault.at),
+        seconds_lost=ended - fault.at,
+        steps_lost=_steps_lost(position, resumed, steps[0].step if steps else None),
+        failed_at_step=position,
+        overtaken_by=number + 1 if overtaken else None,
+        open=caught_up is None and not overtaken,
+    )
+
+
+def _steps_lost(position: int, resumed: Attempt | None, first: int | None) -> int:
+    if resumed is not None and resumed.resumed is not None:
+        return max(0, position - resumed.resumed.step)
+    return max(0, position - first + 1) if first is not None else 0
+
+
+def _root(attempt: Attempt) -> WorkerFailed | None:
+    """The failure that caused the others: the one recovery named, else a death by signal, else the first."""
+    named = attempt.recovery.details.get("root_rank") if attempt.recovery else None
+    ordered = [failure for _, failure in sorted(attempt.failures, key=lambda pair: pair[0])]
+    by_name = [failure for failure in ordered if failure.rank == named]
+    # SIGTERM is what the launcher itself sends to the others, so it never marks a cause.
+    by_signal = [f for f in ordered if f.exit_code < 0 and f.signal != "SIGTERM" and f.exit_code != -15]
+    return next(iter(by_name or by_signal or ordered), None)
+
+
+def _what(attempt: Attempt) -> str:
+    root = _root(attempt)
+    if root is not None:
+        return worker_end(root)
+    if attempt.ended is not None and attempt.ended.outcome == "failed":
+        return f"attempt {attempt.number} failed with exit code {attempt.ended.exit_code}"
+    return f"attempt {attempt.number} was lost with its launcher"
+
+
+def _evidence(attempt: Attempt, after: Attempt | None) -> list[str]:
+    found: list[str] = []
+    root = _root(attempt)
+    if root is not None:
+        how = (
+            f"signal {root.signal or -root.exit_code}"
+            if root.exit_code < 0
+            else f"exit code {root.exit_code}"
+        )
+        found.append(f"rank {root.rank}, pid {root.pid} on {root.node}: {how}")
+        if root.section:
+            found.append(f"last section: {root.section}")
+        if root.error_file:
+            found.append(f"error file: {root.error_file}")
+    elif attempt.ended is None:
+        found.append("no end was recorded before the next attempt")
+    if attempt.recovery is not None:
+        found.extend(attempt.recovery.evidence)
+    others = [failure for _, failure in attempt.failures if failure is not root]
+    found.extend(f"followed by: {worker_end(failure)}" for failure in others[:8])
+    if len(others) > 8:
+        found.append(f"followed by {len(others) - 8} more")
+    if after is not None:
+        found.extend(f"{name}: {'; '.join(why) or 'rejected'}" for name, why in after.rejected.items())
+    return [printable(text) for text in dict.fromkeys(found)]
+
+
+def _decision(failed: Attempt, after: Attempt | None) -> str:
+    parts = [failed.recovery.chosen] if failed.recovery is not None else []
+    if after is not None:
+        if after.resumed is not None:
+            parts.append(resume_text(after.resumed.checkpoint, after.resumed.step))
+        elif after.resume is not None:
+            parts.append(_chosen(after.resume))
+        if not parts:
+            parts.append("start again")
+    return printable("; ".join(parts)) if parts else "none yet"
+
+
+def _chosen(resume: Decision) -> str:
+    name = parse_name(resume.chosen)
+    return resume_text(resume.chosen, name.step) if name else resume.chosen
+
+
+def resume_text(checkpoint: str | None, step: int) -> str:
+    """Where a resume goes on: "resume from step 10 (step_00000010-3fa9c1d2)" or "fresh start"."""
+    return "fresh start" if checkpoint is None else f"resume from step {step} ({checkpoint})"

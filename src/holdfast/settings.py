@@ -1,0 +1,203 @@
+"""The settings there are: one typed tree.
+
+The classes below are the only place where a setting's type, range, default and description are written.
+Loading (config.py), `holdfast config show` and the tests of docs/configuration.md all read them from here.
+Building these classes by hand checks nothing; `holdfast.config.load` does.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+LARGEST_COUNT = 10**12 - 1
+"""Twelve digits, as many as a checkpoint's name holds for its step."""
+LONGEST_WAIT = 31_536_000.0
+"""A year in seconds. Every wait has a deadline, and longer ones overflow the platform's timers."""
+
+RESUME_FROM = "checkpoint.resume_from"
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The run as a whole."""
+
+    dir: Annotated[
+        str,
+        Meta(min_length=1),
+        "Control directory of the run: its durable memory. Give each run its own; on several nodes it must "
+        "be a directory that all of them see.",
+    ] = "holdfast-run"
+
+
+class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Saving and resuming."""
+
+    root: Annotated[
+        str,
+        "Directory of the checkpoints; empty means `checkpoints` inside run.dir. Set it when checkpoints "
+        "belong on other storage than the run's memory.",
+    ] = ""
+    interval: Annotated[
+        int,
+        Meta(ge=0, le=LARGEST_COUNT),
+        "Steps between scheduled saves; 0 means none. Lower it when repeating that many steps costs more "
+        "than saving.",
+    ] = 100
+    save_at_end: Annotated[
+        bool,
+        "Save once more after the last step. Turn it off when the final state is kept in another way.",
+    ] = True
+    resume_from: Annotated[
+        str,
+        Meta(min_length=1),
+        "Where to start: `auto` takes the best rung of the ladder, `fresh` starts from nothing, a step "
+        "number or a path names one checkpoint. Change it to go back or to branch off.",
+    ] = "auto"
+    force: Annotated[
+        bool,
+        "Accept the checkpoint that resume_from names even if it is suspect or condemned. Set it for one "
+        "start only, after reading the evidence in the journal.",
+    ] = False
+    max_failed_saves: Annotated[
+        int,
+        Meta(ge=1, le=LARGEST_COUNT),
+        "Failed saves in a row after which the run stops rather than train on unprotected. Raise it when the "
+        "storage is known to have short outages.",
+    ] = 3
+    timeout: Annotated[
+        float,
+        Meta(gt=0, le=LONGEST_WAIT),
+        "Seconds that one save or load may take on the slowest rank before the others stop waiting. Raise it "
+        "when a checkpoint takes longer than that to write or read.",
+    ] = 1800.0
+
+
+class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may act, and how long the group waits for a decision."""
+
+    lease_ttl: Annotated[
+        float,
+        Meta(ge=2, le=LONGEST_WAIT),
+        "Seconds without a sign of life after which another attempt may take over the run. Raise it when the "
+        "control directory's storage stalls for longer.",
+    ] = 30.0
+    decision_timeout: Annotated[
+        float,
+        Meta(gt=0, le=LONGEST_WAIT),
+        "Seconds a rank waits for a decision of the group before it exits with code 21. Raise it when "
+        "verifying checkpoints at a start takes longer.",
+    ] = 300.0
+
+
+class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `holdfast run` does with its workers."""
+
+    max_restarts: Annotated[
+        int,
+        Meta(ge=0, le=LARGEST_COUNT),
+        "Restarts without progress before the run stops with code 22; 0 means no restart. Raise it on "
+        "machines that fail often.",
+    ] = 3
+    stop_grace: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Seconds between asking workers to stop and killing them. Make it longer than one save takes.",
+    ] = 30.0
+
+
+class JournalSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of events and decisions."""
+
+    step_flush: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Seconds that finished steps may wait before they are written to the journal; 0 writes each at once. "
+        "Raise it when steps are very short or the storage is slow.",
+    ] = 1.0
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole tree. The attributes are the sections of the TOML file."""
+
+    run: RunSettings = msgspec.field(default_factory=RunSettings)
+    checkpoint: CheckpointSettings = msgspec.field(default_factory=CheckpointSettings)
+    control: ControlSettings = msgspec.field(default_factory=ControlSettings)
+    launch: LaunchSettings = msgspec.field(default_factory=LaunchSettings)
+    journal: JournalSettings = msgspec.field(default_factory=JournalSettings)
+
+    def checkpoint_root(self) -> Path:
+        """Where the checkpoints lie."""
+        return Path(self.checkpoint.root) if self.checkpoint.root else Path(self.run.dir) / "checkpoints"
+
+    def get(self, key: str) -> object:
+        """The value of a dotted key of FIELDS."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self, section), name)
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one setting, read off the classes above."""
+
+    section: str
+    name: str
+    kind: type
+    annotation: object
+    """The type with its bounds, as msgspec checks it."""
+    bounds: Meta
+    default: object
+    description: str
+    """What it does and when to change it."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def environment(self) -> str:
+        return f"HOLDFAST_{self.section}_{self.name}".upper()
+
+    @property
+    def keyword(self) -> str:
+        return f"{self.section}_{self.name}"
+
+    @property
+    def allowed(self) -> str:
+        """What the value may be, in words."""
+        if self.key == RESUME_FROM:
+            return 'text: "auto", "fresh", a step number or a path'
+        if self.kind is str:
+            return "text: a path, not empty" if self.bounds.min_length else "text: a path, or empty"
+        if self.kind is bool:
+            return "true or false"
+        number = "a whole number" if self.kind is int else "a number"
+        low, more_than = self.bounds.ge, self.bounds.gt
+        lowest = f"{low:g} or more" if low is not None else f"more than {more_than:g}"
+        return f"{number}, {lowest}, at most {self.bounds.le:.0f}"
+
+
+def _read_fields() -> dict[str, Field]:
+    found: dict[str, Field] = {}
+    for section, cls in typing.get_type_hints(Settings).items():
+        annotations = typing.get_type_hints(cls, include_extras=True)
+        for field in msgspec.structs.fields(cls):
+            kind, *notes = typing.get_args(annotations[field.name])
+            entry = Field(
+                section=section,
+                name=field.name,
+                kind=kind,
+                annotation=annotations[field.name],
+                bounds=next((note for note in notes if isinstance(note, Meta)), Meta()),
+                default=field.default,
+                description=next(note for note in notes if isinstance(note, str)),
+            )
+            found[entry.key] = entry
+    return found
+
+
+FIELDS: Mapping[str, Field] = _read_fields()
+"""Every setting by its dotted key, in the order of the classes."""

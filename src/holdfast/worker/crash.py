@@ -1,0 +1,60 @@
+"""What a rank leaves behind when an exception ends it: the error file, and the documented exit code.
+
+torch's launcher names an error file for each rank but only functions wrapped with its decorator write one,
+with times in whole seconds. This hook writes it for any uncaught exception, before anything else can hang, in
+the same form and with the exact time. An error raised on purpose also becomes its own exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from holdfast.errors import HoldfastError
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def install_crash_hook(on_crash: Callable[[BaseException], None]) -> None:
+    """Go before the present excepthook; `on_crash` is told first."""
+    previous: Hook = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        on_crash(error)
+        write_error_file(error)
+        previous(kind, error, trace)
+        if isinstance(error, HoldfastError):
+            sys.stderr.flush()
+            raise SystemExit(int(error.exit_code))
+
+    sys.excepthook = hook
+
+
+def write_error_file(error: BaseException) -> None:
+    """Write the launcher's error file, if there is to be one and nobody has written it yet."""
+    name = os.environ.get(ERROR_FILE)
+    if not name or Path(name).exists():
+        return
+    now = time.time()
+    report = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(int(now)),
+                "timestamp_exact": f"{now:.6f}",
+            },
+        }
+    }
+    try:
+        Path(name).write_text(json.dumps(report))
+    except OSError as problem:
+        print(f"holdfast: cannot write the error file {name}: {problem}", file=sys.stderr)

@@ -1,0 +1,115 @@
+"""Which attempt this process belongs to, and its right to act.
+
+Under `holdfast run` the agent has claimed the lease and numbered the attempt; a worker only takes both over.
+Under plain `python` or torchrun there is no such agent: rank 0 claims the lease, numbers the attempt, renews
+the lease from a thread, and tells the others through the store.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from holdfast.control.attempts import EndRecord, begin_attempt, end_attempt
+from holdfast.control.decisions import read_key
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.group import Group
+from holdfast.control.handover import LaunchInfo
+from holdfast.control.lease import Fence, LeaseKeeper, claim
+from holdfast.errors import ConfigError, ControlError
+from holdfast.journal.events import AttemptStarted, LeaseClaimed, RunCreated
+from holdfast.journal.writer import JournalWriter
+
+
+class _Told(msgspec.Struct, frozen=True):
+    run: str
+    attempt: int
+    epoch: int
+    launch: str
+
+
+@dataclass
+class Membership:
+    control: ControlDirectory
+    fence: Fence
+    attempt: int
+    launch: str
+    journal: JournalWriter
+    keeper: LeaseKeeper | None = None
+    """Held by rank 0 when there is no launcher."""
+
+    def leave(self, end: EndRecord | None) -> None:
+        """Record the end and give the lease back, where this process is the one to do so."""
+        if self.keeper is not None:
+            if end is not None:
+                end_attempt(self.control, self.fence, self.attempt, end)
+            self.keeper.release()
+            self.keeper = None
+        self.journal.close()
+
+
+def join_attempt(
+    run_dir: Path,
+    root: Path,
+    group: Group,
+    launched: LaunchInfo | None,
+    *,
+    ttl: float,
+    timeout: float,
+    on_lost: Callable[[str], None],
+) -> Membership:
+    """Become part of the run's present attempt."""
+    if launched is not None:
+        if run_dir.absolute() != Path(launched.run_dir):
+            raise ConfigError(
+                f"run.dir is {run_dir.absolute()} in this script, but `holdfast run` was started for "
+                f"{launched.run_dir}. Set it in one place, or give both the same"
+            )
+        control = ControlDirectory.open(run_dir.absolute())
+        fence = Fence(control, launched.epoch, timeout=ttl)
+        journal = JournalWriter(control.journal, f"rank-{group.rank}", launched.attempt)
+        return Membership(control, fence, launched.attempt, launched.launch, journal)
+    if group.is_coordinator:
+        return _begin(run_dir, root, group, ttl=ttl, on_lost=on_lost)
+    raw = read_key(group.store, "attempt", timeout, "the attempt that rank 0 begins")
+    told = msgspec.json.decode(raw, type=_Told)
+    control = ControlDirectory.open(run_dir.absolute())
+    if control.run_id != told.run:
+        raise ControlError(
+            f"rank {group.rank} sees run {control.run_id} in {run_dir.absolute()}, rank 0 sees {told.run}. "
+            "All ranks must see the same run directory: put it on a shared file system"
+        )
+    journal = JournalWriter(control.journal, f"rank-{group.rank}", told.attempt)
+    return Membership(control, Fence(control, told.epoch, timeout=ttl), told.attempt, told.launch, journal)
+
+
+def _begin(
+    run_dir: Path, root: Path, group: Group, *, ttl: float, on_lost: Callable[[str], None]
+) -> Membership:
+    control, created = ControlDirectory.open_or_create(run_dir)
+    launch = uuid.uuid4().hex[:12]
+    held = claim(control, launch, ttl)
+    keeper = LeaseKeeper(control, held, on_lost)
+    fence = Fence(control, held.epoch, timeout=ttl)
+    record = begin_attempt(control, fence, launch, group.world_size)
+    journal = JournalWriter(control.journal, f"rank-{group.rank}", record.number)
+    if created:
+        journal.write(RunCreated(run=control.run_id, checkpoint_root=str(root)))
+    journal.write(LeaseClaimed(epoch=held.epoch, owner=launch, evidence=held.evidence))
+    journal.write(
+        AttemptStarted(
+            epoch=held.epoch,
+            world_size=group.world_size,
+            launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "none",
+            torch=str(torch.__version__),
+        )
+    )
+    told = _Told(control.run_id, record.number, held.epoch, launch)
+    group.store.set("attempt", msgspec.json.encode(told).decode())
+    return Membership(control, fence, record.number, launch, journal, keeper)
