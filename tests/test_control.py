@@ -202,12 +202,13 @@ def test_a_process_that_cannot_be_seen_from_here_is_never_called_dead(elsewhere:
     assert not is_gone(holder)
 
 
-def test_without_proc_nobody_is_here_and_nobody_is_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "_boot_id", lambda: "")
-    monkeypatch.setattr(holders, "_pid_namespace", lambda: 0)
-    unknown = msgspec.structs.replace(this_process(), pid=2**22 + 1)
-    assert not is_here(unknown)
-    assert not is_gone(unknown)
+@pytest.mark.parametrize(("part", "unknown"), [("_boot_id", ""), ("_pid_namespace", 0)])
+def test_unknown_does_not_equal_unknown(monkeypatch: pytest.MonkeyPatch, part: str, unknown: object) -> None:
+    """Two machines without /proc must not take each other's processes for their own."""
+    monkeypatch.setattr(holders, part, lambda: unknown)
+    nobody = msgspec.structs.replace(this_process(), pid=2**22 + 1)
+    assert not is_here(nobody)
+    assert not is_gone(nobody)
 
 
 def test_a_process_hidden_from_this_user_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +218,7 @@ def test_a_process_hidden_from_this_user_is_not_called_dead(monkeypatch: pytest.
     assert not is_gone(me)
 
 
-@pytest.mark.parametrize("pid", [0, -1, 2**40])
+@pytest.mark.parametrize("pid", [0, -1, -(2**22) - 1, 2**40])
 def test_a_senseless_pid_is_not_called_dead_and_signals_nobody(pid: int) -> None:
     assert not is_gone(msgspec.structs.replace(this_process(), pid=pid))
 

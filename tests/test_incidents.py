@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 
 import pytest
@@ -124,8 +125,31 @@ def test_an_incident_is_open_until_the_run_is_back_where_it_was() -> None:
     assert not incidents(run.lines)[0].open
 
 
+def test_the_highest_committed_step_is_not_taken_for_the_step_the_attempt_had_reached() -> None:
+    """An agent ends an attempt with the highest step that anyone committed, here of an altered checkpoint."""
+    run = Journal().start().steps(1, 10)
+    ten = run.save(10)
+    run.steps(11, 20)
+    twenty = run.save(20)
+    run.fail().recover(last_step=20).start(resume=(ten, 10), rejected=[twenty]).steps(11, 13)
+    run.fail().recover(last_step=20).start(resume=(ten, 10)).steps(11, 30).finish(30)
+    assert [(one.failed_at_step, one.steps_lost) for one in incidents(run.lines)] == [(20, 10), (13, 3)]
+
+
+def test_evidence_says_each_thing_once_and_only_higher_rungs_are_passed_over() -> None:
+    run = Journal().start().steps(1, 10)
+    old = run.save(10)
+    run.steps(11, 20)
+    run.save(20)
+    run.fail(1).fail(0, signal="", exit_code=1, message="gloo: closed")
+    why = "rank 1 on a (pid 101) failed: death by SIGKILL"
+    run.write(Decision(about="recovery", chosen="restart", evidence=[why, "ranks 0 then lost their peer"]))
+    run.end("failed").start(resume=(name_of(20), 20), rejected=[old]).steps(21, 22)
+    assert incidents(run.lines)[0].evidence == [why, "ranks 0 then lost their peer"]
+
+
 def test_a_run_that_finishes_without_passing_its_old_step_ends_its_incident() -> None:
-    run = Journal().start().steps(1, 10).fail().recover(last_step=11)
+    run = Journal().start().steps(1, 12).fail().recover()
     run.start().steps(1, 10).finish(10)
     (incident,) = incidents(run.lines)
     assert not incident.open
@@ -286,7 +310,7 @@ def test_steps_never_reach_into_the_batch_before() -> None:
     run.pass_time(0.3).write(StepsDone(first=6, seconds=[0.2] * 3))  # says 0.6 seconds, and 0.3 have passed
     done = steps_done(run.lines)
     assert all(step.start >= before for step in done[5:])
-    assert all(one.end <= other.start for one, other in zip(done, done[1:], strict=False))
+    assert all(one.end <= other.start for one, other in itertools.pairwise(done))
 
 
 def test_losses_are_given_per_attempt_with_what_was_done_again() -> None:

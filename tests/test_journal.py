@@ -20,6 +20,7 @@ from harness import finish, job, python, wait_until
 from holdfast.journal.events import (
     EVENT_NAMES,
     AnyEvent,
+    AttemptEnded,
     Decision,
     Event,
     RejectedOption,
@@ -364,13 +365,16 @@ def test_steps_are_condensed_and_say_when_a_loss_is_not_finite() -> None:
         render(StepsDone(first=7, seconds=[2.0], loss=["nan"])).text
         == "step 7, loss NaN (1 not finite), 2.0 s a step"
     )
+    assert render(AttemptEnded(outcome="failed", exit_code=-9)).text == "attempt failed, killed by SIGKILL"
     assert render(StepsDone(first=7, seconds=[0.5, 0.5])).text == "steps 7–8, 500 ms a step"
 
 
-def test_joining_batches_leaves_the_given_lines_alone() -> None:
+def test_joining_rank_0s_batches_leaves_the_given_lines_alone() -> None:
     from journals import Journal
 
-    run = Journal().start().steps(1, 40, batch=10)
+    run = Journal().start().steps(1, 20, batch=10)
+    run.write(StepsDone(first=1, seconds=[0.1] * 20), "rank-1")  # every rank does the same steps
+    run.steps(21, 40)
     run.fail().steps(41, 42)
     before = msgspec.json.encode(run.lines)
     batches = [line.body for line in condense(run.lines) if isinstance(line.body, StepsDone)]

@@ -370,18 +370,29 @@ class FakeTime:
         self.on_sleep(seconds)
 
 
+@pytest.mark.parametrize("moment", ["between two looks", "right after a look"])
 def test_a_claimant_that_was_itself_stopped_past_the_deadline_looks_once_more(
-    control: ControlDirectory, monkeypatch: pytest.MonkeyPatch
+    control: ControlDirectory, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     held_elsewhere(control, ttl=10.0)
     beat(control, count=1)
 
-    def stopped_for_an_hour(seconds: float) -> None:
+    def stopped_for_an_hour() -> None:
         clock.now += 3600
         beat(control, count=2)  # meanwhile the holder went on as usual
 
-    clock = FakeTime(stopped_for_an_hour)
+    clock = FakeTime(lambda seconds: stopped_for_an_hour())
     monkeypatch.setattr(lease, "time", clock)
+    if moment == "right after a look":
+        asked: list[Holder] = []
+
+        def is_gone(holder: Holder) -> bool:
+            asked.append(holder)
+            if len(asked) == 2:  # the first time is before the watch
+                stopped_for_an_hour()
+            return False
+
+        monkeypatch.setattr(lease, "is_gone", is_gone)
     with pytest.raises(RunIsLiveError, match="renewed"):
         claim(control, "next", 5.0)
 
@@ -691,6 +702,30 @@ def test_after_a_loss_release_writes_nothing_and_may_be_called_from_the_handler(
     last = read_beat(control, 1)
     assert last is not None
     assert not last.released
+
+
+def test_a_keeper_that_was_stopped_stays_silent(control: ControlDirectory) -> None:
+    """Between two attempts of one launch: the former epoch is neither renewed nor released nor lost."""
+    keeper = LeaseKeeper(control, claim(control, "one", 0.3), pytest.fail)
+    keeper.stop()
+    keeper._thread.join(5)
+    keeper._watcher.join(5)
+    before = tree(control.lease)
+    keeper.release()
+    assert tree(control.lease) == before
+
+
+def test_a_holder_that_did_not_run_for_a_time_to_live_does_not_renew_even_if_nobody_claimed(
+    control: ControlDirectory,
+) -> None:
+    """A claimant may have watched it lapse and be about to act on that."""
+    keeper = LeaseKeeper(control, claim(control, "one", 60.0), pytest.fail)
+    keeper.stop()
+    before = tree(control.lease)
+    keeper._renewed -= 61
+    with pytest.raises(LeaseLostError, match=r"did not run for 61\.\d s"):
+        keeper._renew()
+    assert tree(control.lease) == before
 
 
 def test_a_keeper_is_not_started_for_an_epoch_that_is_already_over(control: ControlDirectory) -> None:

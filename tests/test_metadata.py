@@ -183,6 +183,10 @@ def test_the_refusal_names_what_was_refused(tmp_path: Path) -> None:
         parse(pickle.dumps(Call(os.system, "true")))
     with pytest.raises(MetadataError, match=r"getattr"):
         parse(pickle.dumps(Call(getattr, TensorProperties, "create_from_tensor")))
+    with pytest.raises(MetadataError, match=r"calls torch\.distributed\.checkpoint\.metadata\.MetadataIndex"):
+        parse(pickle.dumps([Call(MetadataIndex, "w")]))
+    with pytest.raises(MetadataError, match="whole number of 255 bytes"):
+        parse(HOSTILE["a number of 255 bytes"])
 
 
 HOSTILE = {
@@ -361,6 +365,15 @@ def test_fields_of_a_wrong_type_give_metadata_error_only(field: str, value: Any)
 def test_a_wrong_field_is_named(field: str, value: Any, said: str) -> None:
     with pytest.raises(MetadataError, match=said):
         parse(pickle.dumps(with_field(field, value)))
+
+
+def test_one_item_in_two_places_is_refused() -> None:
+    meta = sharded()
+    again = MetadataIndex("again")
+    meta.storage_data[again] = filesystem._StorageInfo(FILE, 0, 1)
+    object.__setattr__(again, "fqn", "step")
+    with pytest.raises(MetadataError, match="step is stored twice"):
+        parse(pickle.dumps(meta))
 
 
 def test_a_file_over_the_limit_is_refused_unread(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpoints import ID, RUN, STEP, list_file, make_checkpoint, save_stock, seal, small_state
@@ -353,6 +353,9 @@ def test_any_flipped_bit_anywhere_is_found(name: str, at: int, bit: int) -> None
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(FILES), st.integers(0, 2**30))
+@example(MANIFEST, -1).via("the last newline")
+@example(SHARD, -1)
+@example(METADATA, -1)
 def test_any_truncation_is_found(name: str, at: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = copy_of_original(folder)

@@ -123,7 +123,11 @@ class Run:
             group=self._group,
             attempt=self._member.attempt,
         )
-        self._resume()
+        try:
+            self._resume()
+        except BaseException:
+            self.close()  # the lease must not stay with a run that could not start
+            raise
         return self.step
 
     def _resume(self) -> None:
@@ -156,9 +160,20 @@ class Run:
         self._head = CheckpointName(rung.step, rung.id) if rung is not None else None
         self._saved_step = self.step if rung is not None else None
         if group.is_coordinator:
-            for name in sweep_staging(self._root, member.control.run_id, member.fence):
-                member.journal.write(Warned(message=f"removed {name}, left in staging by an earlier attempt"))
+            self._sweep()
         log.info("holdfast: attempt %d starts from %s", member.attempt, decision.chosen)
+
+    def _sweep(self) -> None:
+        """Tidy up after earlier attempts; if that does not work, the run goes on all the same."""
+        _, member = self._joined()
+        try:
+            for root in (self._root, self._root.diagnostic()):
+                for name in sweep_staging(root, member.control.run_id, member.fence):
+                    member.journal.write(
+                        Warned(message=f"removed {name}, left in staging by an earlier attempt")
+                    )
+        except OSError as error:
+            member.journal.write(Warned(message=f"could not sweep {self._root.staging}: {error}"))
 
     def _is_restart(self) -> bool:
         """Whether an earlier attempt of this very launch already trained."""
@@ -389,9 +404,8 @@ class Run:
         # The loop's generator is closed only after this, and then no longer sees why.
         self._crash = error
 
-def _one_config(
-    file: str | os.PathLike[str] | None, launched: LaunchInfo | None
-) -> Path | None:
+
+def _one_config(file: str | os.PathLike[str] | None, launched: LaunchInfo | None) -> Path | None:
     given = launched.config if launched is not None else ""
     if file is not None and given and Path(file).absolute() != Path(given).absolute():
         raise ConfigError(

@@ -1,13 +1,12 @@
-"""Meets its peers with gloo, then does what `--fail` says until attempt `--until` is reached.
+"""Meets its peers with gloo; then, in each attempt, rank `--rank` does the next of the acts in `--fail`.
 
-Writes one line per rank and attempt to `--log`: attempt, rank, sum over ranks, restart count.
+An act is `kill` or `raise`; after the last act the run finishes. Each rank and attempt writes one line to
+`--log`: attempt, rank, sum over ranks, restart count.
 """
 
 import argparse
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 
 import torch
@@ -21,9 +20,8 @@ from holdfast.launch.handover import LaunchInfo
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--fail", default="none", choices=["none", "kill", "raise", "hang"])
-    parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--until", type=int, default=99)
+    parser.add_argument("--fail", required=True)
+    parser.add_argument("--rank", type=int, required=True)
     args = parser.parse_args()
     info = LaunchInfo.from_environment(os.environ)
     assert info is not None
@@ -31,23 +29,17 @@ def main() -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     rank = dist.get_rank()
-    line = f"{info.attempt} {rank} {int(total)} {os.environ['TORCHELASTIC_RESTART_COUNT']} {os.getpid()}\n"
     with args.log.open("a") as file:
-        file.write(line)
-    if args.fail == "hang":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        args.log.with_name(f"ready_{rank}").touch()
-        time.sleep(600)
+        file.write(f"{info.attempt} {rank} {int(total)} {os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
     dist.barrier()
-    if info.attempt < args.until and rank == args.rank:
-        if args.fail == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if args.fail == "raise":
-            raise ValueError(f"bad sample in attempt {info.attempt if args.until < 99 else 'any'}")
+    act = dict(enumerate(args.fail.split(","), start=1)).get(info.attempt)
+    if rank == args.rank and act == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == args.rank and act == "raise":
+        raise ValueError("bad sample")
     dist.barrier()  # peers of a dead rank fail here
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
-    sys.exit(0)

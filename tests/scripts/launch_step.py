@@ -1,13 +1,13 @@
 """A worker without torch: each attempt does the next of the comma-separated acts, then the last one again.
 
-    ok        exit 0
-    kill      start a child that would live on, then SIGKILL itself
-    exit:N    exit with code N
-    error:M   leave an error file with message M, exit 1
-    torn      leave half an error file, exit 1
-    commit:N  leave a committed checkpoint of step N, then as `kill`
-    wait      ignore SIGTERM, start a child that would live on, say `ready`, and wait
-    dump      write environment and arguments
+ok        exit 0
+kill      start a child that would live on, then SIGKILL itself
+exit:N    exit with code N
+error:M   leave an error file with message M, exit 1
+torn      leave half an error file, exit 1
+commit:N  leave a committed checkpoint of step N, then as `kill`
+wait      ignore SIGTERM, start a child that would live on, say `ready`, and wait
+dump      write environment and arguments
 """
 
 import json
@@ -47,7 +47,7 @@ def main(acts: str, log: str) -> None:
         Path(f"{log}.ready").touch()
         time.sleep(300)
     if act == "dump":
-        seen = {"env": dict(os.environ), "argv": sys.argv, "file": __file__, "name": __name__, "cwd": os.getcwd()}
+        seen = {"env": dict(os.environ), "argv": sys.argv, "file": __file__, "ppid": os.getppid()}
         Path(f"{log}.{rank}.json").write_text(json.dumps(seen))
 
 

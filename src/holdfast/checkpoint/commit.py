@@ -34,11 +34,13 @@ from holdfast.files import fsync_dir, make_dirs, read_regular, replace_atomic, w
 
 log = logging.getLogger("holdfast.checkpoint")
 
-OWNER = "owner.json"
-
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is staging a directory; lets a later attempt tell its own left-overs from a live save."""
+    """Who is staging a directory; lets a later attempt tell its own run's left-overs from a live save.
+
+    Written beside the staged directory before that exists and removed after it is gone, so that there is no
+    moment at which a cut leaves a directory that nobody owns.
+    """
 
     run: str
     attempt: int
@@ -53,13 +55,17 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     files: list[FileEntry]
 
 
+def _owner_path(root: CheckpointRoot, name: str) -> Path:
+    return root.staging / f"{name}.owner"
+
+
 def open_staged(root: CheckpointRoot, name: CheckpointName, owner: Owner) -> Path:
     """Make the staged directory; called by the coordinator before any rank writes."""
     make_dirs(root.staging)
+    replace_atomic(_owner_path(root, str(name)), msgspec.json.encode(owner))
     staged = root.staged(name)
     staged.mkdir()
     (staged / PARTS).mkdir()
-    write_durable(staged / OWNER, msgspec.json.encode(owner))
     return staged
 
 
@@ -120,7 +126,6 @@ def seal(staged: Path, manifest: Manifest) -> str:
     data, digest = manifests.encode(manifest)
     write_durable(staged / MANIFEST, data)
     shutil.rmtree(staged / PARTS)
-    (staged / OWNER).unlink()
     fsync_dir(staged)
     return digest
 
@@ -141,6 +146,7 @@ def commit(
         fsync_dir(root.path)
         if control is not None:
             record_done(control, record)
+    _owner_path(root, str(name)).unlink(missing_ok=True)
     if control is not None:
         try:
             with fence.guard(f"point {LATEST} to {name}"):
@@ -154,38 +160,28 @@ def commit(
 def discard_staged(root: CheckpointRoot, name: str) -> None:
     """Take a staged directory out of the way, then delete it: a cut in between leaves only trash."""
     staged = root.staging / name
-    if not staged.exists():
-        return
-    root.trash.mkdir(exist_ok=True)
-    trashed = root.trash / f"{name}.{os.getpid()}"
-    os.rename(staged, trashed)
-    shutil.rmtree(trashed, ignore_errors=True)
-
-
-def _owner_of(staged: Path) -> Owner | None:
-    """Who staged a directory: its owner record, or its manifest once sealed; None if it does not say."""
-    try:
-        return msgspec.json.decode(read_regular(staged / OWNER, 4096), type=Owner)
-    except (OSError, msgspec.DecodeError):
-        pass
-    try:
-        sealed, _ = manifests.read(staged)
-    except manifests.ManifestError:
-        return None
-    return Owner(run=sealed.run, attempt=sealed.attempt, epoch=sealed.epoch)
+    if staged.exists():
+        root.trash.mkdir(exist_ok=True)
+        trashed = root.trash / f"{name}.{os.getpid()}"
+        os.rename(staged, trashed)
+        shutil.rmtree(trashed, ignore_errors=True)
+    _owner_path(root, name).unlink(missing_ok=True)
 
 
 def sweep_staging(root: CheckpointRoot, run: str, fence: Fence) -> list[str]:
     """Remove what earlier attempts of this run left under `.staging`; other runs' work is left alone."""
     swept: list[str] = []
-    if not root.staging.is_dir():
-        return swept
-    for entry in sorted(root.staging.iterdir()):
-        owner = _owner_of(entry)
-        if owner is not None and owner.run == run and owner.epoch < fence.epoch:
-            with fence.guard(f"sweep {entry.name}"):
-                discard_staged(root, entry.name)
-            swept.append(entry.name)
+    for path in sorted(root.staging.glob("*.owner")):
+        try:
+            owner = msgspec.json.decode(read_regular(path, 4096), type=Owner)
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("holdfast: %s does not say whose it is (%s); left where it is", path, error)
+            continue
+        if owner.run == run and owner.epoch < fence.epoch:
+            name = path.name.removesuffix(".owner")
+            with fence.guard(f"sweep {name}"):
+                discard_staged(root, name)
+            swept.append(name)
     if root.trash.is_dir():
         with fence.guard("empty the trash"):
             for entry in root.trash.iterdir():

@@ -2,12 +2,15 @@
 
 Each stored item (chunk) gets its own xxh3-128, so that a loader can verify just what it reads, and the file
 gets one over everything, so that a copy can be judged without knowing its items. Large writes are digested
-by a helper thread while the kernel copies the same memory; neither holds the GIL.
+by a helper thread while the kernel copies the same memory; neither holds the GIL. The kernel is told early
+to start writing back what it was given, so that the final fsync finds little left to do.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -18,6 +21,26 @@ from holdfast.checkpoint.manifest import Chunk, FileEntry
 
 SMALL = 256 * 1024
 """torch.save makes about 40 tiny writes an item; those below this size are gathered first."""
+SLICE = 512 * 1024
+"""Digested at a time: the second digest finds the bytes of the first still in the processor's cache."""
+WRITE_BACK = 8 * 1024 * 1024
+"""Written since the kernel was last told to start writing back."""
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """sync_file_range(2), which `os` lacks; None where the C library does not have it."""
+    try:
+        function = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    function.restype = ctypes.c_int
+    found: Callable[[int, int, int, int], int] = function
+    return found
+
+
+_sync_file_range = _find_sync_file_range()
 
 
 class DigestingFile:
@@ -31,6 +54,8 @@ class DigestingFile:
         self._chunk = xxhash.xxh3_128()
         self._small = bytearray()
         self._size = 0
+        self._written_back = 0
+        """Up to here the kernel was told to start writing back."""
         self._chunk_start = 0
         self._chunks: list[Chunk] = []
 
@@ -86,10 +111,20 @@ class DigestingFile:
             self._digest(view)
             self._write_all(view)
         self._size += view.nbytes
+        self._start_write_back()
 
     def _digest(self, view: memoryview) -> None:
-        self._whole.update(view)
-        self._chunk.update(view)
+        for start in range(0, view.nbytes, SLICE):
+            piece = view[start : start + SLICE]
+            self._whole.update(piece)
+            self._chunk.update(piece)
+
+    def _start_write_back(self) -> None:
+        """A hint, so its result does not matter: errors of the disk are reported by fsync, as always."""
+        if _sync_file_range is not None and self._size - self._written_back >= WRITE_BACK:
+            length = self._size - self._written_back
+            _sync_file_range(self._fd, self._written_back, length, _SYNC_FILE_RANGE_WRITE)
+            self._written_back = self._size
 
     def _write_all(self, view: memoryview) -> None:
         rest = view

@@ -50,6 +50,10 @@ class CheckpointRoot:
         self.trash = path / TRASH
         self.latest = path / LATEST
 
+    def diagnostic(self) -> CheckpointRoot:
+        """Where diagnostic saves live: apart, so that no resume and no retention ever meets one."""
+        return CheckpointRoot(self.path / "diagnostic")
+
     def committed(self, name: CheckpointName) -> Path:
         return self.path / str(name)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from holdfast.checkpoint.identity import CheckpointRoot, parse_name
+from holdfast.checkpoint.identity import METADATA, CheckpointRoot, parse_name
 from holdfast.checkpoint.ladder import Ladder, Rung, build_ladder
-from holdfast.checkpoint.verify import Inspection, check_structure
+from holdfast.checkpoint.structure import Inspection, check_structure
+from holdfast.checkpoint.verify import verify
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lineage import Timeline, read_timeline, was_committed
 from holdfast.control.standing import Standing, StandingBook
@@ -70,9 +71,8 @@ def _rung_at(path: Path) -> Rung:
 
 
 def look_at(rung: Rung, root: CheckpointRoot, run: str, world: int) -> tuple[Path, Inspection]:
-    """Where a rung lies, and what the cheap check says of it."""
-    if rung.path:
-        path = Path(rung.path)
-        return path, check_structure(path, world=world if rung.manifest else None)
-    path = root.path / rung.name
-    return path, check_structure(path, run=run, world=world)
+    """Where a rung lies, and what the cheap checks say of it: names, sizes, and the bytes of `.metadata`."""
+    path = Path(rung.path) if rung.path else root.path / rung.name
+    if not rung.manifest:
+        return path, check_structure(path)
+    return path, verify(path, run=None if rung.path else run, world=world, files=[METADATA])

@@ -137,6 +137,8 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
 
 def decode(data: bytes) -> tuple[Manifest, str]:
     """Parse and check a manifest; its digest."""
+    if not data.endswith(b"}\n"):
+        raise ManifestError("it ends too early or is garbled")
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
         body = bytes(envelope.body)

@@ -102,7 +102,7 @@ def _digests(state: Mapping[str, Any]) -> dict[str, str]:
         tensor = value.detach()
         if tensor.is_cpu:
             raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-            found[name] = xxhash.xxh3_64_hexdigest(memoryview(raw))
+            found[name] = xxhash.xxh3_64_hexdigest(raw.data)
         elif tensor.numel():
             raw_bytes = tensor.contiguous().reshape(-1).view(torch.uint8)
             on_device[name] = _sum_on_device(raw_bytes)

@@ -69,7 +69,7 @@ class Saver:
         self, *, root: CheckpointRoot, control: ControlDirectory, fence: Fence, group: Group, attempt: int
     ) -> None:
         self._root = root
-        self._diagnostic = CheckpointRoot(root.path / "diagnostic")
+        self._diagnostic = root.diagnostic()
         self._control = control
         self._fence = fence
         self._group = group

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -103,7 +104,8 @@ class Tracked:
                     set_model_state_dict(thing, {**tensors[name], **others[name]})
             elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 merged = _merge_optimizer(tensors[name], others[name])
-                set_optimizer_state_dict(owner, thing, merged)
+                # Not torch's strictness but ours (check_strict): it refuses parameters without saved state.
+                set_optimizer_state_dict(owner, thing, merged, options=StateDictOptions(strict=False))
             else:
                 thing.load_state_dict(others[name])
 

@@ -47,7 +47,8 @@ log = logging.getLogger("holdfast.control")
 BEATS_PER_TTL = 5
 LOST_AFTER = 0.6
 """Part of the time-to-live without a renewal after which a holder gives up; the rest is for its workers."""
-MAX_TTL = 86_400.0
+MAX_TTL = 31_536_000.0
+"""A year, as in the settings; anything longer in a claim is damage."""
 CLAIM_PATIENCE = 3
 """A claim that keeps losing races gives up after so many times-to-live."""
 

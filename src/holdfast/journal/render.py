@@ -7,6 +7,7 @@ characters (which could steer a terminal) are shown as escapes, and very long te
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ from holdfast.journal.events import (
 )
 
 MAX_TEXT = 500
+REPORTER = "rank-0"
+"""The rank whose steps are shown."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,21 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
+def _exit(code: int) -> str:
+    """An exit code as from waitpid, in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
 def worker_end(event: WorkerFailed) -> str:
     """How a worker ended: "rank 1 killed by SIGKILL", "rank 0 exited with code 1: ValueError: …"."""
     if event.exit_code < 0 or event.signal:
-        text = f"rank {event.rank} killed by {event.signal or f'signal {-event.exit_code}'}"
+        named = event.signal if event.signal.startswith("SIG") else f"signal {-event.exit_code}"
+        text = f"rank {event.rank} killed by {named}"
     else:
         text = f"rank {event.rank} exited with code {event.exit_code}"
     return printable(f"{text}: {event.message}" if event.message else text)
@@ -144,7 +158,7 @@ def render(body: AnyEvent | Unknown) -> Rendered:
                 details.append(f"error file: {printable(body.error_file)}")
             return Rendered(worker_end(body), "fault", details)
         case AttemptEnded():
-            code = f", exit code {body.exit_code}" if body.exit_code else ""
+            code = f", {_exit(body.exit_code)}" if body.exit_code else ""
             step = f", last step {body.last_step}" if body.last_step else ""
             style = {"finished": "good", "stopped": "warning"}.get(body.outcome, "fault")
             return Rendered(f"attempt {printable(body.outcome)}{code}{step}", style)
@@ -189,17 +203,20 @@ def render(body: AnyEvent | Unknown) -> Rendered:
 
 
 def condense(lines: Iterable[Line]) -> list[Line]:
-    """The same lines with neighbouring batches of steps of one writer joined into one."""
+    """The lines worth a person's time: every rank does the same steps, so only rank 0's are kept, and its
+    neighbouring batches are joined into one."""
     joined: list[Line] = []
     for line in lines:
         if not isinstance(line.body, StepsDone):
             joined.append(line)
             continue
+        if line.who != REPORTER:
+            continue
         before = joined[-1] if joined else None
         if (
             before is not None
             and isinstance(before.body, StepsDone)
-            and (line.who, line.attempt) == (before.who, before.attempt)
+            and line.attempt == before.attempt
             and line.body.first == before.body.first + len(before.body.seconds)
         ):
             before.body.loss.extend([None] * (len(before.body.seconds) - len(before.body.loss)))

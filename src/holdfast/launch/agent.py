@@ -12,9 +12,11 @@ on their end.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +82,7 @@ class HoldfastAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other nodes, then lead or follow the attempt that this round is."""
-        with self._signals.interruptible():
+        with self._signals.interruptible(), _unshared_store():
             super()._rendezvous(worker_group)
         self._rounds += 1
         context, spec = self._context, worker_group.spec
@@ -344,6 +346,25 @@ class HoldfastAgent(LocalElasticAgent):
         except HoldfastError as refused:
             attempt.journal.write(Warned(message=f"attempt {attempt.number} has no end: {refused}"))
         attempt.close()
+
+
+@contextlib.contextmanager
+def _unshared_store() -> Iterator[None]:
+    """Keep torch's rendezvous from sharing its store with the workers, which have one of their own here.
+
+    With sharing (torch 2.13), a node caches the address of the first round and does not publish it again, so
+    that a node which joins later waits for it in vain. The variable must not reach the workers.
+    """
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _launch_store(store: Any, spec: WorkerSpec) -> Any:

@@ -141,7 +141,9 @@ def describe(chart: Chart) -> str:
             f"loss {number(first.loss)} to {number(last.loss)}"
         )
         said.append(text + (f", rolled back after step {one.kept}." if one.kept is not None else "."))
-    said += [f"Incident {fault.incident} after step {fault.step}: {fault.what}." for fault in chart.faults]
+    said += [
+        f"Incident {fault.incident}, last known step {fault.step}: {fault.what}." for fault in chart.faults
+    ]
     said += [f"Checkpoint {name} was rejected: {why}." for _, name, why in chart.rejected]
     said.append(f"{len(chart.commits)} checkpoints were committed.")
     if chart.reference:
@@ -269,7 +271,7 @@ def _faults(faults: list[Fault], frame: _Frame) -> list[str]:
         placed.append(shown)
         parts.append(
             f'<a href="#incident-{fault.incident}" class="fault"><title>Incident {fault.incident}: '
-            f"{escape(fault.what)} (after step {fault.step})</title>"
+            f"{escape(fault.what)} (last known step {fault.step})</title>"
             f'<path d="M{x:.1f} {frame.bottom} V{frame.top} L{shown:.1f} {frame.top - 8}"/>'
             f'<circle cx="{shown:.1f}" cy="{frame.top - 18}" r="10"/>'
             f'<text x="{shown:.1f}" y="{frame.top - 13.5}" text-anchor="middle">{fault.incident}</text></a>'

@@ -54,12 +54,11 @@ class Attempt:
 
     @property
     def reached(self) -> int | None:
-        """The highest step it came to, by what it loaded or did."""
+        """The highest step it came to, by what it loaded or did. (What an agent records as the last step is
+        the highest one ever committed; that may be another attempt's.)"""
         known = [step.step for step in self.steps[-1:]]
         if self.resumed is not None:
             known.append(self.resumed.step)
-        if self.ended is not None and self.ended.last_step:
-            known.append(self.ended.last_step)
         return max(known, default=None)
 
 

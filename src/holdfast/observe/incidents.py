@@ -15,6 +15,9 @@ from holdfast.journal.events import Decision, Line, WorkerFailed
 from holdfast.journal.render import printable, worker_end
 from holdfast.observe.history import Attempt, attempts
 
+MAX_OTHERS = 8
+"""Failures named beside the cause; when a node dies there may be very many."""
+
 
 @dataclass(frozen=True)
 class Incident:
@@ -146,35 +149,49 @@ def _what(attempt: Attempt) -> str:
     if root is not None:
         return worker_end(root)
     if attempt.ended is not None and attempt.ended.outcome == "failed":
-        return f"attempt {attempt.number} failed with exit code {attempt.ended.exit_code}"
+        code = f" with exit code {attempt.ended.exit_code}" if attempt.ended.exit_code else ""
+        return f"attempt {attempt.number} failed{code}"
     return f"attempt {attempt.number} was lost with its launcher"
 
 
 def _evidence(attempt: Attempt, after: Attempt | None) -> list[str]:
+    """What recovery rested on; what the journal adds to it; and why higher rungs were not used."""
+    decided = attempt.recovery.evidence if attempt.recovery is not None else []
     found: list[str] = []
     root = _root(attempt)
     if root is not None:
-        how = (
-            f"signal {root.signal or -root.exit_code}"
-            if root.exit_code < 0
-            else f"exit code {root.exit_code}"
-        )
-        found.append(f"rank {root.rank}, pid {root.pid} on {root.node}: {how}")
+        if not any(f"rank {root.rank} " in text for text in decided):
+            how = (
+                f"signal {root.signal or -root.exit_code}"
+                if root.exit_code < 0
+                else f"exit code {root.exit_code}"
+            )
+            found.append(f"rank {root.rank}, pid {root.pid} on {root.node}: {how}")
         if root.section:
             found.append(f"last section: {root.section}")
         if root.error_file:
             found.append(f"error file: {root.error_file}")
     elif attempt.ended is None:
         found.append("no end was recorded before the next attempt")
-    if attempt.recovery is not None:
-        found.extend(attempt.recovery.evidence)
-    others = [failure for _, failure in attempt.failures if failure is not root]
-    found.extend(f"followed by: {worker_end(failure)}" for failure in others[:8])
-    if len(others) > 8:
-        found.append(f"followed by {len(others) - 8} more")
+    found.extend(decided)
+    if not any(text.startswith("ranks ") for text in decided):  # recovery has named the others already
+        others = [failure for _, failure in attempt.failures if failure is not root]
+        found.extend(f"followed by: {worker_end(failure)}" for failure in others[:MAX_OTHERS])
+        if len(others) > MAX_OTHERS:
+            found.append(f"followed by {len(others) - MAX_OTHERS} more")
     if after is not None:
-        found.extend(f"{name}: {'; '.join(why) or 'rejected'}" for name, why in after.rejected.items())
+        found.extend(f"{name}: {'; '.join(why) or 'rejected'}" for name, why in _passed_over(after))
     return [printable(text) for text in dict.fromkeys(found)]
+
+
+def _passed_over(attempt: Attempt) -> list[tuple[str, list[str]]]:
+    """The rungs above the one it took. Lower ones are no reason for anything."""
+    taken = attempt.resumed.step if attempt.resumed is not None else -1
+    return [
+        (given, why)
+        for given, why in attempt.rejected.items()
+        if (name := parse_name(given)) is None or name.step > taken
+    ]
 
 
 def _decision(failed: Attempt, after: Attempt | None) -> str:

@@ -157,8 +157,7 @@ def _chart(
         return "<h2>Loss</h2>\n<p class='soft'>No loss was recorded.</p>"
     rejected = [
         (name.step, str(name), "; ".join(why))
-        for attempt in life
-        for given, why in attempt.rejected.items()
+        for given, why in _refused(life).items()
         if (name := parse_name(given)) is not None
     ]
     chart = Chart(
@@ -225,7 +224,7 @@ def _incidents(found: list[Incident], began: float) -> str:
             f'<tr id="incident-{one.number}"><th scope="row"><span class="badge">{one.number}</span></th>'
             f'<td data-label="What happened"><p><b>{text(one.what)}</b></p>'
             f'<p class="soft">attempt {one.attempt}, '
-            f"after step {one.failed_at_step}, {_when(one.at, began)}</p></td>"
+            f"last known step {one.failed_at_step}, {_when(one.at, began)}</p></td>"
             f'<td data-label="Evidence"><ul>{evidence}</ul></td>'
             f'<td data-label="Decision">{text(one.decision)}</td>'
             f'<td data-label="Time lost" class="num">{lost}</td></tr>'
@@ -235,8 +234,17 @@ def _incidents(found: list[Incident], began: float) -> str:
     return "<h2>Incidents</h2>\n" + _table(caption, heads, rows)
 
 
+def _refused(life: list[Attempt]) -> dict[str, list[str]]:
+    """Checkpoints that were rejected, each with the reasons given first: later ones only repeat or follow."""
+    refused: dict[str, list[str]] = {}
+    for attempt in life:
+        for name, why in attempt.rejected.items():
+            refused.setdefault(name, why)
+    return refused
+
+
 def _checkpoints(life: list[Attempt], began: float) -> str:
-    refused = {name: why for attempt in life for name, why in attempt.rejected.items()}
+    refused = _refused(life)
     used = {attempt.resumed.checkpoint: attempt.number for attempt in life if attempt.resumed is not None}
     rows = []
     for attempt in life:

@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from holdfast.journal.events import Line, SaveCommitted, StepsDone, decode_loss
+from holdfast.journal.render import REPORTER
 
-REPORTER = "rank-0"
-"""Every rank does the same steps; one reports them."""
 CLOSE = 0.001
 """Times nearer than this are taken as the same moment: sums of many floats drift by less."""
 

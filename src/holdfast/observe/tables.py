@@ -26,7 +26,7 @@ def incident_table(found: list[Incident]) -> Table:
     for incident in found:
         table.add_row(
             str(incident.number),
-            Text(f"{incident.what}\nattempt {incident.attempt}, after step {incident.failed_at_step}"),
+            Text(f"{incident.what}\nattempt {incident.attempt}, last known step {incident.failed_at_step}"),
             Text("\n".join(f"• {item}" for item in incident.evidence)),
             Text(incident.decision),
             Text(cost(incident)),

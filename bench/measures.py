@@ -1,0 +1,135 @@
+"""The measurements. Each returns samples of ours and of the baseline, taken in turns on one file system."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from workload import Weights
+
+import holdfast
+
+Samples = tuple[list[float], list[float]]
+STEPS = 20_000
+CHILD_DEADLINE = 600
+
+
+def alternate(repeat: int, ours: Callable[[], float], baseline: Callable[[], float]) -> Samples:
+    """One warm-up of each, then `repeat` of each, taking turns at who goes first."""
+    samples: Samples = ([], [])
+    for turn in range(repeat + 1):
+        pair = [(samples[0], ours), (samples[1], baseline)]
+        for kept, measure in pair if turn % 2 else reversed(pair):
+            value = measure()
+            if turn:
+                kept.append(value)
+    return samples
+
+
+def save(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds of a durable, digested, committed `Run.save`, and of `dcp.save` with its defaults."""
+    model = Weights(size_mib, filled=True)
+    directory = work / "save"
+
+    def ours() -> float:
+        with _run(directory, model) as run:
+            run.start()
+            started = time.perf_counter()
+            run.save()
+            return time.perf_counter() - started
+
+    def baseline() -> float:
+        state = {"model": model.state_dict()}
+        started = time.perf_counter()
+        dcp.save(state, checkpoint_id=directory, no_dist=True)
+        return time.perf_counter() - started
+
+    def clean(measure: Callable[[], float]) -> Callable[[], float]:
+        def measured() -> float:
+            os.sync()  # nobody pays for what was left to write back before
+            try:
+                return measure()
+            finally:
+                shutil.rmtree(directory)
+
+        return measured
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        return alternate(repeat, clean(ours), clean(baseline))
+
+
+def load(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds of a verified load, and of `dcp.load` of the very same directory, in fresh processes."""
+    directory = work / "load"
+    with _run(directory, Weights(size_mib, filled=True)) as run:
+        run.start()
+        checkpoint = directory / "checkpoints" / str(run.save())
+    os.sync()
+    seen: set[float] = set()
+
+    def child(how: str) -> Callable[[], float]:
+        def measured() -> float:
+            script = Path(__file__).with_name("load_once.py")
+            told = subprocess.run(
+                [sys.executable, str(script), how, str(checkpoint), str(size_mib)],
+                stdout=subprocess.PIPE,
+                check=True,
+                timeout=CHILD_DEADLINE,
+            )
+            answer = json.loads(told.stdout)
+            seen.add(answer["checksum"])
+            if len(seen) != 1:
+                raise RuntimeError(f"the two loads of {checkpoint} gave different values")
+            return float(answer["seconds"])
+
+        return measured
+
+    try:
+        return alternate(repeat, child("holdfast"), child("dcp"))
+    finally:
+        shutil.rmtree(directory)
+
+
+def step(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Microseconds a step that `Run.steps` adds to a bare loop, and those of the bare loop itself."""
+    del size_mib
+    loader = list(range(100))
+    model = Weights(0, filled=False)
+    directory = work / "step"
+
+    def bare() -> float:
+        started = time.perf_counter()
+        for _ in range(STEPS // len(loader)):
+            for _batch in loader:
+                pass
+        return (time.perf_counter() - started) / STEPS * 1e6
+
+    def ours() -> float:
+        run = _run(directory, model)
+        started = 0.0
+        try:
+            for number, _batch in run.steps(loader, until=STEPS + 1):
+                if number == 1:
+                    started = time.perf_counter()  # starting the run is over
+                elif number == STEPS + 1:
+                    ended = time.perf_counter()
+            return (ended - started) / STEPS * 1e6 - bare()
+        finally:
+            shutil.rmtree(directory)
+
+    return alternate(repeat, ours, bare)
+
+
+def _run(directory: Path, model: Weights) -> holdfast.Run:
+    run = holdfast.Run(run_dir=str(directory), checkpoint_interval=0, checkpoint_save_at_end=False)
+    run.track(model=model)
+    return run

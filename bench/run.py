@@ -1,0 +1,117 @@
+"""Holdfast side by side with plain PyTorch: `make bench`, or `python bench/run.py --help`.
+
+Writes bench/results.json, `{name: {ours, baseline, baseline_name, unit, ratio, target}}`, and prints the same
+as a table. Values are medians. A target that is not met is shown as such and is not an error: times depend on
+the machine and on who else uses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import measures
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).with_name("results.json")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    title: str
+    measure: Callable[[Path, int, int], measures.Samples]
+    baseline_name: str
+    unit: str
+    limit: float
+    of: str
+    """What the limit holds for: `ratio` of the times, or `ours` alone."""
+
+    @property
+    def target(self) -> str:
+        return f"<= {self.limit:g}" + ("" if self.of == "ratio" else f" {self.unit}")
+
+
+BENCHMARKS = {
+    "save": Benchmark(
+        "save, with fsync and digests, committed",
+        measures.save,
+        "torch.distributed.checkpoint.save",
+        "s",
+        1.0,
+        "ratio",
+    ),
+    "load": Benchmark(
+        "verified load, fresh process", measures.load, "torch.distributed.checkpoint.load", "s", 1.15, "ratio"
+    ),
+    "step": Benchmark(
+        "cost of a step with nothing to do", measures.step, "bare for loop", "us", 50.0, "ours"
+    ),
+}
+
+
+def summarise(benchmark: Benchmark, samples: measures.Samples) -> dict[str, Any]:
+    ours, baseline = (statistics.median(values) for values in samples)
+    return {
+        "ours": round(ours, 4),
+        "baseline": round(baseline, 4),
+        "baseline_name": benchmark.baseline_name,
+        "unit": benchmark.unit,
+        "ratio": round(ours / baseline, 3) if benchmark.of == "ratio" else None,
+        "target": benchmark.target,
+    }
+
+
+def show(results: dict[str, dict[str, Any]], samples: dict[str, measures.Samples], size_mib: int) -> None:
+    table = Table(title=f"Holdfast beside plain PyTorch, {size_mib} MiB", title_justify="left")
+    for column in ("benchmark", "ours", "baseline", "ratio", "target", ""):
+        table.add_column(column, overflow="fold")
+    for name, result in results.items():
+        benchmark = BENCHMARKS[name]
+        met = result[benchmark.of] <= benchmark.limit
+        ours, baseline = (
+            f"{result[side]:.3f} {result['unit']}\n[dim]{min(values):.3f} … {max(values):.3f}[/dim]"
+            for side, values in zip(("ours", "baseline"), samples[name], strict=True)
+        )
+        table.add_row(
+            f"{name}\n[dim]{benchmark.title}[/dim]",
+            ours,
+            f"{baseline}\n[dim]{benchmark.baseline_name}[/dim]",
+            "" if result["ratio"] is None else f"{result['ratio']:.2f}",
+            benchmark.target,
+            "[green]met[/green]" if met else "[red]not met[/red]",
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Benchmarks of Holdfast against plain PyTorch.")
+    parser.add_argument("--size", type=int, default=1024, metavar="MiB", help="state to save and load")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions of each; the median counts")
+    parser.add_argument("--only", choices=BENCHMARKS, help="run one of them; the file then holds only that")
+    parser.add_argument("--dir", type=Path, help="where temporary data goes (default: the system's)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
+    chosen = parser.parse_args()
+    if chosen.size < 1 or chosen.repeat < 1:
+        parser.error("--size and --repeat must be at least 1")
+    results: dict[str, dict[str, Any]] = {}
+    samples: dict[str, measures.Samples] = {}
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=chosen.dir) as work:
+        for name in [chosen.only] if chosen.only else BENCHMARKS:
+            samples[name] = BENCHMARKS[name].measure(Path(work), chosen.size, chosen.repeat)
+            results[name] = summarise(BENCHMARKS[name], samples[name])
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    if chosen.json:
+        print(json.dumps(results, indent=2))
+    else:
+        show(results, samples, chosen.size)
+
+
+if __name__ == "__main__":
+    main()

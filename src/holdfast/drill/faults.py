@@ -1,0 +1,183 @@
+"""Real faults, done to real runs: a signal to a worker, a flipped bit in a checkpoint.
+
+Each fault returns what exactly was done, so that a drill can check afterwards that the run noticed this very
+thing. Nothing is simulated: the process is killed, the bytes on disk are changed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import signal
+import struct
+import time
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from holdfast.checkpoint import metadata as metadatas
+from holdfast.checkpoint.metadata import MetadataError
+from holdfast.errors import HoldfastError
+from holdfast.journal.events import Line, WorkersStarted
+
+LARGEST_ITEM = 64 * 1024 * 1024
+"""Stored tensors above this size are not aimed at: finding the payload reads the item into memory."""
+FLOATS = {"float32": "<f", "float64": "<d", "float16": "<e"}
+
+
+class FaultError(HoldfastError):
+    """The fault could not be done; nothing was changed."""
+
+
+class Killed(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    pid: int
+    node: str
+    attempt: int
+    signal: str
+    at: float
+    """Wall-clock time just before the signal was sent."""
+
+
+class FlippedByte(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    offset: int
+    bit: int
+    before: int
+    after: int
+    checkpoint: str = ""
+    tensor: str = ""
+    """The tensor whose payload holds the byte, if it was chosen by tensor."""
+    value_before: float | None = None
+    value_after: float | None = None
+    """The element as it was saved, and as a reader that checks nothing would now see it."""
+
+
+def kill_rank(lines: Iterable[Line], rank: int, number: int = signal.SIGKILL) -> Killed:
+    """Send a signal to a rank's process, as the newest `WorkersStarted` in the journal names it."""
+    started = [line for line in lines if isinstance(line.body, WorkersStarted) and rank in line.body.pids]
+    if not started:
+        raise FaultError(f"cannot kill rank {rank}: no workers_started event in the journal names it")
+    newest = started[-1]
+    assert isinstance(newest.body, WorkersStarted)
+    pid = newest.body.pids[rank]
+    _check_identity(pid, rank)
+    at = time.time()
+    try:
+        os.kill(pid, number)
+    except OSError as error:
+        raise FaultError(f"cannot kill rank {rank}, pid {pid}: {error.strerror}") from error
+    name = signal.Signals(number).name
+    return Killed(rank=rank, pid=pid, node=newest.body.node, attempt=newest.attempt, signal=name, at=at)
+
+
+def _check_identity(pid: int, rank: int) -> None:
+    """A process id may have been given to somebody else since: never signal a stranger."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError as error:
+        raise FaultError(f"cannot kill rank {rank}: its process {pid} is gone: {error.strerror}") from error
+    if f"RANK={rank}".encode() not in environment:
+        raise FaultError(f"cannot kill rank {rank}: process {pid} is not its worker any more")
+
+
+def flip_byte(path: Path, offset: int, *, bit: int = 0) -> FlippedByte:
+    """Flip one bit of one byte, in place. Size and times stay as they were: a silent fault leaves no trace."""
+    if not 0 <= bit <= 7:
+        raise FaultError(f"there is no bit {bit} in a byte; give 0 to 7")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise FaultError(f"cannot alter {path}: {error.strerror}") from error
+    try:
+        times = os.fstat(fd)
+        found = os.pread(fd, 1, offset) if offset >= 0 else b""
+        if not found:
+            raise FaultError(f"{path} has {times.st_size} bytes; there is none at offset {offset}")
+        changed = bytes([found[0] ^ (1 << bit)])
+        os.pwrite(fd, changed, offset)
+        os.fsync(fd)
+        os.utime(fd, ns=(times.st_atime_ns, times.st_mtime_ns))
+    finally:
+        os.close(fd)
+    return FlippedByte(path=str(path), offset=offset, bit=bit, before=found[0], after=changed[0])
+
+
+class Payload(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the numbers of one stored tensor lie."""
+
+    tensor: str
+    path: str
+    """Relative to the checkpoint."""
+    start: int
+    length: int
+    dtype: str
+
+
+def payloads(directory: Path) -> list[Payload]:
+    """The stored floating-point tensors of a checkpoint, without the archives' own headers around them."""
+    try:
+        meta = metadatas.read(directory)
+    except MetadataError as error:
+        raise FaultError(f"{directory}: .metadata: {error}") from error
+    found = []
+    for (name, offsets), entry in sorted(meta.storage.items(), key=lambda item: (item[1].path, item[1].offset)):
+        tensor = meta.tensors.get(name)
+        if offsets is None or tensor is None or tensor.dtype not in FLOATS or entry.length > LARGEST_ITEM:
+            continue
+        with (directory / entry.path).open("rb") as file:
+            file.seek(entry.offset)
+            place = _payload_of(file.read(entry.length))
+        if place is not None:
+            start, length = entry.offset + place[0], place[1]
+            found.append(
+                Payload(tensor=name, path=entry.path, start=start, length=length, dtype=tensor.dtype)
+            )
+    return found
+
+
+def _payload_of(item: bytes) -> tuple[int, int] | None:
+    """(offset, length) of the numbers in one torch.save archive, which is a zip that is not compressed."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(item)) as archive:
+            inner = [entry for entry in archive.infolist() if "/data/" in entry.filename]
+    except zipfile.BadZipFile:
+        return None
+    if len(inner) != 1 or inner[0].compress_type != zipfile.ZIP_STORED or not inner[0].file_size:
+        return None
+    header = inner[0].header_offset
+    name, extra = struct.unpack_from("<HH", item, header + 26)
+    return header + 30 + name + extra, inner[0].file_size
+
+
+def flip_in_checkpoint(directory: Path, *, seed: int = 0) -> FlippedByte:
+    """Flip one bit of one number in the largest kind of tensors that a checkpoint stores; `seed` says which."""
+    found = payloads(directory)
+    if not found:
+        raise FaultError(f"{directory} stores no floating-point tensor whose bytes could be altered")
+    largest = max(payload.length for payload in found)
+    rng = random.Random(seed)
+    chosen = rng.choice([payload for payload in found if payload.length == largest])
+    layout = FLOATS[chosen.dtype]
+    width = struct.calcsize(layout)
+    element = chosen.start + width * rng.randrange(chosen.length // width)
+    path = directory / chosen.path
+    before = _read_number(path, element, layout)
+    # The last byte of a little-endian float holds its sign and the top of its exponent: worth flipping.
+    flipped = flip_byte(path, element + width - 1, bit=rng.randrange(8))
+    return msgspec.structs.replace(
+        flipped,
+        checkpoint=directory.name,
+        tensor=chosen.tensor,
+        value_before=before,
+        value_after=_read_number(path, element, layout),
+    )
+
+
+def _read_number(path: Path, offset: int, layout: str) -> float:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return float(struct.unpack(layout, file.read(struct.calcsize(layout)))[0])

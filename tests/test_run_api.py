@@ -1,0 +1,404 @@
+"""Run in both of its shapes, its errors, and what it leaves in a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import save_stock
+from tiny import Numbers, build, checkpoints, forked, train
+from torch import nn
+from torch.utils.data import DataLoader
+
+import holdfast
+from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.verify import verify
+from holdfast.errors import ConfigError, IncompleteStateError, UsageError
+from holdfast.exit_codes import ExitCode
+from holdfast.journal.events import RunFinished, StepsDone
+from holdfast.journal.reader import read_journal
+
+
+class CallbackTrainer:
+    """Built like the loops of Lightning and the HF Trainer: it owns epochs, batches and hooks; Run is a guest."""
+
+    def __init__(self, run: holdfast.Run, max_steps: int) -> None:
+        self.run, self.max_steps = run, max_steps
+        self.seen: dict[int, tuple[str, list[int]]] = {}
+
+    def fit(self, model: nn.Module, optimizer: Any, schedule: Any, loader: DataLoader[Any]) -> None:
+        feed = self.run.feed(loader)
+        self.run.track(model=model, optimizer=optimizer, schedule=schedule)
+        global_step = self.run.start()  # on_train_start
+        while global_step < self.max_steps:
+            for ids, x in feed:  # an epoch, or the rest of one
+                self.run.begin_step()  # on_train_batch_start
+                loss = (model(x + 0.01 * torch.randn_like(x)) - x).square().mean() + random.random() * 1e-3
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                self.run.record(loss=loss, samples=ids)
+                self.run.end_step()  # on_train_batch_end
+                global_step += 1
+                self.seen[global_step] = (loss.item().hex(), ids.tolist())
+                if global_step >= self.max_steps:
+                    break
+        self.run.finish()  # on_train_end
+
+
+def fit(run_dir: Path, until: int) -> tuple[CallbackTrainer, dict[str, bytes]]:
+    model, optimizer, schedule, loader = build()
+    trainer = CallbackTrainer(holdfast.Run(run_dir=run_dir, checkpoint_interval=3), until)
+    trainer.fit(model, optimizer, schedule, loader)
+    return trainer, {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
+
+
+def test_the_callback_shape_resumes_exactly_like_the_loop(tmp_path: Path) -> None:
+    reference = train(tmp_path / "loop", until=12)
+    for until in (4, 5, 12):
+        trainer, parameters = fit(tmp_path / "callbacks", until)
+        for step, (loss, ids) in trainer.seen.items():
+            assert loss == reference.losses[step]
+            assert ids == reference.samples[step]
+    assert min(trainer.seen) == 6
+    assert parameters == reference.parameters
+
+
+def test_stock_dcp_reads_every_committed_checkpoint(tmp_path: Path) -> None:
+    outcome = train(tmp_path / "run", until=6)
+    model, *_ = build()
+    for path in checkpoints(tmp_path / "run"):
+        state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, checkpoint_id=path, no_dist=True)
+        if path.name.startswith("step_00000006"):
+            assert {k: v.numpy().tobytes() for k, v in state["model"].items()} == outcome.parameters
+
+
+def test_the_manifest_says_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    train(tmp_path / "run", until=6)
+    newest, older = checkpoints(tmp_path / "run")
+    manifest, _ = manifests.read(newest)
+    assert (manifest.step, manifest.attempt, manifest.world.size) == (6, 1, 1)
+    assert manifest.parent == manifests.read(older)[0].id
+    assert manifest.samples == 24
+    assert set(manifest.parts) == {"model", "optimizer", "schedule", "rng", "data", "counters"}
+    assert manifest.parts["model"].kind == "model"
+    assert len(manifest.windows.loss) == 6
+    assert all(loss is not None and math.isfinite(loss) for loss in manifest.windows.loss)
+    assert manifest.versions.torch == str(torch.__version__)
+    assert manifest.versions.config
+    assert verify(newest).sound
+
+
+def test_the_journal_holds_every_step_once(tmp_path: Path) -> None:
+    outcome = train(tmp_path / "run", until=7)
+    done = [
+        line.body for line in read_journal(tmp_path / "run" / "journal") if isinstance(line.body, StepsDone)
+    ]
+    steps = [event.first + i for event in done for i in range(len(event.seconds))]
+    assert steps == list(range(1, 8))
+    losses = [loss for event in done for loss in event.loss]
+    assert [float(loss).hex() for loss in losses if loss is not None] == list(outcome.losses.values())
+    assert all(digest for event in done for digest in event.samples)
+    last = [line.body for line in read_journal(tmp_path / "run" / "journal")]
+    assert any(isinstance(body, RunFinished) and body.step == 7 for body in last)
+
+
+def test_a_finished_run_started_again_does_nothing(tmp_path: Path) -> None:
+    train(tmp_path / "run", until=6)
+    outcome = train(tmp_path / "run", until=6)
+    assert outcome.losses == {}
+    assert len(checkpoints(tmp_path / "run")) == 2
+
+
+def test_every_generator_is_restored(tmp_path: Path) -> None:
+    """Python, numpy and torch, and the generator object of a sampler."""
+
+    def draw(run_dir: Path, until: int) -> dict[int, Any]:
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+        generator = torch.Generator().manual_seed(3)
+        loader = DataLoader(Numbers(), batch_size=3, shuffle=True, generator=generator)
+        run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0)
+        run.track(model=nn.Linear(1, 1))
+        return {
+            step: (ids.tolist(), random.random(), numpy.random.rand(), torch.rand(1).item())
+            for step, (ids, _) in run.steps(loader, until=until)
+        }
+
+    whole = draw(tmp_path / "whole", 20)
+    for stop in (2, 7, 8, 14):
+        parts = draw(tmp_path / f"parts-{stop}", stop) | draw(tmp_path / f"parts-{stop}", 20)
+        assert parts == whole
+
+
+class Positioned:
+    """A loader with its own state, like StatefulDataLoader."""
+
+    def __init__(self) -> None:
+        self.at, self.loads = 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 5:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.loads = state["at"], self.loads + 1
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_a_loader_with_its_own_state_resumes_where_it_was(tmp_path: Path, stop: int) -> None:
+    """Case meta-pytorch/data#1437: also at the end of an epoch."""
+
+    def batches(until: int) -> dict[int, int]:
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=nn.Linear(1, 1))
+        return dict(run.steps(Positioned(), until=until))
+
+    assert batches(stop) | batches(12) == {step: (step - 1) % 5 + 1 for step in range(1, 13)}
+
+
+def test_a_plain_dcp_directory_is_loaded_by_name_and_its_lack_of_digests_told(tmp_path: Path) -> None:
+    model, *_ = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    stock = save_stock(tmp_path / "step-40", {"model": model.state_dict()})
+    seen: dict[str, Any] = {}
+
+    def look(step: int, run: holdfast.Run) -> None:
+        seen.setdefault("step", step)
+
+    def remember(built: nn.Module) -> None:
+        seen["model"] = built
+
+    train(tmp_path / "run", until=40, after_build=remember, checkpoint_resume_from=str(stock))
+    assert torch.equal(seen["model"].state_dict()["0.weight"], model.state_dict()["0.weight"])
+    train(tmp_path / "run", until=41, at_step=look)
+    assert seen["step"] == 41
+    decision = (tmp_path / "run" / "attempts" / "000001" / "decisions" / "resume.json").read_text()
+    assert "no digests" in decision
+
+
+def test_a_plain_dcp_directory_that_is_incomplete_is_refused(tmp_path: Path) -> None:
+    model, *_ = build()
+    stock = save_stock(tmp_path / "step-40", {"model": model.state_dict()})
+    next(stock.glob("*.distcp")).unlink()
+    with pytest.raises(holdfast.HoldfastError, match="missing"):
+        train(tmp_path / "run", until=41, checkpoint_resume_from=str(stock))
+
+
+# --- strict in both directions (cases pytorch#126881, #126285) ----------------------------------------------
+
+
+def resume_with(run_dir: Path, model: nn.Module, **more: Any) -> None:
+    run = holdfast.Run(run_dir=run_dir)
+    run.track(model=model, **more)
+    for _ in run.steps([1, 2, 3], until=2):
+        pass
+
+
+def save_with(run_dir: Path, model: nn.Module, **more: Any) -> None:
+    run = holdfast.Run(run_dir=run_dir)
+    run.track(model=model, **more)
+    for _ in run.steps([1, 2, 3], until=1):
+        pass
+
+
+class Two(nn.Module):
+    def __init__(self, width: int = 3, dtype: torch.dtype = torch.float32, extra: bool = False) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, width, dtype=dtype)
+        if extra:
+            self.b = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "told"),
+    [
+        (Two(), Two(extra=True), "b.bias: tracked, but not in the checkpoint"),
+        (Two(extra=True), Two(), "b.bias: in the checkpoint, but not tracked"),
+        (Two(), Two(width=4), r"shape \(4,\) tracked, \(3,\) in the checkpoint"),
+        (Two(), Two(dtype=torch.bfloat16), "torch.bfloat16 tracked, torch.float32 in the checkpoint"),
+    ],
+)
+def test_state_that_does_not_fit_is_refused_and_named(
+    tmp_path: Path, saved: nn.Module, resumed: nn.Module, told: str
+) -> None:
+    save_with(tmp_path / "run", saved)
+    with pytest.raises(IncompleteStateError, match=told):
+        resume_with(tmp_path / "run", resumed)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def test_a_part_that_is_missing_or_no_longer_tracked_is_an_error(tmp_path: Path) -> None:
+    """Case RLinf#1469: a missing part is an error, not a warning."""
+    save_with(tmp_path / "without", Two())
+    with pytest.raises(IncompleteStateError, match=r"Missing from the checkpoint: \['scaler'\]"):
+        resume_with(tmp_path / "without", Two(), scaler=Counter())
+    save_with(tmp_path / "with", Two(), scaler=Counter())
+    with pytest.raises(IncompleteStateError, match=r"not tracked any more: \['scaler'\]"):
+        resume_with(tmp_path / "with", Two())
+
+
+def test_an_object_is_restored(tmp_path: Path) -> None:
+    counter = Counter()
+    counter.value = 41
+    save_with(tmp_path / "run", Two(), counter=counter)
+    other = Counter()
+    resume_with(tmp_path / "run", Two(), counter=other)
+    assert other.value == 41
+
+
+def test_an_optimizer_with_parameters_that_had_no_gradient_yet_resumes_exactly(tmp_path: Path) -> None:
+    """Their state is created at their first gradient, after the resume, just as it would have been without."""
+
+    def go(run_dir: Path, until: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = Two(extra=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        run = holdfast.Run(run_dir=run_dir)
+        run.track(model=model, optimizer=optimizer)
+        for step, _ in run.steps([1, 2, 3], until=until):
+            output = model.a(torch.ones(1, 2)).sum()
+            if step > 4:
+                output = output + model.b(torch.ones(1, 2)).sum()
+            output.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    go(tmp_path / "run", 3)
+    resumed = go(tmp_path / "run", 7)
+    whole = go(tmp_path / "whole", 7)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_a_state_dict_that_raises_fails_the_save_as_it_is(tmp_path: Path) -> None:
+    class Broken(Counter):
+        def state_dict(self) -> dict[str, int]:
+            raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        save_with(tmp_path / "run", Two(), broken=Broken())
+    assert not checkpoints(tmp_path / "run")
+
+
+# --- misuse -------------------------------------------------------------------------------------------------
+
+
+def test_misuse_is_told_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = holdfast.Run(run_dir=tmp_path / "run")
+    with pytest.raises(UsageError, match="nothing is tracked"):
+        run.start()
+    with pytest.raises(UsageError, match="has no state_dict"):
+        run.track(thing=object())
+    with pytest.raises(UsageError, match="plain identifier"):
+        run.track(holdfast=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="one-way iterator"):
+        run.feed(iter([1, 2]))
+    with pytest.raises(UsageError, match="has not started"):
+        run.save()
+    run.track(model=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="before start"):
+        run.begin_step()
+    run.start()
+    with pytest.raises(UsageError, match="after the run started"):
+        run.track(other=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="without begin_step"):
+        run.end_step()
+    run.begin_step()
+    with pytest.raises(UsageError, match="in the middle of step 1"):
+        run.save()
+    run.end_step()
+    run.close()
+    with pytest.raises(ConfigError, match="interval"):
+        holdfast.Run(checkpoint_intervall=3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lonely = holdfast.Run(run_dir=tmp_path / "other")
+    lonely.track(model=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="init_process_group"):
+        lonely.start()
+
+
+def test_an_empty_loader_is_told_instead_of_looping_for_ever(tmp_path: Path) -> None:
+    run = holdfast.Run(run_dir=tmp_path / "run")
+    run.track(model=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="gave no batch"):
+        next(iter(run.steps([], until=2)))
+
+
+def test_a_changed_dataset_is_noticed_when_its_batches_are_skipped(tmp_path: Path) -> None:
+    run = holdfast.Run(run_dir=tmp_path / "run")
+    run.track(model=nn.Linear(1, 1))
+    list(run.steps([1, 2, 3, 4, 5], until=4))
+    again = holdfast.Run(run_dir=tmp_path / "run")
+    again.track(model=nn.Linear(1, 1))
+    with pytest.raises(IncompleteStateError, match="ended after 2 batches"):
+        list(again.steps([1, 2], until=6))
+
+
+def test_an_uncaught_error_ends_the_process_with_its_documented_code(tmp_path: Path) -> None:
+    """In a fresh interpreter: the hook sets the code and writes the launcher's error file."""
+    import json
+
+    from harness import finish, python
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import holdfast\nrun = holdfast.Run(run_dir='run')\nraise holdfast.errors.NoValidRungError('none')\n"
+    )
+    result = finish(
+        python(script), cwd=tmp_path, env={"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    )
+    assert result.code == ExitCode.NO_VALID_RUNG, result.text
+    assert "NoValidRungError: none" in result.err
+    report = json.loads((tmp_path / "error.json").read_text())
+    assert report["message"]["message"] == "NoValidRungError: none"
+    assert "." in report["message"]["extraInfo"]["timestamp_exact"]
+
+
+def test_a_second_run_on_a_live_directory_is_refused(tmp_path: Path) -> None:
+    def at_step(step: int, run: holdfast.Run) -> None:
+        if step == 2:
+            assert forked(lambda: train(tmp_path / "run", until=3) and None) == ExitCode.RUN_IS_LIVE
+
+    assert len(train(tmp_path / "run", until=3, at_step=at_step).losses) == 3
+
+
+def test_the_per_rank_blob_is_a_plain_tensor_for_dcp(tmp_path: Path) -> None:
+    """DCP never has to unpickle an object of ours."""
+    import pickle
+
+    train(tmp_path / "run", until=3)
+    metadata = pickle.loads((checkpoints(tmp_path / "run")[0] / ".metadata").read_bytes())
+    kinds = {type(entry).__name__ for entry in metadata.state_dict_metadata.values()}
+    assert kinds == {"TensorStorageMetadata"}
+    assert "holdfast.rank_00000" in metadata.state_dict_metadata
