@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -26,7 +27,11 @@ WRAP = os.environ.get("TINY_WRAP", "none")
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 DIE = os.environ.get("TINY_DIE", "")
-"""rank:step:how, tried once per marker file."""
+"""rank:step:how, comma-separated; each is done once, which a marker file remembers."""
+GATE = int(os.environ.get("TINY_GATE", "0"))
+"""Step at which every rank waits until <out>/go exists."""
+KILL_SAVE = os.environ.get("TINY_KILL_SAVE", "")
+"""rank:number: SIGKILL this rank at that file operation of the save of step 6, once."""
 
 
 class Numbers(Dataset):
@@ -59,6 +64,39 @@ def maybe_die(step: int) -> None:
             os.kill(os.getpid(), getattr(__import__("signal"), how))
 
 
+def wait_at_gate(step: int) -> None:
+    if step == GATE:
+        (OUT / f"waiting{RANK}").touch()
+        deadline = time.monotonic() + 60
+        while not (OUT / "go").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("nobody opened the gate")
+            time.sleep(0.01)
+
+
+def arm_save(run: holdfast.Run) -> None:
+    """Replace the save of step 6 by one that is killed on the way."""
+    if not KILL_SAVE or RANK != int(KILL_SAVE.split(":")[0]) or (OUT / "killed-in-save").exists():
+        return
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tiny import counting_file_operations, die
+
+    save, point = run.save, int(KILL_SAVE.split(":")[1])
+
+    def on_operation(number: int, name: str, args: object) -> None:
+        if number == point:
+            (OUT / "killed-in-save").write_text(name)
+            die()
+
+    def killed_save(**kwargs: object) -> object:
+        if run.step != 6:
+            return save(**kwargs)
+        with counting_file_operations(on_operation):
+            return save(**kwargs)
+
+    run.save = killed_save
+
+
 def main() -> None:
     OUT.mkdir(exist_ok=True)
     if WORLD > 1:
@@ -80,6 +118,7 @@ def main() -> None:
     loader = DataLoader(numbers, batch_size=4, shuffle=sampler is None, sampler=sampler)
     run = holdfast.Run(run_dir=os.environ.get("TINY_RUN", "run"), checkpoint_interval=3)
     run.track(model=model, optimizer=optimizer, schedule=schedule)
+    arm_save(run)
 
     def forward_backward(x: torch.Tensor) -> torch.Tensor:
         noisy = x + 0.01 * torch.randn_like(x) + random.random() * 0.01
@@ -90,6 +129,7 @@ def main() -> None:
     log = (OUT / f"rank{RANK}.{os.getpid()}.log").open("w", buffering=1)
     for step, (ids, x) in run.steps(loader, until=UNTIL):
         maybe_die(step)
+        wait_at_gate(step)
         loss = run.compute(forward_backward, x)
         optimizer.step()
         schedule.step()

@@ -123,7 +123,9 @@ class DigestingFile:
         """A hint, so its result does not matter: errors of the disk are reported by fsync, as always."""
         if _sync_file_range is not None and self._size - self._written_back >= WRITE_BACK:
             length = self._size - self._written_back
-            _sync_file_range(self._fd, self._written_back, length, _SYNC_FILE_RANGE_WRITE)
+            self._helper.submit(
+                _sync_file_range, self._fd, self._written_back, length, _SYNC_FILE_RANGE_WRITE
+            )
             self._written_back = self._size
 
     def _write_all(self, view: memoryview) -> None:

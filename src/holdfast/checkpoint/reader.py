@@ -2,7 +2,8 @@
 
 Guarantee: nothing is unpickled, and no tensor is touched, before the bytes it comes from have matched the
 digest taken when they were written. Each item is read once into memory, digested there, and used from that
-same memory, so what was verified is what is loaded.
+same memory, so what was verified is what is loaded. While one item is used, a helper thread reads and digests
+the next.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import os
 import pickle
 import stat
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future as Pending
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -30,6 +34,10 @@ from holdfast.files import read_regular
 
 IN_PLACE = 64 * 1024
 """Items at least this large are used where they were read; smaller ones go through torch.load."""
+SLICE = 512 * 1024
+"""Read at a time, and digested while still in the processor's cache."""
+Place = tuple[int, int]
+"""Where an item lies in its file: (offset, length)."""
 
 
 class VerifyingReader(FileSystemReader):
@@ -46,7 +54,7 @@ class VerifyingReader(FileSystemReader):
         self._read: dict[str, set[int]] = {}
         """Offsets verified so far, by file."""
         self._metadata: Metadata | None = None
-        self._buffer = bytearray()
+        self._buffers = [bytearray(), bytearray()]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         del args, kwargs
@@ -60,15 +68,13 @@ class VerifyingReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
+        wanted: dict[str, dict[Place, list[ReadItem]]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             wanted.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), []).append(item)
         for path, places in wanted.items():
-            with _ShardFile(self._directory, self._files, path) as shard:
-                for (offset, length), items in sorted(places.items()):
-                    data = self._verified(shard, path, offset, length)
-                    self._use(data, items, planner)
+            for place, data in self._verified(path, sorted(places)):
+                self._use(data, places[place], planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -76,26 +82,44 @@ class VerifyingReader(FileSystemReader):
     def verify_rest(self, paths: Iterable[str]) -> None:
         """Verify the chunks of these files that loading did not need."""
         for path in paths:
-            left = [c for c in self._files[path].chunks if c.offset not in self._read.get(path, set())]
+            done = self._read.get(path, set())
+            left = [(c.offset, c.length) for c in self._files[path].chunks if c.offset not in done]
             if left:
-                with _ShardFile(self._directory, self._files, path) as shard:
-                    for chunk in left:
-                        self._verified(shard, path, chunk.offset, chunk.length)
+                for _ in self._verified(path, left):
+                    pass
 
     def shard_paths(self) -> list[str]:
         return sorted(path for path in self._files if path != METADATA)
 
-    def _verified(self, shard: _ShardFile, path: str, offset: int, length: int) -> memoryview:
-        chunk: Chunk | None = self._chunks[path].get((offset, length))
+    def _verified(self, path: str, places: Iterable[Place]) -> Iterator[tuple[Place, memoryview]]:
+        """Each place's verified bytes, valid until the next are asked for."""
+        with _ShardFile(self._directory, self._files, path) as shard, ThreadPoolExecutor(1) as helper:
+            current: tuple[Place, Pending[memoryview]] | None = None
+            for number, place in enumerate(places):
+                # Two buffers take turns: one is used by the caller while the other is filled.
+                coming = helper.submit(self._read_verified, shard, path, place, number % 2)
+                if current is not None:
+                    yield current[0], current[1].result()
+                current = place, coming
+            if current is not None:
+                yield current[0], current[1].result()
+
+    def _read_verified(self, shard: _ShardFile, path: str, place: Place, buffer: int) -> memoryview:
+        offset, length = place
+        chunk: Chunk | None = self._chunks[path].get(place)
         if chunk is None:
             raise CheckpointError(
                 f"stale-metadata {path}: .metadata places an item at {offset}+{length}; the manifest does not"
             )
-        if len(self._buffer) < length:
-            self._buffer = bytearray(length)
-        view = memoryview(self._buffer)[:length]
-        shard.read_into(view, offset)
-        found = digest_bytes(view)
+        if len(self._buffers[buffer]) < length:
+            self._buffers[buffer] = bytearray(length)
+        view = memoryview(self._buffers[buffer])[:length]
+        digest = xxhash.xxh3_128()
+        for start in range(0, length, SLICE):
+            piece = view[start : start + SLICE]
+            shard.read_into(piece, offset + start)
+            digest.update(piece)
+        found = digest.hexdigest()
         if found != chunk.digest:
             raise CheckpointError(
                 f"altered {path}: bytes {offset} to {offset + length} have digest {found}, "

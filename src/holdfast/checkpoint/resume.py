@@ -27,7 +27,8 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.group import Group
 from holdfast.control.lease import Fence
 from holdfast.control.standing import Standing, StandingBook
-from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError
+from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
+from holdfast.files import make_dirs
 from holdfast.journal.events import Decision, RejectedOption, Resumed, RungRejected
 from holdfast.journal.writer import JournalWriter
 
@@ -107,7 +108,11 @@ class Resumer:
     # --- rank 0 ---------------------------------------------------------------------------------------------
 
     def _lead(self, resume_from: str, *, force: bool) -> tuple[ResumeDecision, LoadedState | None]:
-        ladder = take_inventory(self._control, self._root, resume_from, force=force)
+        try:
+            ladder = self._look(resume_from, force=force)
+        except HoldfastError as error:
+            self._propose(0, Proposal(rung=None, refusal=str(error)))
+            raise
         rejected = list(ladder.rejected)
         number = 0
         for rung in ladder.rungs:
@@ -137,6 +142,17 @@ class Resumer:
         )
         self._propose(number, Proposal(rung=None, refusal=refusal))
         raise NoValidRungError(refusal)
+
+    def _look(self, resume_from: str, *, force: bool) -> Ladder:
+        """The ladder, after making sure that the root can be written: better now than at the first save."""
+        try:
+            make_dirs(self._root.staging)
+            return take_inventory(self._control, self._root, resume_from, force=force)
+        except OSError as error:
+            raise UsageError(
+                f"the checkpoint root {self._root.path} cannot be used: {error}. "
+                "Set checkpoint.root to a directory that this job can write"
+            ) from error
 
     def _gather(self, number: int, mine: Answer) -> tuple[list[str], str]:
         """Every rank's problems, and the first misfit."""

@@ -1,7 +1,118 @@
-"""`holdfast demo`."""
+"""`holdfast demo`: break a training run on purpose, watch it recover, and see that nothing was lost."""
 
 from __future__ import annotations
 
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-def demo() -> None:
-    """Stub."""
+import typer
+
+from holdfast.errors import HoldfastError, UsageError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from holdfast.drill.demo import DemoResult
+    from holdfast.drill.demo_view import DemoView
+
+
+def demo(
+    ranks: Annotated[int, typer.Option(min=2, max=16, help="CPU processes to train on.")] = 2,
+    steps: Annotated[int, typer.Option(min=20, max=100_000, help="Steps to train.")] = 160,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where runs and report go; an earlier demo there is replaced.")
+    ] = Path("holdfast-demo"),
+    open_report: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the report in a browser.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one result object; progress goes to stderr.")
+    ] = False,
+) -> None:
+    """Train a small GPT, corrupt its newest checkpoint, kill a rank, and prove that the run loses nothing.
+
+    Exits with 0 only if both faults happened, were handled, and the run ended bitwise equal to an
+    uninterrupted one.
+    """
+    from rich.console import Console
+
+    from holdfast.drill.demo import DemoResult, demo_directory, run_demo
+    from holdfast.drill.demo_view import DemoView
+
+    console = Console(stderr=json, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 140)  # a file has no edge to wrap at; the tables need some room
+    view = DemoView(console)
+    signal.signal(signal.SIGTERM, _stop)
+    result = DemoResult(ranks=ranks, steps=steps, interval=steps // 4, directory=str(directory.absolute()))
+    try:
+        with demo_directory(directory) as place:
+            view.say(f"a small GPT on {ranks} CPU ranks, {steps} steps, a checkpoint every {steps // 4}")
+            result = run_demo(place, view, ranks=ranks, steps=steps)
+    except KeyboardInterrupt:
+        view.say(f"interrupted; everything that was started has been ended. Logs are in {directory}")
+        raise typer.Exit(130) from None
+    except UsageError:
+        raise
+    except HoldfastError as error:
+        if not json:
+            raise
+        result.error = str(error)
+    _show(result, view, directory)
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(result).decode())
+    if open_report and result.report:
+        import webbrowser
+
+        webbrowser.open(Path(result.report).as_uri())
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends the demo the way an error does: the processes it started are ended first."""
+    del frame
+    sys.exit(128 + number)
+
+
+def _show(result: DemoResult, view: DemoView, directory: Path) -> None:
+    from rich.markup import escape
+    from rich.text import Text
+
+    from holdfast.journal.reader import read_journal
+    from holdfast.journal.render import duration
+    from holdfast.observe.incidents import incidents
+    from holdfast.observe.tables import incident_table
+
+    out = view.console
+    if result.error:
+        out.print(Text(f"the demo failed: {result.error}", style="bold red"))
+        return
+    for holds, text in (
+        *((check.holds, f"{check.claim}: {check.found}") for check in result.checks),
+        *((one.equal, str(one)) for one in result.comparisons),
+    ):
+        line = Text("✓ " if holds else "✗ ", style="bold green" if holds else "bold red")
+        out.print(line.append(text, style="" if holds else "bold red"))
+    view.heading("Incidents")
+    out.print(incident_table(incidents(read_journal(Path(result.directory) / "run" / "journal"))))
+    verdict = (
+        "The broken run and the reference are bitwise equal."
+        if result.passed
+        else "The demo FAILED: a difference or a claim that does not hold, marked ✗ above."
+    )
+    out.print(Text(verdict, style="bold green" if result.passed else "bold red"))
+    took = ", ".join(f"{name} {duration(seconds)}" for name, seconds in result.seconds.items())
+    out.print(f"Took {took}", style="dim")
+    out.print(f"\nReport: [bold]{escape(result.report)}[/bold]", soft_wrap=True)
+    out.print("Look further:")
+    assert result.flipped is not None
+    for command in (
+        f"holdfast journal {directory}/run",
+        f"holdfast ckpt ls {directory}/run",
+        f"holdfast ckpt verify {directory}/run/checkpoints/{result.flipped.checkpoint}",
+    ):
+        out.print(f"  {escape(command)}", soft_wrap=True)

@@ -12,7 +12,7 @@ Guarantee: at most one epoch is current, epochs only rise, and whoever acts unde
   file that is locked, while its listing of a directory may be old.
   A process that is stopped while it holds that lock cannot block a claim for ever: after a time-to-live
   the claim goes ahead, and the new epoch has a lock of its own. What the stopped process may then still do
-  is finish one rename of an attempt that is off the lineage by then (see checkpoint/lineage.py), which no
+  is finish one rename of an attempt that is off the lineage by then (see lineage.py), which no
   resume picks up.
 """
 

@@ -1,7 +1,7 @@
-"""What the demo claims, each checked from evidence: the journals, the exit codes, the bytes on disk. Pure.
+"""What the demo claims, each checked from evidence: the journals, the exit codes, the bytes on disk.
 
-Nothing here knows what ought to have happened except through the two faults that were done. If a fault missed,
-or the run survived it in some other way than claimed, the check fails and says what was found.
+Nothing here knows what ought to have happened except through the two faults that were done. If a fault
+missed, or the run survived it in some other way than claimed, the check fails and says what was found.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def check_kill(lines: list[Line], killed: Killed) -> Check:
     failures = [
         line.body
         for line in lines
-        if isinstance(line.body, WorkerFailed) and line.attempt == killed.attempt and line.body.pid == killed.pid
+        if isinstance(line.body, WorkerFailed)
+        and line.attempt == killed.attempt
+        and line.body.pid == killed.pid
     ]
     if not failures or failures[0].signal != killed.signal:
         seen = f"ended with code {failures[0].exit_code}" if failures else "was not reported as failed"
@@ -136,10 +138,11 @@ def check_reference(lines: list[Line], *, steps: int, exit_code: int) -> Check:
     attempts = {line.attempt for line in lines if isinstance(line.body, AttemptStarted)}
     failures = sum(isinstance(line.body, WorkerFailed) for line in lines)
     ends = [line.body.step for line in lines if isinstance(line.body, RunFinished)]
+    lives = f"{plural(len(attempts), 'attempt')}, {plural(failures, 'failed worker')}"
     return Check(
         claim="the reference was not interrupted",
         holds=exit_code == 0 and len(attempts) == 1 and failures == 0 and ends == [steps],
-        found=f"{plural(len(attempts), 'attempt')}, {plural(failures, 'failed worker')}, exit code {exit_code}",
+        found=f"{lives}, exit code {exit_code}",
     )
 
 
@@ -150,11 +153,11 @@ def check_copies(root: Path, flipped: FlippedByte) -> Check:
 
     found = CheckpointRoot(root).names()
     bad = {
-        str(name): inspection.problems
-        for name in found
-        if not (inspection := verify(root / str(name))).sound
+        str(name): inspection.problems for name in found if not (inspection := verify(root / str(name))).sound
     }
-    altered = [problem.path for problem in bad.get(flipped.checkpoint, []) if problem.reason == Reason.ALTERED]
+    altered = [
+        problem.path for problem in bad.get(flipped.checkpoint, []) if problem.reason == Reason.ALTERED
+    ]
     sound = plural(len(found) - len(bad), "checkpoint") + " sound"
     return Check(
         claim="every other checkpoint is sound",

@@ -13,7 +13,6 @@ from holdfast.journal.events import (
     Line,
     Resumed,
     RunFinished,
-    RungRejected,
     SaveCommitted,
     SaveFailed,
     StepsDone,
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-SHOWN = (
-    AttemptStarted, Decision, Resumed, RunFinished, RungRejected, SaveCommitted, SaveFailed, Warned, WorkerFailed,
-)  # fmt: skip
+SHOWN = (AttemptStarted, Decision, Resumed, RunFinished, SaveCommitted, SaveFailed, Warned, WorkerFailed)
+"""Events shown as lines. A rejected rung is not among them: the decision to resume names it and says why."""
 STYLES = {"fault": "bold red", "warning": "yellow", "decision": "bold cyan", "saved": "blue", "good": "green"}
 PLAIN_EVERY = 5.0
 """Seconds between two lines about the step, where there is no bar."""
@@ -71,7 +69,9 @@ class DemoView:
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  attempt {task.fields[attempt]}  last save {task.fields[saved]}"),
+            TextColumn(
+                "loss {task.fields[loss]}  attempt {task.fields[attempt]}  last save {task.fields[saved]}"
+            ),
             TimeElapsedColumn(),
         )
         progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=5)
@@ -107,9 +107,7 @@ class DemoView:
         self._loss = number(decode_loss(body.loss[-1])) if body.loss else "–"
         if self._bar is not None:
             progress, task = self._bar
-            progress.update(
-                task, completed=step, loss=self._loss, attempt=line.attempt, saved=self._saved
-            )
+            progress.update(task, completed=step, loss=self._loss, attempt=line.attempt, saved=self._saved)
         elif not self.console.is_terminal and time.monotonic() - self._said >= PLAIN_EVERY:
             self._said = time.monotonic()
             self.say(f"step {step}, loss {self._loss}, attempt {line.attempt}, last save {self._saved}")

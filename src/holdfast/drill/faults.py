@@ -85,7 +85,7 @@ def _check_identity(pid: int, rank: int) -> None:
 
 
 def flip_byte(path: Path, offset: int, *, bit: int = 0) -> FlippedByte:
-    """Flip one bit of one byte, in place. Size and times stay as they were: a silent fault leaves no trace."""
+    """Flip one bit of one byte, in place. Size and times stay as they were, as with a silent fault."""
     if not 0 <= bit <= 7:
         raise FaultError(f"there is no bit {bit} in a byte; give 0 to 7")
     try:
@@ -124,7 +124,9 @@ def payloads(directory: Path) -> list[Payload]:
     except MetadataError as error:
         raise FaultError(f"{directory}: .metadata: {error}") from error
     found = []
-    for (name, offsets), entry in sorted(meta.storage.items(), key=lambda item: (item[1].path, item[1].offset)):
+    for (name, offsets), entry in sorted(
+        meta.storage.items(), key=lambda item: (item[1].path, item[1].offset)
+    ):
         tensor = meta.tensors.get(name)
         if offsets is None or tensor is None or tensor.dtype not in FLOATS or entry.length > LARGEST_ITEM:
             continue
@@ -154,7 +156,7 @@ def _payload_of(item: bytes) -> tuple[int, int] | None:
 
 
 def flip_in_checkpoint(directory: Path, *, seed: int = 0) -> FlippedByte:
-    """Flip one bit of one number in the largest kind of tensors that a checkpoint stores; `seed` says which."""
+    """Flip one bit of one number in one of the largest tensors that a checkpoint stores; `seed` chooses."""
     found = payloads(directory)
     if not found:
         raise FaultError(f"{directory} stores no floating-point tensor whose bytes could be altered")

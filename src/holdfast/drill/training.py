@@ -47,12 +47,20 @@ class Training:
         return fresh
 
     def follow(
-        self, until: Callable[[], bool], see: Callable[[Line], None], *, timeout: float, quiet: float, what: str
+        self,
+        until: Callable[[], bool],
+        see: Callable[[Line], None],
+        *,
+        timeout: float,
+        quiet: float,
+        what: str,
     ) -> None:
         """Hand every new line to `see` until `until()`. At most `timeout` seconds, `quiet` without a line."""
         begun = heard = time.monotonic()
         while True:
-            ended = self.process.poll() is not None  # asked first: what it wrote before it ended is still read
+            ended = (
+                self.process.poll() is not None
+            )  # asked first: what it wrote before it ended is still read
             for line in self.poll():
                 heard = time.monotonic()
                 see(line)
@@ -61,7 +69,9 @@ class Training:
             now = time.monotonic()
             if ended:
                 code = self.process.returncode
-                raise TrainingFailedError(f"the run ended with code {code} while waiting for {what}{self.tail()}")
+                raise TrainingFailedError(
+                    f"the run ended with code {code} while waiting for {what}{self.tail()}"
+                )
             if now - begun > timeout or now - heard > quiet:
                 why = f"{timeout:g} s" if now - begun > timeout else f"{quiet:g} s without a word from it"
                 raise TrainingFailedError(f"gave up waiting for {what} after {why}{self.tail()}")
@@ -77,7 +87,8 @@ class Training:
         except OSError:
             last = []
         shown = "".join(f"\n    {line}" for line in last)
-        return f"\n  log:     {self.log}\n  journal: holdfast journal {self.run_dir}\n  its last lines:{shown or ' none'}"
+        where = f"\n  log:     {self.log}\n  journal: holdfast journal {self.run_dir}"
+        return f"{where}\n  the log's last lines:{shown or ' none'}"
 
     def end(self) -> None:
         """Stop the launcher, politely for a moment, then not."""
@@ -116,6 +127,6 @@ def training(
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without settings of other launches, and with one thread a rank: results depend on their number."""
+    """Ours, without other launches' settings, and with one thread a rank: results depend on their number."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "PET_"))}
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}

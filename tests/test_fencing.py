@@ -1,0 +1,82 @@
+"""A group that was cut off can do no harm when it comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness import wait_until
+from tiny import checkpoints, forked, train, tree
+
+import holdfast
+from holdfast.errors import RunIsLiveError
+from holdfast.exit_codes import ExitCode
+
+
+def test_a_group_stopped_past_its_lease_can_neither_commit_nor_move_the_pointer(tmp_path: Path) -> None:
+    """Scenario 28: stopped in step 5, overtaken by a new attempt, continued: its save of step 6 is refused."""
+    run_dir = tmp_path / "run"
+    reference = train(tmp_path / "reference", until=9)
+
+    def stop_myself(step: int, run: holdfast.Run) -> None:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def old_group() -> None:
+        train(run_dir, until=9, at_step=stop_myself, control_lease_ttl=2.0)
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(forked_code(old_group))
+    wait_until(lambda: is_stopped(pid), 30, "the old group stops")
+    with pytest.raises(RunIsLiveError):
+        train(run_dir, until=9, control_lease_ttl=2.0)
+    wait_until(lambda: seconds_since_renewal(run_dir) > 2.0, 10, "the old group's lease lapses")
+    outcome = train(run_dir, until=9, control_lease_ttl=2.0)
+    assert outcome.started_at == 3
+    assert outcome.attempt == 2
+    assert outcome.parameters == reference.parameters
+    root = run_dir / "checkpoints"
+    before = tree(root)
+    os.kill(pid, signal.SIGCONT)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == ExitCode.LEASE_LOST
+    assert tree(root) == before, "the old group changed something"
+    assert [path.name[:13] for path in checkpoints(run_dir)] == [
+        "step_00000009",
+        "step_00000006",
+        "step_00000003",
+    ]
+    assert train(run_dir, until=9).losses == {}, "the run is finished and unharmed"
+
+
+def seconds_since_renewal(run_dir: Path) -> float:
+    return time.time() - max(path.stat().st_mtime for path in (run_dir / "lease").glob("*.beat"))
+
+
+def is_stopped(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def forked_code(work: object) -> int:
+    """The exit code of `work` run in this very process."""
+    try:
+        work()  # type: ignore[operator]
+    except holdfast.HoldfastError as error:
+        return int(error.exit_code)
+    return 0
+
+
+def test_the_next_launch_after_a_kill_takes_over_at_once(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def die(step: int, run: holdfast.Run) -> None:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert forked(lambda: train(run_dir, until=9, at_step=die, control_lease_ttl=120.0) and None) == -9
+    assert train(run_dir, until=9, control_lease_ttl=120.0).started_at == 3
