@@ -23,7 +23,7 @@ demo: $(READY)
 	$(BIN)/holdfast demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not drill and not gpu"
+	$(BIN)/python -m pytest -m "not drill"
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -41,7 +41,7 @@ drill: $(READY)
 	$(BIN)/python -m pytest -m drill --timeout 900
 
 gpu:
-	$(PYTHON) -m pytest -m gpu tests/gpu
+	PYTHONPATH="src:tests:$$PYTHONPATH" $(PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -50,7 +50,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
 
 def test_the_broken_run_ends_bitwise_equal_to_the_reference(demo: Demo) -> None:
-    """Scenarios 5 and 9: SIGKILL of a rank in mid-step, and a flipped bit in the newest checkpoint."""
+    """Scenario 10, with a SIGKILL in mid-step: one shard is bad, every rank makes the same choice."""
     result = demo.result
     assert result["equal"] is True
     assert result["passed"] is True

@@ -337,7 +337,7 @@ class Run:
         error = self._crash or sys.exc_info()[1]
         failed = error is not None and not isinstance(error, GeneratorExit)
         outcome = "failed" if failed else "stopped"
-        self._meter.flush(self._member.journal)
+        self._meter.flush(self._member.journal, read_device=not failed)
         if self._launched is None and self._joined()[0].is_coordinator:
             self._member.journal.write(AttemptEnded(outcome=outcome, last_step=self.step))
         self._leave(outcome, error.exit_code if isinstance(error, HoldfastError) else ExitCode.FAILED)
@@ -401,8 +401,11 @@ class Run:
         self._lost = why
 
     def _on_crash(self, error: BaseException) -> None:
-        # The loop's generator is closed only after this, and then no longer sees why.
+        # The loop's generator is closed only after this, and then no longer sees why; the launcher may end
+        # this process before that, so what is known of the last steps is written now.
         self._crash = error
+        if self._member is not None and not self._closed:
+            self._meter.flush(self._member.journal, read_device=False)
 
 
 def _one_config(file: str | os.PathLike[str] | None, launched: LaunchInfo | None) -> Path | None:

@@ -157,19 +157,22 @@ def commit(
     return destination
 
 
-def discard_staged(root: CheckpointRoot, name: str) -> None:
-    """Take a staged directory out of the way, then delete it: a cut in between leaves only trash."""
-    staged = root.staging / name
-    if staged.exists():
+def discard_staged(root: CheckpointRoot, name: str) -> Path:
+    """Take a staged directory out of the way, into the trash; returns where it is, for deletion."""
+    trashed = root.trash / f"{name}.{os.getpid()}"
+    if (root.staging / name).exists():
         root.trash.mkdir(exist_ok=True)
-        trashed = root.trash / f"{name}.{os.getpid()}"
-        os.rename(staged, trashed)
-        shutil.rmtree(trashed, ignore_errors=True)
+        os.rename(root.staging / name, trashed)
     _owner_path(root, name).unlink(missing_ok=True)
+    return trashed
 
 
 def sweep_staging(root: CheckpointRoot, run: str, fence: Fence) -> list[str]:
-    """Remove what earlier attempts of this run left under `.staging`; other runs' work is left alone."""
+    """Remove what earlier attempts of this run left under `.staging`; other runs' work is left alone.
+
+    Only the rename needs the fence. Deleting may take long and is done without it, so that no other guard
+    has to wait; a cut in between leaves only trash, which the next sweep deletes.
+    """
     swept: list[str] = []
     for path in sorted(root.staging.glob("*.owner")):
         try:
@@ -182,8 +185,7 @@ def sweep_staging(root: CheckpointRoot, run: str, fence: Fence) -> list[str]:
             with fence.guard(f"sweep {name}"):
                 discard_staged(root, name)
             swept.append(name)
-    if root.trash.is_dir():
-        with fence.guard("empty the trash"):
-            for entry in root.trash.iterdir():
-                shutil.rmtree(entry, ignore_errors=True)
+    for entry in root.trash.iterdir() if root.trash.is_dir() else ():
+        fence.check(f"delete {entry.name}")
+        shutil.rmtree(entry, ignore_errors=True)
     return swept

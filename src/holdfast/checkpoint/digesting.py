@@ -120,7 +120,10 @@ class DigestingFile:
             self._chunk.update(piece)
 
     def _start_write_back(self) -> None:
-        """A hint, so its result does not matter: errors of the disk are reported by fsync, as always."""
+        """Only a hint, so nobody looks at its result: fsync reports what the disk could not take, as always.
+
+        The helper gives it, because handing pages to the disk takes as long as digesting them.
+        """
         if _sync_file_range is not None and self._size - self._written_back >= WRITE_BACK:
             length = self._size - self._written_back
             self._helper.submit(

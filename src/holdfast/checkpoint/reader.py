@@ -34,8 +34,10 @@ from holdfast.files import read_regular
 
 IN_PLACE = 64 * 1024
 """Items at least this large are used where they were read; smaller ones go through torch.load."""
-SLICE = 512 * 1024
+SLICE = 256 * 1024
 """Read at a time, and digested while still in the processor's cache."""
+AHEAD = 256 * 1024 * 1024
+"""Items up to this size are read while the one before is used; of larger ones only one is held in memory."""
 Place = tuple[int, int]
 """Where an item lies in its file: (offset, length)."""
 
@@ -95,25 +97,31 @@ class VerifyingReader(FileSystemReader):
         """Each place's verified bytes, valid until the next are asked for."""
         with _ShardFile(self._directory, self._files, path) as shard, ThreadPoolExecutor(1) as helper:
             current: tuple[Place, Pending[memoryview]] | None = None
-            for number, place in enumerate(places):
-                # Two buffers take turns: one is used by the caller while the other is filled.
-                coming = helper.submit(self._read_verified, shard, path, place, number % 2)
+            slot = 0
+            for place in places:
+                # Two buffers take turns: the caller uses one while the other is filled.
+                slot = 1 - slot
+                if place[1] > AHEAD:
+                    if current is not None:
+                        yield current[0], current[1].result()
+                    current, slot = None, 0
+                coming = helper.submit(self._read_verified, shard, path, place, slot)
                 if current is not None:
                     yield current[0], current[1].result()
                 current = place, coming
             if current is not None:
                 yield current[0], current[1].result()
 
-    def _read_verified(self, shard: _ShardFile, path: str, place: Place, buffer: int) -> memoryview:
+    def _read_verified(self, shard: _ShardFile, path: str, place: Place, slot: int) -> memoryview:
         offset, length = place
         chunk: Chunk | None = self._chunks[path].get(place)
         if chunk is None:
             raise CheckpointError(
                 f"stale-metadata {path}: .metadata places an item at {offset}+{length}; the manifest does not"
             )
-        if len(self._buffers[buffer]) < length:
-            self._buffers[buffer] = bytearray(length)
-        view = memoryview(self._buffers[buffer])[:length]
+        if len(self._buffers[slot]) < length:
+            self._buffers[slot] = bytearray(length)
+        view = memoryview(self._buffers[slot])[:length]
         digest = xxhash.xxh3_128()
         for start in range(0, length, SLICE):
             piece = view[start : start + SLICE]

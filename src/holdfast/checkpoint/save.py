@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast._version import __version__
 from holdfast.checkpoint import commit as commits
+from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot, derive_id
 from holdfast.checkpoint.manifest import FORMAT, Manifest, ManifestError, PartEntry, Versions, Windows, World
 from holdfast.checkpoint.planner import SnapshotPlanner
@@ -110,7 +112,12 @@ class Saver:
         def commit(metadata: Metadata, results: list[list[WriteResult]]) -> None:
             files = commits.read_parts(staged, name, self._group.world_size)
             commits.check_declared_is_written(staged, metadata, results, files)
-            files.append(commits.write_metadata(staged, metadata, results, writer.storage_meta()))
+            entry = commits.write_metadata(staged, metadata, results, writer.storage_meta())
+            if self._serial == 1:
+                # What our own reader would refuse at a resume must fail now. Once an attempt is enough: the
+                # kinds of entries do not change, and parsing a very large file takes seconds.
+                metadatas.read(staged)
+            files.append(entry)
             manifest = self._manifest(name, facts, parts, files)
             digest = commits.seal(staged, manifest)
             record = CommitRecord(
@@ -139,7 +146,7 @@ class Saver:
         except CheckpointException as error:
             if self._group.rank == 0:
                 with contextlib.suppress(OSError):
-                    commits.discard_staged(root, str(name))
+                    shutil.rmtree(commits.discard_staged(root, str(name)), ignore_errors=True)
             raise _explain(error, name) from error
         return Saved(name=name, bytes=sum(written), files=len(written), seconds=time.monotonic() - started)
 

@@ -89,8 +89,11 @@ class StagingWriter(FileSystemWriter):
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, contiguous, and with no more storage than its own elements."""
-    host = tensor.detach().cpu().contiguous()
+    """On the host, contiguous, and with no more storage than its own elements, which say all by themselves.
+
+    A lazy conjugate or negative keeps its sign in a flag beside the bytes, which a reader of bytes cannot see.
+    """
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if host.untyped_storage().size() != host.nbytes:
         host = host.clone(memory_format=torch.contiguous_format)
     return host

@@ -24,12 +24,12 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def install_crash_hook(on_crash: Callable[[BaseException], None]) -> None:
-    """Go before the present excepthook; `on_crash` is told first."""
+    """Go before the present excepthook; `on_crash` is told once the error file is written."""
     previous: Hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        on_crash(error)
         write_error_file(error)
+        on_crash(error)
         previous(kind, error, trace)
         if isinstance(error, HoldfastError):
             sys.stderr.flush()

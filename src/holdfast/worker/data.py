@@ -24,7 +24,7 @@ class DataFeed:
     def __init__(self, loader: Iterable[Any]) -> None:
         if isinstance(loader, Iterator):
             raise UsageError(
-                f"the loader is a one-way iterator ({type(loader).__name__}): its position cannot be restored. "
+                f"the loader is a one-way iterator ({type(loader).__name__}); its position cannot be set. "
                 "Pass the DataLoader or another re-iterable object"
             )
         self._loader = loader

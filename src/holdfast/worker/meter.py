@@ -70,12 +70,16 @@ class Meter:
     def flush_due(self) -> bool:
         return time.monotonic() - self._flushed >= self._flush_seconds
 
-    def flush(self, journal: JournalWriter) -> None:
-        """Write the steps since the last flush as one event."""
+    def flush(self, journal: JournalWriter, *, read_device: bool = True) -> None:
+        """Write the steps since the last flush as one event.
+
+        Without `read_device` losses still on a device are left out: after a crash, waiting for it may hang.
+        """
         self._flushed = time.monotonic()
         if not self._pending_seconds:
             return
-        losses = [None if loss is None else float(loss) for loss in self._pending_loss]
+        kept = [loss if read_device or isinstance(loss, float) else None for loss in self._pending_loss]
+        losses = [None if loss is None else float(loss) for loss in kept]
         for number, loss in enumerate(losses):
             if loss is not None and not math.isfinite(loss):
                 journal.write(Warned(message=f"the loss of step {self._first + number} is {loss}"))

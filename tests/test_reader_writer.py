@@ -1,0 +1,395 @@
+"""What StagingWriter stores, VerifyingReader gives back bit for bit, or refuses before a tensor is touched."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from checkpoints import list_file, seal
+from holdfast.checkpoint import reader as reading
+from holdfast.checkpoint.commit import write_metadata
+from holdfast.checkpoint.identity import METADATA
+from holdfast.checkpoint.manifest import FileEntry, Manifest
+from holdfast.checkpoint.reader import IN_PLACE, SLICE, VerifyingReader
+from holdfast.checkpoint.writer import StagingWriter
+from holdfast.errors import CheckpointError
+
+SHARD = "__0_0.distcp"
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def write(directory: Path, state: dict[str, Any]) -> list[FileEntry]:
+    """Save `state` through StagingWriter; what the writer says it stored."""
+    entries: list[FileEntry] = []
+
+    def commit(metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        entries.append(write_metadata(directory, metadata, results, writer.storage_meta()))
+
+    writer = StagingWriter(directory, open_staged=directory.mkdir, leave_part=entries.extend, commit=commit)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    return entries
+
+
+def read(directory: Path, manifest: Manifest, target: dict[str, Any]) -> None:
+    try:
+        dcp.load(target, storage_reader=VerifyingReader(directory, manifest), no_dist=True)
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+
+
+def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    def raw(tensor: torch.Tensor) -> bytes:
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
+
+
+def bits(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern the dtype has, NaNs of all kinds included."""
+    if dtype is torch.bool:
+        return torch.arange(count) % 3 == 0
+    raw = bytearray(random.Random(seed).randbytes(count * dtype.itemsize))
+    return torch.frombuffer(raw, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+]
+
+
+def of_every_dtype() -> dict[str, torch.Tensor]:
+    sizes = {"small": 12, "large": 3 * IN_PLACE}
+    return {f"{dtype}.{name}": bits(count, dtype) for dtype in DTYPES for name, count in sizes.items()}
+
+
+def of_every_form() -> dict[str, torch.Tensor]:
+    base = torch.randn(400, 300)
+    complex_base = torch.randn(200, 200, dtype=torch.complex64)
+    return {
+        "contiguous": base,
+        "transposed": base.t(),
+        "rows of a larger one": base[10:300],
+        "columns of a larger one": base[:, 7:290],
+        "every third": base[::3, ::2],
+        "backwards offset": base.flatten()[1234:],
+        "expanded": torch.randn(1, 500).expand(300, 500),
+        "channels last": torch.randn(2, 8, 40, 50).to(memory_format=torch.channels_last),
+        "zero-dimensional": torch.tensor(3.5),
+        "zero-dimensional of a larger one": base[3, 4],
+        "empty": torch.empty(0),
+        "empty with shape": torch.empty(4, 0, 3),
+        "one": torch.ones(1),
+        "parameter": torch.nn.Parameter(torch.randn(200, 200)),
+        "conjugated": complex_base.conj(),
+        "conjugated transposed": complex_base.mH,
+        "negated": complex_base.conj().imag,
+    }
+
+
+@pytest.mark.parametrize("make", [of_every_dtype, of_every_form])
+def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path, make: Any) -> None:
+    state = make()
+    entries = write(tmp_path / "saved", state)
+    manifest = seal(tmp_path / "saved")
+    assert sorted(manifest.files, key=lambda e: e.path) == sorted(entries, key=lambda e: e.path)
+    for load in ("verified", "stock"):
+        target = blank(state)
+        if load == "verified":
+            read(tmp_path / "saved", manifest, target)
+        else:
+            dcp.load(target, checkpoint_id=tmp_path / "saved", no_dist=True)
+        wrong = [name for name in state if not same_bits(target[name], state[name])]
+        assert wrong == [], f"{load} load"
+
+
+def test_a_view_is_stored_without_the_rest_of_its_storage(tmp_path: Path) -> None:
+    state = {"view": torch.randn(1_000_000)[:100]}
+    write(tmp_path / "saved", state)
+    assert (tmp_path / "saved" / SHARD).stat().st_size < 10_000
+
+
+def test_objects_come_back_beside_tensors(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": torch.arange(5), "o": {"lr": [0.1, 0.2], "name": "x" * 300_000}}
+    write(tmp_path / "saved", state)
+    manifest = seal(tmp_path / "saved")
+    target: dict[str, Any] = {"w": torch.zeros(5, dtype=torch.int64), "o": {"lr": [0, 0], "name": ""}}
+    read(tmp_path / "saved", manifest, target)
+    assert target["o"] == state["o"]
+    assert torch.equal(target["w"], state["w"])
+
+
+@pytest.mark.parametrize("around", [IN_PLACE, SLICE, 2 * SLICE])
+def test_sizes_around_each_threshold_come_back(tmp_path: Path, around: int) -> None:
+    # An archive adds about a kibibyte around its one record.
+    lengths = [around + offset for offset in (-2048, -1500, -1200, -1024, -600, -1, 0, 1, 7)]
+    state = {f"n{length}": bits(length, torch.uint8, length) for length in lengths}
+    write(tmp_path / "saved", state)
+    target = blank(state)
+    read(tmp_path / "saved", seal(tmp_path / "saved"), target)
+    assert [name for name in state if not torch.equal(state[name], target[name])] == []
+
+
+@pytest.mark.parametrize("in_place", [0, 1 << 60])
+def test_both_ways_to_a_tensor_give_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: int
+) -> None:
+    state = {**of_every_form(), **of_every_dtype()}
+    write(tmp_path / "saved", state)
+    monkeypatch.setattr(reading, "IN_PLACE", in_place)
+    target = blank(state)
+    read(tmp_path / "saved", seal(tmp_path / "saved"), target)
+    assert [name for name in state if not same_bits(target[name], state[name])] == []
+
+
+def test_items_too_large_to_read_ahead_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"{n:02d}": bits(size, torch.uint8, n) for n, size in enumerate([90_000, 200_000, 1_000] * 6)}
+    write(tmp_path / "saved", state)
+    monkeypatch.setattr(reading, "AHEAD", 100_000)
+    reader = VerifyingReader(tmp_path / "saved", seal(tmp_path / "saved"))
+    target = blank(state)
+    dcp.load(target, storage_reader=reader, no_dist=True)
+    assert [name for name in state if not torch.equal(state[name], target[name])] == []
+    assert len(reader._buffers[0]) > 200_000 >= 100_000 > len(reader._buffers[1])
+
+
+# --- what is refused, and when ------------------------------------------------------------------------------
+
+
+def small() -> dict[str, torch.Tensor]:
+    return {"a": torch.randn(64), "b": torch.randn(IN_PLACE), "c": torch.arange(300)}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Manifest, dict[str, torch.Tensor]]:
+    state = small()
+    write(tmp_path / "saved", state)
+    return tmp_path / "saved", seal(tmp_path / "saved"), state
+
+
+Saved = tuple[Path, Manifest, dict[str, torch.Tensor]]
+
+
+def refusal(saved: Saved) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read(saved[0], saved[1], blank(saved[2]))
+    return str(caught.value)
+
+
+def test_a_flipped_byte_anywhere_in_a_shard_is_refused_before_its_tensor_is_touched(saved: Saved) -> None:
+    """Case: dcp.load loads bit-flipped payloads silently. Headers, payload and archive tails alike."""
+    directory, manifest, state = saved
+    shard = directory / SHARD
+    sound = shard.read_bytes()
+    [entry] = [entry for entry in manifest.files if entry.path == SHARD]
+    reader = VerifyingReader(directory, manifest)
+    places = {info.offset: index.fqn for index, info in reader.read_metadata().storage_data.items()}
+    positions = {0, len(sound) - 1} | {random.Random(5).randrange(len(sound)) for _ in range(25)}
+    for chunk in entry.chunks:
+        positions |= {chunk.offset, chunk.offset + 40, chunk.offset + chunk.length - 1}
+    for position in positions:
+        altered = bytearray(sound)
+        altered[position] ^= 1 << (position % 8)
+        shard.write_bytes(altered)
+        target = {name: torch.full_like(tensor, 7) for name, tensor in state.items()}
+        with pytest.raises(CheckpointError, match=f"altered {SHARD}"):
+            read(directory, manifest, target)
+        [hit] = [c for c in entry.chunks if c.offset <= position < c.offset + c.length]
+        assert bool((target[places[hit.offset]] == 7).all()), f"byte {position} reached its tensor"
+
+
+def test_a_chunk_that_the_load_did_not_need_is_verified_by_verify_rest(saved: Saved) -> None:
+    directory, manifest, state = saved
+    reader = VerifyingReader(directory, manifest)
+    index = next(i for i in reader.read_metadata().storage_data if i.fqn == "c")
+    at = reader.read_metadata().storage_data[index].offset
+    shard = directory / SHARD
+    altered = bytearray(shard.read_bytes())
+    altered[at + 50] ^= 4
+    shard.write_bytes(altered)
+    dcp.load({"a": torch.zeros_like(state["a"])}, storage_reader=reader, no_dist=True)
+    with pytest.raises(CheckpointError, match=f"altered {SHARD}"):
+        reader.verify_rest(reader.shard_paths())
+
+
+def test_verify_rest_reads_nothing_twice(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, manifest, state = saved
+    reader = VerifyingReader(directory, manifest)
+    dcp.load(blank(state), storage_reader=reader, no_dist=True)
+    shutil.rmtree(directory)
+    reader.verify_rest(reader.shard_paths())
+
+
+def test_altered_metadata_is_refused_before_it_is_unpickled(saved: Saved, tmp_path: Path) -> None:
+    class Boom:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    directory, manifest, _ = saved
+    size = (directory / METADATA).stat().st_size
+    (directory / METADATA).write_bytes(pickle.dumps(Boom()).ljust(size, b"\0"))
+    with pytest.raises(CheckpointError, match=f"altered {METADATA}"):
+        VerifyingReader(directory, manifest).read_metadata()
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_truncated_or_grown_or_missing_shard_is_named_so(saved: Saved) -> None:
+    shard = saved[0] / SHARD
+    sound = shard.read_bytes()
+    shard.write_bytes(sound[:-1])
+    assert f"truncated {SHARD}" in refusal(saved)
+    shard.write_bytes(sound + b"\0")
+    assert f"altered {SHARD}" in refusal(saved)
+    shard.unlink()
+    assert f"missing {SHARD}" in refusal(saved)
+
+
+def test_a_symlink_in_place_of_a_shard_is_refused(saved: Saved, tmp_path: Path) -> None:
+    shard = saved[0] / SHARD
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    assert f"unreadable {SHARD}" in refusal(saved)
+
+
+def test_a_fifo_in_place_of_a_shard_is_refused_without_waiting(saved: Saved) -> None:
+    shard = saved[0] / SHARD
+    shard.unlink()
+    os.mkfifo(shard)
+    told: list[str] = []
+    thread = threading.Thread(target=lambda: told.append(refusal(saved)), daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert told
+    assert SHARD in told[0]
+
+
+def test_a_directory_in_place_of_a_shard_is_refused(saved: Saved) -> None:
+    (saved[0] / SHARD).unlink()
+    (saved[0] / SHARD).mkdir()
+    assert SHARD in refusal(saved)
+
+
+def test_short_reads_are_continued(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may return less than was asked for."""
+    directory, manifest, state = saved
+    whole = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, views, at: whole(fd, [views[0][: max(1, len(views[0]) // 3)]], at)
+    )
+    target = blank(state)
+    read(directory, manifest, target)
+    assert all(torch.equal(target[name], state[name]) for name in state)
+
+
+def test_a_shard_that_shrinks_while_it_is_read_is_called_truncated(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: 0)
+    assert f"truncated {SHARD}" in refusal(saved)
+
+
+def test_an_error_of_the_disk_names_the_file_and_the_place(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(fd: int, views: list[memoryview], at: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    assert f"unreadable {SHARD} at 0: Input/output error" in refusal(saved)
+
+
+def test_metadata_that_points_outside_the_manifest_is_refused(saved: Saved, tmp_path: Path) -> None:
+    """Metadata and manifest of two different saves must not be mixed."""
+    directory, manifest, state = saved
+    write(tmp_path / "other", {**state, "a": torch.randn(9_000)})
+    shutil.copy(tmp_path / "other" / METADATA, directory / METADATA)
+    files = [entry for entry in manifest.files if entry.path != METADATA]
+    mixed = Manifest(
+        **{
+            **{field: getattr(manifest, field) for field in manifest.__struct_fields__},
+            "files": [*files, list_file(directory, METADATA)],
+        }
+    )
+    with pytest.raises(CheckpointError, match="stale-metadata"):
+        read(directory, mixed, {"c": torch.zeros_like(state["c"])})
+
+
+# --- the writer's manners -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_crc_option_is_as_it_was_after_a_save(tmp_path: Path, before: bool) -> None:
+    original = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(before)
+    try:
+        write(tmp_path / "saved", small())
+        assert torch.serialization.get_crc32_options() is before
+        (tmp_path / "failing").mkdir()
+        (tmp_path / "failing" / SHARD).touch()  # in the way
+        with pytest.raises(CheckpointException):
+            _write_into(tmp_path / "failing")
+        assert torch.serialization.get_crc32_options() is before
+    finally:
+        torch.serialization.set_crc32_options(original)
+
+
+def test_the_crc_option_is_as_it_was_after_an_item_that_fails(tmp_path: Path) -> None:
+    class Unsavable:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("cannot be pickled")
+
+    before = torch.serialization.get_crc32_options()
+    with pytest.raises(CheckpointException, match="cannot be pickled"):
+        write(tmp_path / "saved", {"a": torch.ones(3), "o": Unsavable()})
+    assert torch.serialization.get_crc32_options() is before
+
+
+def test_a_shard_that_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / SHARD).write_text("someone else's")
+    with pytest.raises(CheckpointException) as caught:
+        _write_into(tmp_path)
+    assert isinstance(next(iter(caught.value.failures.values()))[0], FileExistsError)
+    assert (tmp_path / SHARD).read_text() == "someone else's"
+
+
+def _write_into(directory: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = StagingWriter(
+            directory, open_staged=lambda: None, leave_part=lambda _: None, commit=lambda *_: None
+        )
+        dcp.save(small(), storage_writer=writer, no_dist=True)
