@@ -1,4 +1,4 @@
-"""What StagingWriter stores, VerifyingReader gives back bit for bit, or refuses before a tensor is touched."""
+"""What StagingWriter stores, VerifyingReader gives back bit for bit or refuses before a tensor is touched."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class StagingWriter(FileSystemWriter):
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """On the host, contiguous, and with no more storage than its own elements, which say all by themselves.
 
-    A lazy conjugate or negative keeps its sign in a flag beside the bytes, which a reader of bytes cannot see.
+    A lazy conjugate or negative keeps its sign in a flag beside the bytes, unseen by a reader of the bytes.
     """
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if host.untyped_storage().size() != host.nbytes:
