@@ -93,7 +93,7 @@ def show(results: dict[str, dict[str, Any]], samples: dict[str, measures.Samples
 def main() -> None:
     parser = argparse.ArgumentParser(description="Benchmarks of Holdfast against plain PyTorch.")
     parser.add_argument("--size", type=int, default=1024, metavar="MiB", help="state to save and load")
-    parser.add_argument("--repeat", type=int, default=5, help="repetitions of each; the median counts")
+    parser.add_argument("--repeat", type=int, default=7, help="repetitions of each; the median counts")
     parser.add_argument("--only", choices=BENCHMARKS, help="run one of them; the file then holds only that")
     parser.add_argument("--dir", type=Path, help="where temporary data goes (default: the system's)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")

@@ -4,8 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py          several
     holdfast run --nproc-per-node 2 examples/train_gpt.py      several, restarted after failures
 
-Stop it in any way you like and start it again: it goes on from its newest sound checkpoint, and ends with the
-same parameters, bit for bit, as if it had never stopped.
+Stop it in any way and start it again: it goes on, and ends bit for bit as if it had never stopped.
 """
 
 import argparse
@@ -93,7 +92,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="windows of text per process and step")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dim", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
+    parser.add_argument("--parallel", choices=["fsdp", "ddp"], default="fsdp")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -113,7 +112,8 @@ def main() -> None:
         for part in [*model.blocks, model]:
             fully_shard(part)
     elif dist.is_initialized():
-        model = DistributedDataParallel(model)
+        # Without this, DDP regroups gradients after its first step, and so rounds otherwise after a resume.
+        model = DistributedDataParallel(model, find_unused_parameters=True)
     torch.manual_seed(1000 + rank)  # other dropout on every rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(

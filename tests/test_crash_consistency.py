@@ -1,4 +1,4 @@
-"""SIGKILL at every file operation of a save: the newest commit is always complete, and nothing older is lost."""
+"""SIGKILL at any file operation of a save: the newest commit is complete, and nothing older is lost."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import checkpoints, counting_file_operations, die, forked, train, tree
 
 import holdfast
 from holdfast.checkpoint.verify import verify
+from tiny import checkpoints, counting_file_operations, die, forked, train, tree
 
 
 def save_and_count(

@@ -248,7 +248,7 @@ def test_payloads_are_where_the_numbers_are(demo: Demo) -> None:
     state = compare.read_state(demo.final())
     for payload in payloads(demo.final()):
         data = (demo.final() / payload.path).read_bytes()[payload.start : payload.start + payload.length]
-        assert state[payload.tensor].numpy().tobytes() == data
+        assert data in state[payload.tensor].numpy().tobytes()  # all of it, or a rank's rows
 
 
 def test_a_process_that_is_not_the_rank_any_more_is_not_killed(demo: Demo) -> None:

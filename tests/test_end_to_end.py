@@ -1,4 +1,4 @@
-"""Whole runs under `holdfast run` and torchrun: kill anything at any moment, the result is bitwise the same."""
+"""Whole runs under `holdfast run` and torchrun: whatever is killed, the result is bitwise the same."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO, Result, finish, holdfast, job, wait_until
-from tiny import checkpoints, tree
 
+from harness import REPO, Result, finish, holdfast, job, wait_until
 from holdfast.checkpoint.verify import verify
 from holdfast.control.attempts import attempt_numbers, latest_head
 from holdfast.control.directory import ControlDirectory
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import Decision, RungRejected
 from holdfast.journal.reader import read_journal
+from tiny import checkpoints, tree
 
 SCRIPT = str(REPO / "tests" / "scripts" / "train_tiny.py")
 
@@ -82,7 +82,7 @@ def test_ranks_killed_and_failing_in_one_run_end_bitwise_equal(
 def test_a_rank_killed_inside_a_save_ends_bitwise_equal(
     tmp_path: Path, reference: dict[str, object], kill: str
 ) -> None:
-    """Scenario 5 with two ranks: the coordinator early and late in its save, and the other one while it writes."""
+    """Scenario 5 with two ranks: the coordinator early and late in its save, and the other one."""
     succeed(tmp_path, environment(TINY_KILL_SAVE=kill))
     assert (tmp_path / "out" / "killed-in-save").exists()
     assert record(tmp_path) == reference

@@ -8,16 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import wait_until
-from tiny import checkpoints, forked, train, tree
 
 import holdfast
+from harness import wait_until
 from holdfast.errors import RunIsLiveError
 from holdfast.exit_codes import ExitCode
+from tiny import checkpoints, forked, train, tree
 
 
 def test_a_group_stopped_past_its_lease_can_neither_commit_nor_move_the_pointer(tmp_path: Path) -> None:
-    """Scenario 28: stopped in step 5, overtaken by a new attempt, continued: its save of step 6 is refused."""
+    """Scenario 28: stopped in step 5, overtaken by a new attempt, continued: its next save is refused."""
     run_dir = tmp_path / "run"
     reference = train(tmp_path / "reference", until=9)
 

@@ -331,8 +331,8 @@ def test_flags_become_settings_and_the_script_keeps_its_own(
 
 
 def test_the_hand_over_round_trips_and_refuses_what_it_did_not_write() -> None:
+    from holdfast.control.handover import LaunchInfo
     from holdfast.errors import UsageError
-    from holdfast.launch.handover import LaunchInfo
 
     info = LaunchInfo(
         run_dir="/r", run_id="id", launch="l", attempt=3, epoch=4, node="n", command_line={"run.dir": "ü"}

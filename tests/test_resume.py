@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny import Outcome, checkpoints, train, tree
 
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.directory import ControlDirectory
@@ -16,6 +15,7 @@ from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import NoValidRungError, UsageError
 from holdfast.journal.events import Decision, RungRejected
 from holdfast.journal.reader import read_journal
+from tiny import Outcome, checkpoints, train, tree
 
 
 @pytest.fixture(scope="module")

@@ -13,22 +13,22 @@ import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import save_stock
-from tiny import Numbers, build, checkpoints, forked, train
 from torch import nn
 from torch.utils.data import DataLoader
 
 import holdfast
+from checkpoints import save_stock
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import ConfigError, IncompleteStateError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import RunFinished, StepsDone
 from holdfast.journal.reader import read_journal
+from tiny import Numbers, build, checkpoints, forked, train
 
 
 class CallbackTrainer:
-    """Built like the loops of Lightning and the HF Trainer: it owns epochs, batches and hooks; Run is a guest."""
+    """Built like the loops of Lightning and the HF Trainer: it owns epochs and hooks; Run is a guest."""
 
     def __init__(self, run: holdfast.Run, max_steps: int) -> None:
         self.run, self.max_steps = run, max_steps
@@ -278,7 +278,7 @@ def test_an_object_is_restored(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_with_parameters_that_had_no_gradient_yet_resumes_exactly(tmp_path: Path) -> None:
-    """Their state is created at their first gradient, after the resume, just as it would have been without."""
+    """Their state is created at their first gradient, after the resume, just as without one."""
 
     def go(run_dir: Path, until: int) -> dict[str, Any]:
         torch.manual_seed(0)

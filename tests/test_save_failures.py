@@ -1,4 +1,4 @@
-"""A save that fails is reported and costs nothing: older checkpoints stay, training goes on, the next one works."""
+"""A save that fails is reported and costs nothing: older checkpoints stay, and the next save works."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import checkpoints, forked, train, tree
 
 import holdfast
 from holdfast.checkpoint.verify import verify
@@ -16,6 +15,7 @@ from holdfast.errors import ControlError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import SaveFailed
 from holdfast.journal.reader import read_journal
+from tiny import checkpoints, forked, train, tree
 
 
 def limit_file_size(limit: int) -> None:
@@ -56,7 +56,7 @@ def test_a_full_disk_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> No
     (failure,) = failures(run_dir)
     assert (failure.step, failure.in_a_row) == (6, 1)
     assert "File too large" in failure.error
-    assert not [p for p in (run_dir / "checkpoints" / ".staging").iterdir()], (
+    assert not list((run_dir / "checkpoints" / ".staging").iterdir()), (
         "the failed save was cleared away"
     )
 

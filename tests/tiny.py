@@ -1,4 +1,4 @@
-"""A tiny in-process training run, and processes forked from the test's own, for tests that need many runs fast."""
+"""A tiny training run in the test's own process, and forks of it, for tests that need many runs fast."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def forked(work: Callable[[], None], timeout: float = 60.0) -> int:
         except holdfast.HoldfastError as error:
             traceback.print_exc()
             code = int(error.exit_code)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
             traceback.print_exc()
         finally:
             os._exit(code)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import finish, holdfast
 
+from harness import finish, holdfast
 from holdfast.checkpoint.verify import verify
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +67,9 @@ def test_a_killed_run_on_the_gpu_resumes_bitwise_equal(tmp_path: Path) -> None:
 def test_the_example_trains_and_resumes_on_the_gpu(tmp_path: Path) -> None:
     example = str(Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py")
     flags = ["--device", "cuda", "--steps"]
-    run = holdfast("run", "--nproc-per-node", "1", "--run-dir", "run", "--set", "checkpoint.interval=10", example)
+    run = holdfast(
+        "run", "--nproc-per-node", "1", "--run-dir", "run", "--set", "checkpoint.interval=10", example
+    )
     first = finish([*run, *flags, "20"], cwd=tmp_path, timeout=180)
     assert first.code == 0, first.text
     second = finish([*run, *flags, "30"], cwd=tmp_path, timeout=180)

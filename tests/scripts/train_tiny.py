@@ -1,7 +1,7 @@
 """A small training script that leaves an exact record of what it did, for tests that compare runs.
 
-Each rank appends `step loss sample-ids` to <out>/rank<r>.<pid>.log, with the loss as a hex float, and writes a
-digest of its parameters at the end. Controlled by environment variables so that one script serves many tests.
+Each rank appends `step loss sample-ids` to <out>/rank<r>.<pid>.log, with the loss as a hex float, and writes
+a digest of its parameters at the end. Environment variables control it, so that one script serves many tests.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def wait_at_gate(step: int) -> None:
 
 def arm_save(run: holdfast.Run) -> None:
     """Replace the save of step 6 by one that is killed on the way."""
-    if not KILL_SAVE or RANK != int(KILL_SAVE.split(":")[0]) or (OUT / "killed-in-save").exists():
+    if not KILL_SAVE or int(KILL_SAVE.split(":")[0]) != RANK or (OUT / "killed-in-save").exists():
         return
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tiny import counting_file_operations, die

@@ -26,7 +26,11 @@ app.command(name="demo")(demo.demo)
 app.command(
     name="run",
     add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
 )(run.run)
 
 

@@ -58,7 +58,7 @@ def read_key(store: Store, key: str, timeout: float, what: str) -> bytes:
             pause = min(pause * 2, POLL_SECONDS)
         return store.get(key)
 
-    found = _within(poll, timeout + 10 * POLL_SECONDS, what)
+    found = within(poll, timeout + 10 * POLL_SECONDS, what)
     if found is None:
         raise DecisionTimeoutError(
             f"waited {timeout:g} s for {what} and did not learn it. The rank that should have answered "
@@ -67,7 +67,7 @@ def read_key(store: Store, key: str, timeout: float, what: str) -> bytes:
     return found
 
 
-def _within(call: Callable[[], R], timeout: float, what: str) -> R:
+def within(call: Callable[[], R], timeout: float, what: str) -> R:
     """Call the store, but not for longer than `timeout`, whatever the store does.
 
     TCPStore's own timeout does not cover `check` and `compare_set`: with its host stopped or cut off they
@@ -134,7 +134,7 @@ class Decisions:
         if fixed is None:
             raise ControlError(f"{path} vanished while it was read; start the run again")
         text = msgspec.json.encode(fixed).decode()
-        raw = _within(
+        raw = within(
             lambda: self._store.compare_set(key, "", text), self._store_timeout, f"the decision {name!r}"
         )
         winner = self._decode(raw, name, kind)

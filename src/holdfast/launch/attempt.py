@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from holdfast.control.attempts import EndRecord, begin_attempt, end_attempt, ends_of
-from holdfast.control.decisions import Decisions, _within, read_key
+from holdfast.control.decisions import Decisions, read_key, within
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Claim, Fence
 from holdfast.errors import HoldfastError
@@ -125,7 +125,7 @@ class Attempt:
         return self._ask(lambda: self._store.add(f"holdfast/{what}", 0))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        return _within(call, STORE_TIMEOUT, f"the other nodes of attempt {self.number}")
+        return within(call, STORE_TIMEOUT, f"the other nodes of attempt {self.number}")
 
     def await_all(self, what: str, timeout: float) -> int:
         """Wait until every node has got to `what`, at most `timeout` seconds; how many have."""

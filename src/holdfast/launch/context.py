@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.config import Settings
 from holdfast.control.directory import ControlDirectory
-from holdfast.launch.handover import LaunchInfo
+from holdfast.control.handover import LaunchInfo
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.signals import StopSignals
 

@@ -32,13 +32,13 @@ from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from torch.distributed.run import config_from_args
 
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.handover import VARIABLE
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.launch import run_path
 from holdfast.launch.agent import HoldfastAgent
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
-from holdfast.launch.handover import VARIABLE
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.options import Options, parse
 from holdfast.launch.orphan_guard import guarded

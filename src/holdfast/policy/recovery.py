@@ -86,7 +86,7 @@ def recover(history: Sequence[PastAttempt], situation: Situation) -> Decision:
     return Decision(
         action=Action.RESTART,
         exit_code=0,
-        reason=f"{describe_end(failed.exit_code)} may not happen again",
+        reason=f"{describe_end(failed.exit_code)} ({failed.cause}) may not happen again",
         evidence=[*evidence, f"{left} of {situation.max_restarts} restarts without progress were left"],
         restarts_left=left - 1,
     )
