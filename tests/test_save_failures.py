@@ -56,9 +56,7 @@ def test_a_full_disk_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> No
     (failure,) = failures(run_dir)
     assert (failure.step, failure.in_a_row) == (6, 1)
     assert "File too large" in failure.error
-    assert not list((run_dir / "checkpoints" / ".staging").iterdir()), (
-        "the failed save was cleared away"
-    )
+    assert not list((run_dir / "checkpoints" / ".staging").iterdir()), "the failed save was cleared away"
 
 
 def test_too_many_failed_saves_in_a_row_stop_the_run(tmp_path: Path) -> None:
