@@ -62,7 +62,7 @@ def _owner_path(root: CheckpointRoot, name: str) -> Path:
 def open_staged(root: CheckpointRoot, name: CheckpointName, owner: Owner) -> Path:
     """Make the staged directory; called by the coordinator before any rank writes."""
     make_dirs(root.staging)
-    replace_atomic(_owner_path(root, str(name)), msgspec.json.encode(owner))
+    replace_atomic(_owner_path(root, str(name)), msgspec.json.encode(owner), durable=False)
     staged = root.staged(name)
     staged.mkdir()
     (staged / PARTS).mkdir()
@@ -70,8 +70,9 @@ def open_staged(root: CheckpointRoot, name: CheckpointName, owner: Owner) -> Pat
 
 
 def leave_part(staged: Path, name: CheckpointName, rank: int, files: list[FileEntry]) -> None:
+    """Not made durable: it is read during this save and deleted before the commit."""
     record = PartRecord(rank=rank, checkpoint=str(name), files=files)
-    write_durable(staged / PARTS / f"{rank}.json", msgspec.json.encode(record))
+    replace_atomic(staged / PARTS / f"{rank}.json", msgspec.json.encode(record), durable=False)
 
 
 def read_parts(staged: Path, name: CheckpointName, world: int) -> list[FileEntry]:

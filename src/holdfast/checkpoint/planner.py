@@ -99,7 +99,7 @@ def _digests(state: Mapping[str, Any]) -> dict[str, str]:
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or name.startswith(f"{OWN}."):
             continue
-        tensor = value.detach()
+        tensor = value.detach().resolve_conj().resolve_neg()
         if tensor.is_cpu:
             raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
             found[name] = xxhash.xxh3_64_hexdigest(raw.data)

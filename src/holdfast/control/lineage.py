@@ -18,6 +18,7 @@ import msgspec
 from holdfast.control.attempts import HeadRecord, attempt_numbers
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.control.lease import Fence
+from holdfast.files import replace_atomic
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +39,11 @@ def record_commit(control: ControlDirectory, fence: Fence, record: CommitRecord)
 
 
 def record_done(control: ControlDirectory, record: CommitRecord) -> None:
-    """Called after the rename: from now on an absent directory means lost, not never committed."""
-    create_record(_path(control, record).with_suffix(".done"), record)
+    """Called after the rename: from now on an absent directory means lost, not never committed.
+
+    Not made durable: it matters only once the directory has been lost, long after.
+    """
+    replace_atomic(_path(control, record).with_suffix(".done"), msgspec.json.encode(record), durable=False)
 
 
 def was_committed(control: ControlDirectory, record: CommitRecord) -> bool:
