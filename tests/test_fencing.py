@@ -11,7 +11,12 @@ import pytest
 
 import holdfast
 from harness import wait_until
-from holdfast.errors import RunIsLiveError
+from holdfast.checkpoint.commit import Owner, commit, open_staged, sweep_staging
+from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.lease import Fence, claim
+from holdfast.control.lineage import CommitRecord, commits_of
+from holdfast.errors import LeaseLostError, RunIsLiveError
 from holdfast.exit_codes import ExitCode
 from tiny import checkpoints, forked, train, tree
 
@@ -80,3 +85,25 @@ def test_the_next_launch_after_a_kill_takes_over_at_once(tmp_path: Path) -> None
 
     assert forked(lambda: train(run_dir, until=9, at_step=die, control_lease_ttl=120.0) and None) == -9
     assert train(run_dir, until=9, control_lease_ttl=120.0).started_at == 3
+
+
+def test_an_old_epoch_can_neither_commit_nor_sweep(tmp_path: Path) -> None:
+    """Scenario 28, at the moment itself: the newer epoch is claimed between staging and the rename."""
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    root = CheckpointRoot(tmp_path / "root")
+    old = Fence(control, claim(control, "old", 5.0).epoch)
+    name = CheckpointName(6, "0123abcd")
+    owner = Owner(run=control.run_id, attempt=1, epoch=old.epoch)
+    (open_staged(root, name, owner) / "file").write_text("staged")
+    newer = Fence(control, claim(control, "old", 5.0).epoch)
+    before = tree(root.path)
+    record = CommitRecord(id=name.id, step=6, parent=None, attempt=1, manifest="0" * 32)
+    with pytest.raises(LeaseLostError, match="refused to commit step_00000006-0123abcd"):
+        commit(root, name, old, control, record)
+    assert sweep_staging(root, control.run_id, old) == [], "its own staging is not older than itself"
+    assert tree(root.path) == before
+    assert not root.committed(name).exists()
+    assert not root.latest.exists()
+    assert commits_of(control, 1) == []
+    assert sweep_staging(root, control.run_id, newer) == [str(name)]
+    assert tree(root.path) == {}

@@ -6,8 +6,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from holdfast.checkpoint import manifest as manifests
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence, claim
@@ -122,6 +124,12 @@ def swapped_manifest(newest: Path, older: Path) -> None:
     shutil.copy(older / "holdfast.json", newest / "holdfast.json")
 
 
+def forged_manifest(newest: Path, older: Path) -> None:
+    """A manifest that is right in itself, but not the one that was committed."""
+    manifest, _ = manifests.read(newest)
+    (newest / "holdfast.json").write_bytes(manifests.encode(msgspec.structs.replace(manifest, samples=7))[0])
+
+
 def linked_shard(newest: Path, older: Path) -> None:
     (newest / "__0_0.distcp").rename(newest.parent.parent / "elsewhere")
     (newest / "__0_0.distcp").symlink_to(newest.parent.parent / "elsewhere")
@@ -142,6 +150,7 @@ DAMAGE: list[tuple[Callable[[Path, Path], None], str]] = [
     (huge_manifest, "unreadable-manifest"),
     (mistyped_manifest, "unreadable-manifest"),
     (swapped_manifest, "wrong-name"),
+    (forged_manifest, "altered holdfast.json"),
     (linked_shard, "not-a-file"),
     (extra_file, "unlisted"),
 ]

@@ -60,7 +60,9 @@ def load(directory: Path, digest: str, tracked: Tracked, rank: int, world: int) 
     except ManifestError as error:
         raise CheckpointError(f"unreadable-manifest: {error}") from error
     if found != digest:
-        raise CheckpointError(f"unreadable-manifest: its digest is {found}, expected {digest}")
+        raise CheckpointError(
+            f"altered holdfast.json: its digest is {found}; {digest} was committed under this name"
+        )
     reader = VerifyingReader(directory, manifest)
     metadata = reader.read_metadata()
     blob = _read_blob(reader, metadata, rank)

@@ -118,8 +118,6 @@ class Resumer:
         for rung in ladder.rungs:
             path, inspection = look_at(rung, self._root, self._control.run_id, self._group.world_size)
             problems = [str(problem) for problem in inspection.problems]
-            if rung.manifest and inspection.manifest_digest not in ("", rung.manifest):
-                problems.append("altered holdfast.json: another manifest than the one that was committed")
             if not problems:
                 self._propose(number, Proposal(rung=rung, path=str(path)))
                 state, mine = self._try(rung, path)
@@ -155,8 +153,8 @@ class Resumer:
             ) from error
 
     def _gather(self, number: int, mine: Answer) -> tuple[list[str], str]:
-        """Every rank's problems, and the first misfit."""
-        problems = [mine.problem] if mine.problem else []
+        """What is wrong, each thing once with the ranks that found it, and the first misfit."""
+        found_by: dict[str, list[int]] = {mine.problem: [0]} if mine.problem else {}
         unfit = mine.unfit
         deadline = time.monotonic() + self._load_timeout
         for rank in range(1, self._group.world_size):
@@ -165,9 +163,9 @@ class Resumer:
             raw = read_key(self._group.store, f"resume/{number}/answer/{rank}", left, what)
             answer = msgspec.json.decode(raw, type=Answer)
             if answer.problem:
-                problems.append(f"rank {rank}: {answer.problem}")
+                found_by.setdefault(answer.problem, []).append(rank)
             unfit = unfit or (f"rank {rank}: {answer.unfit}" if answer.unfit else "")
-        return problems, unfit
+        return [f"{problem} (found by {_ranks(ranks)})" for problem, ranks in found_by.items()], unfit
 
     def _fix(
         self, number: int, rung: Rung | None, rejected: list[RejectedOption], resume_from: str
@@ -261,3 +259,8 @@ class Resumer:
             return None, Answer(problem=f"unreadable: {error}")
         except Exception as error:  # noqa: BLE001 - a script that cannot take the state must not leave peers waiting
             return None, Answer(unfit=f"{type(error).__name__} while loading {rung.name}: {error}")
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -26,7 +26,16 @@ from holdfast._version import __version__
 from holdfast.checkpoint import commit as commits
 from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot, derive_id
-from holdfast.checkpoint.manifest import FORMAT, Manifest, ManifestError, PartEntry, Versions, Windows, World
+from holdfast.checkpoint.manifest import (
+    FORMAT,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    PartEntry,
+    Versions,
+    Windows,
+    World,
+)
 from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.state import OWN, Tracked, rank_key, to_blob
 from holdfast.checkpoint.writer import StagingWriter
@@ -59,7 +68,7 @@ class SaveFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
     name: CheckpointName
     bytes: int
-    """Stored by this rank."""
+    """Stored by all ranks; known to rank 0 only, 0 elsewhere."""
     files: int
     seconds: float
 
@@ -97,7 +106,7 @@ class Saver:
         root = self._diagnostic if diagnostic else self._root
         staged = root.staged(name)
         parts: dict[str, PartEntry] = {}
-        written: list[int] = []
+        stored: list[FileEntry] = []
 
         def collect() -> dict[str, Any]:
             tensors, others = tracked.collect()
@@ -105,9 +114,8 @@ class Saver:
             blob = to_blob({"format": 1, "tracked": others, "own": own()})
             return {**tensors, OWN: {rank_key(self._group.rank): blob}}
 
-        def leave_part(files: list[Any]) -> None:
+        def leave_part(files: list[FileEntry]) -> None:
             commits.leave_part(staged, name, self._group.rank, files)
-            written.extend(entry.size for entry in files)
 
         def commit(metadata: Metadata, results: list[list[WriteResult]]) -> None:
             files = commits.read_parts(staged, name, self._group.world_size)
@@ -118,6 +126,7 @@ class Saver:
                 # kinds of entries do not change, and parsing a very large file takes seconds.
                 metadatas.read(staged)
             files.append(entry)
+            stored.extend(files)
             manifest = self._manifest(name, facts, parts, files)
             digest = commits.seal(staged, manifest)
             record = CommitRecord(
@@ -148,10 +157,15 @@ class Saver:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(commits.discard_staged(root, str(name)), ignore_errors=True)
             raise _explain(error, name) from error
-        return Saved(name=name, bytes=sum(written), files=len(written), seconds=time.monotonic() - started)
+        return Saved(
+            name=name,
+            bytes=sum(entry.size for entry in stored),
+            files=len(stored),
+            seconds=time.monotonic() - started,
+        )
 
     def _manifest(
-        self, name: CheckpointName, facts: SaveFacts, parts: dict[str, PartEntry], files: list[Any]
+        self, name: CheckpointName, facts: SaveFacts, parts: dict[str, PartEntry], files: list[FileEntry]
     ) -> Manifest:
         return Manifest(
             format=FORMAT,
