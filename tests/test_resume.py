@@ -244,6 +244,9 @@ def test_a_rollback_reaches_the_same_step_again_without_mixing(tmp_path: Path, r
     check_same(outcome, reference, 12)
     last = [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, Decision)][-1]
     why = {option.option: option.why for option in last.rejected}
+    book = StandingBook(ControlDirectory.open(run_dir))
+    assert book.of(abandoned.name[-8:]) == book.of(new_six.name[-8:]) == Standing.ABANDONED
+    assert book.of(older.name[-8:]) == Standing.VERIFIED
     assert why[abandoned.name][0].startswith("abandoned")
     assert why[new_six.name][0].startswith("altered")
 

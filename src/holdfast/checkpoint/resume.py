@@ -26,6 +26,7 @@ from holdfast.control.decisions import Decisions, read_key
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.group import Group
 from holdfast.control.lease import Fence
+from holdfast.control.lineage import read_timeline
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
 from holdfast.files import make_dirs
@@ -185,15 +186,25 @@ class Resumer:
         )
         write_head(self._control, self._fence, head)
         decision = self._decisions.decide("resume", ResumeDecision, lambda: decision)
-        if rung is not None and rung.id and rung.manifest:
-            digests = f"every digest matched when attempt {self._attempt} loaded it"
-            if StandingBook(self._control).of(rung.id) == Standing.COMMITTED:
-                StandingBook(self._control).append(self._fence, rung.id, Standing.VERIFIED, [digests])
+        self._record_standing(rung)
         self._journal.write(
             Decision(about="resume", chosen=decision.chosen, evidence=decision.evidence, rejected=rejected)
         )
         self._conclude(number, Verdict(go_on=False))
         return decision
+
+    def _record_standing(self, rung: Rung | None) -> None:
+        """What was loaded is verified; what the new head has left behind is abandoned."""
+        book = StandingBook(self._control)
+        if rung is not None and rung.id and rung.manifest:
+            why = f"every digest matched when attempt {self._attempt} loaded it"
+            if book.of(rung.id) in (Standing.COMMITTED, Standing.ABANDONED):
+                book.append(self._fence, rung.id, Standing.VERIFIED, [why])
+        source = f"step {rung.step}" if rung else "nothing"
+        for record in read_timeline(self._control).abandoned:
+            if book.of(record.id) in (Standing.COMMITTED, Standing.VERIFIED, Standing.PROVEN):
+                why = f"attempt {self._attempt} went on from {source}, on another way"
+                book.append(self._fence, record.id, Standing.ABANDONED, [why])
 
     def _evidence(self, rung: Rung | None, resume_from: str) -> list[str]:
         asked = "" if resume_from == "auto" else f"resume_from = {resume_from!r}; "

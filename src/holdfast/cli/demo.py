@@ -110,9 +110,21 @@ def _show(result: DemoResult, view: DemoView, directory: Path) -> None:
     out.print(f"\nReport: [bold]{escape(result.report)}[/bold]", soft_wrap=True)
     out.print("Look further:")
     assert result.flipped is not None
-    for command in (
-        f"holdfast journal {directory}/run",
-        f"holdfast ckpt ls {directory}/run",
-        f"holdfast ckpt verify {directory}/run/checkpoints/{result.flipped.checkpoint}",
+    command = _command()
+    for arguments in (
+        f"journal {directory}/run",
+        f"ckpt ls {directory}/run",
+        f"ckpt verify {directory}/run/checkpoints/{result.flipped.checkpoint}",
     ):
-        out.print(f"  {escape(command)}", soft_wrap=True)
+        out.print(f"  {escape(f'{command} {arguments}')}", soft_wrap=True)
+
+
+def _command() -> str:
+    """What to type for `holdfast` here: its path, where a virtual environment keeps it off the PATH."""
+    import os
+    import shutil
+
+    installed = Path(sys.executable).with_name("holdfast")
+    if shutil.which("holdfast") or not installed.exists():
+        return "holdfast"
+    return os.path.relpath(installed)

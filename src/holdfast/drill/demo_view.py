@@ -94,8 +94,10 @@ class DemoView:
             self._attempt = line.attempt
         elif isinstance(body, SaveCommitted):
             self._saved = f"step {body.step}"
-        elif isinstance(body, Resumed) and self._bar is not None:
-            self._bar[0].update(self._bar[1], completed=body.step)
+        elif isinstance(body, Resumed):
+            self._saved = f"step {body.step}" if body.checkpoint else "none yet"
+            if self._bar is not None:
+                self._bar[0].update(self._bar[1], completed=body.step)
         if isinstance(body, SHOWN) and not quiet:
             shown = render(body)
             self.say(shown.text, STYLES.get(shown.style, ""))

@@ -105,11 +105,15 @@ def _facts(
         lost = [str(failure.rank) for failure in others if is_symptom(failure.exit_code, failure.message)]
         rest = [str(failure.rank) for failure in others if not is_symptom(failure.exit_code, failure.message)]
         if lost:
-            facts.append(f"ranks {', '.join(lost)} then lost their peer")
+            facts.append(f"{_ranks(lost)} then lost {'its peer' if len(lost) == 1 else 'their peers'}")
         if rest:
-            facts.append(f"ranks {', '.join(rest)} failed too")
+            facts.append(f"{_ranks(rest)} failed too")
     elif notice.detail:
         facts.append(notice.detail)
     if reported < attempt.place.nodes:
         facts.append(f"{attempt.place.nodes - reported} of {attempt.place.nodes} nodes did not report")
     return facts
+
+
+def _ranks(ranks: list[str]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
