@@ -237,6 +237,21 @@ def test_two_agents_restart_together_after_a_worker_of_one_is_killed(tmp_path: P
     ]
 
 
+def test_nodes_that_do_not_see_the_same_run_directory_end_at_once(tmp_path: Path) -> None:
+    """The control directory must be shared, and the random run id in it proves whether it is."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    flags = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "apart")
+    command = launch(*flags, args=("wait", "log"))
+    places = [tmp_path / "one", tmp_path / "other"]
+    for place in places:
+        place.mkdir()
+    with job(command, cwd=places[0]) as one, job(command, cwd=places[1]) as other:
+        results = [one.wait(60), other.wait(60)]
+    assert [result.code for result in results] == [ExitCode.CONTROL_UNUSABLE] * 2, results
+    assert all("the same run directory" in result.err for result in results), results
+
+
 def test_a_node_that_joins_later_regroups_without_using_up_a_restart(tmp_path: Path) -> None:
     """Stock torch 2.13 does not publish its address again, and the newcomer waits in vain."""
     with socket.create_server(("127.0.0.1", 0)) as free:

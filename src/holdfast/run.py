@@ -219,18 +219,19 @@ class Run:
         """Call the step's forward and backward; its result, if it is a single number, is the step's loss."""
         result = function(*args, **kwargs)
         if isinstance(result, float) or (isinstance(result, torch.Tensor) and result.numel() == 1):
-            self._meter.record(result, None, 0)
+            self._meter.record(loss=result)
         return result
 
     def record(
         self,
         *,
         loss: float | torch.Tensor | None = None,
+        grad_norm: float | torch.Tensor | None = None,
         samples: int | Sequence[int] | torch.Tensor | None = None,
         tokens: int = 0,
     ) -> None:
         """Record facts of this step. `samples` is a count, or the ids, whose digest is then journalled."""
-        self._meter.record(loss, samples, tokens)
+        self._meter.record(loss=loss, grad_norm=grad_norm, samples=samples, tokens=tokens)
 
     def end_step(self, *, last: bool = False) -> None:
         """The step is complete: count it, and save if it is due. `last` leaves the save to `finish`."""

@@ -148,6 +148,8 @@ class StepsDone(Event, tag="steps_done"):
     seconds: list[float]
     loss: list[float | str | None] = []
     """Each as `encode_loss` gives it: None is a step whose loss was not recorded."""
+    grad_norm: list[float | str | None] = []
+    """Like `loss`, where the loop gave any."""
     samples: list[str] = []
     """Digest of each step's sample ids, where the loop gave them."""
 

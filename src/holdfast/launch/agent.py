@@ -257,7 +257,7 @@ class HoldfastAgent(LocalElasticAgent):
             say(f"attempt {attempt.number} lost the run's lease: {notice.detail}. Its workers were ended")
             return self._leave(attempt, ExitCode.LEASE_LOST)
         if notice.kind == "stopped":
-            say(f"attempt {attempt.number} was stopped on {notice.node}")
+            say(f"attempt {attempt.number} was stopped on {notice.node}: {notice.detail}")
             return self._leave(attempt, notice.exit_code)
         if notice.kind == "regroup":
             say(f"attempt {attempt.number} ends: more nodes joined")

@@ -49,6 +49,7 @@ class StopRun(Exception):  # noqa: N818 - an end, not an error
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """What the leader tells the others at the start of an attempt."""
 
+    run: str = ""
     attempt: int = 0
     epoch: int = 0
     restarts: int = 0
@@ -168,6 +169,7 @@ def lead(
     begun = begin_attempt(control, Fence(control, held.epoch), held.owner, place.world_size)
     hosted = AttemptStore(address)
     told = Announcement(
+        run=control.run_id,
         attempt=begun.number,
         epoch=held.epoch,
         restarts=earlier,
@@ -202,4 +204,13 @@ def follow(control: ControlDirectory, place: Place, launch: str, store: Store, t
     told = msgspec.json.decode(raw, type=Announcement)
     if told.refused:
         raise StopRun(told.exit_code or ExitCode.FAILED, f"the leading agent was refused: {told.refused}")
+    if told.run != control.run_id:
+        why = (
+            f"{place.node} sees run {control.run_id} in {control.path}, the leading node run {told.run}. "
+            "All nodes must see the same run directory: put --run-dir on a file system that they share"
+        )
+        code = int(ExitCode.CONTROL_UNUSABLE)
+        notice = Notice(kind="stopped", node=place.node, detail=why, exit_code=code)
+        store.compare_set(NOTICE, "", msgspec.json.encode(notice).decode())
+        raise StopRun(code, why)
     return Attempt(control, place, launch, told, store)

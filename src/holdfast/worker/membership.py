@@ -71,7 +71,7 @@ def join_attempt(
                 f"run.dir is {run_dir.absolute()} in this script, but `holdfast run` was started for "
                 f"{launched.run_dir}. Set it in one place, or give both the same"
             )
-        control = ControlDirectory.open(run_dir.absolute())
+        control = _same_run(run_dir, launched.run_id, "its agent", group.rank)
         fence = Fence(control, launched.epoch, timeout=ttl)
         journal = JournalWriter(control.journal, f"rank-{group.rank}", launched.attempt)
         return Membership(control, fence, launched.attempt, launched.launch, journal)
@@ -79,14 +79,20 @@ def join_attempt(
         return _begin(run_dir, root, group, ttl=ttl, on_lost=on_lost)
     raw = read_key(group.store, "attempt", timeout, "the attempt that rank 0 begins")
     told = msgspec.json.decode(raw, type=_Told)
-    control = ControlDirectory.open(run_dir.absolute())
-    if control.run_id != told.run:
-        raise ControlError(
-            f"rank {group.rank} sees run {control.run_id} in {run_dir.absolute()}, rank 0 sees {told.run}. "
-            "All ranks must see the same run directory: put it on a shared file system"
-        )
+    control = _same_run(run_dir, told.run, "rank 0", group.rank)
     journal = JournalWriter(control.journal, f"rank-{group.rank}", told.attempt)
     return Membership(control, Fence(control, told.epoch, timeout=ttl), told.attempt, told.launch, journal)
+
+
+def _same_run(run_dir: Path, run: str, who: str, rank: int) -> ControlDirectory:
+    """Open the run directory; the random run id in it proves that it is the one the others see."""
+    control = ControlDirectory.open(run_dir.absolute())
+    if control.run_id != run:
+        raise ControlError(
+            f"rank {rank} sees run {control.run_id} in {control.path}, {who} sees run {run}. "
+            "All ranks must see the same run directory: put it on a shared file system"
+        )
+    return control
 
 
 def _begin(

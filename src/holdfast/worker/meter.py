@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from holdfast.checkpoint.manifest import Windows
+from holdfast.errors import UsageError
 from holdfast.journal.events import StepsDone, Warned, encode_loss
 from holdfast.journal.writer import JournalWriter
 
@@ -34,24 +35,35 @@ class Meter:
         self._began = time.perf_counter()
         self._flushed = time.monotonic()
         self._loss: Any = None
+        self._grad_norm: Any = None
         self._sample_digest = ""
         self._first = 1
         self._pending_loss: list[Any] = []
+        self._pending_norm: list[Any] = []
         self._pending_seconds: list[float] = []
         self._pending_samples: list[str] = []
         self._losses: deque[float | None] = deque(maxlen=WINDOW)
+        self._norms: deque[float | None] = deque(maxlen=WINDOW)
         self._seconds: deque[float] = deque(maxlen=WINDOW)
 
     def begin_step(self) -> None:
         self._began = time.perf_counter()
         self._loss = None
+        self._grad_norm = None
         self._sample_digest = ""
 
-    def record(self, loss: Any, samples: int | Sequence[int] | torch.Tensor | None, tokens: int) -> None:
+    def record(
+        self,
+        *,
+        loss: Any = None,
+        grad_norm: Any = None,
+        samples: int | Sequence[int] | torch.Tensor | None = None,
+        tokens: int = 0,
+    ) -> None:
         if loss is not None:
-            if isinstance(loss, torch.Tensor):
-                loss = loss.detach().clone() if loss.is_cuda else float(loss.detach())
-            self._loss = loss
+            self._loss = _kept(loss, "loss")
+        if grad_norm is not None:
+            self._grad_norm = _kept(grad_norm, "grad_norm")
         if samples is not None:
             if isinstance(samples, int):
                 self.samples += samples
@@ -64,6 +76,7 @@ class Meter:
     def end_step(self) -> None:
         self.step += 1
         self._pending_loss.append(self._loss)
+        self._pending_norm.append(self._grad_norm)
         self._pending_seconds.append(time.perf_counter() - self._began)
         self._pending_samples.append(self._sample_digest)
 
@@ -78,8 +91,8 @@ class Meter:
         self._flushed = time.monotonic()
         if not self._pending_seconds:
             return
-        kept = [loss if read_device or isinstance(loss, float) else None for loss in self._pending_loss]
-        losses = [None if loss is None else float(loss) for loss in kept]
+        losses = _on_host(self._pending_loss, read_device=read_device)
+        norms = _on_host(self._pending_norm, read_device=read_device)
         for number, loss in enumerate(losses):
             if loss is not None and not math.isfinite(loss):
                 journal.write(Warned(message=f"the loss of step {self._first + number} is {loss}"))
@@ -88,17 +101,21 @@ class Meter:
                 first=self._first,
                 seconds=[round(value, 6) for value in self._pending_seconds],
                 loss=[encode_loss(loss) for loss in losses],
+                grad_norm=[encode_loss(norm) for norm in norms] if any(n is not None for n in norms) else [],
                 samples=self._pending_samples if any(self._pending_samples) else [],
             )
         )
         self._losses.extend(losses)
+        self._norms.extend(norms)
         self._seconds.extend(self._pending_seconds)
         self._first = self.step + 1
-        self._pending_loss, self._pending_seconds, self._pending_samples = [], [], []
+        self._pending_loss, self._pending_norm = [], []
+        self._pending_seconds, self._pending_samples = [], []
 
     def windows(self) -> Windows:
-        finite = [loss if loss is not None and math.isfinite(loss) else None for loss in self._losses]
-        return Windows(loss=finite, step_seconds=list(self._seconds))
+        return Windows(
+            loss=_finite(self._losses), grad_norm=_finite(self._norms), step_seconds=list(self._seconds)
+        )
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "samples": self.samples, "tokens": self.tokens}
@@ -106,3 +123,25 @@ class Meter:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.step, self.samples, self.tokens = state["step"], state["samples"], state["tokens"]
         self._first = self.step + 1
+
+
+def _kept(value: Any, what: str) -> Any:
+    """A number now, or a copy that stays on its device until the next flush."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    if hasattr(value, "full_tensor"):
+        # Reading it is a collective, and ranks do not flush at the same time: that would hang.
+        raise UsageError(f"record({what}=…) was given a DTensor; pass its .full_tensor(), on every rank")
+    return value.detach().clone() if value.is_cuda else float(value.detach())
+
+
+def _on_host(values: list[Any], *, read_device: bool) -> list[float | None]:
+    return [
+        None if value is None or not (read_device or isinstance(value, float)) else float(value)
+        for value in values
+    ]
+
+
+def _finite(values: deque[float | None]) -> list[float | None]:
+    """JSON has no NaN; in a window for comparison a step without a finite value is a gap."""
+    return [value if value is not None and math.isfinite(value) else None for value in values]
