@@ -31,7 +31,7 @@ import torch
 from holdfast import config
 from holdfast.checkpoint.commit import sweep_staging
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
-from holdfast.checkpoint.manifest import digest_bytes
+from holdfast.checkpoint.load import LoadedState
 from holdfast.checkpoint.resume import Resumer
 from holdfast.checkpoint.save import SaveFacts, Saver
 from holdfast.checkpoint.state import Tracked
@@ -46,6 +46,7 @@ from holdfast.worker.data import DataFeed
 from holdfast.worker.membership import Membership, join_attempt
 from holdfast.worker.meter import Meter
 from holdfast.worker.rng import capture_rng, restore_rng
+from holdfast.worker.versions import changes_since, current_versions
 
 log = logging.getLogger("holdfast")
 
@@ -77,7 +78,7 @@ class Run:
         self._lost = ""
         self._closed = False
         self._in_step = False
-        self._code = _code_digest()
+        self._versions = current_versions(self.settings)
         self._crash: BaseException | None = None
         install_crash_hook(self._on_crash)
 
@@ -149,6 +150,7 @@ class Run:
         decision, state = resumer.resume(wish, force=self.settings.checkpoint.force and wish != "auto")
         if state is not None:
             state.apply()
+            self._tell_changes(state)
             if state.own:
                 self._meter.load_state_dict(state.own["counters"])
                 self._restore_data(state.own["data"])
@@ -162,6 +164,13 @@ class Run:
         if group.is_coordinator:
             self._sweep()
         log.info("holdfast: attempt %d starts from %s", member.attempt, decision.chosen)
+
+    def _tell_changes(self, state: LoadedState) -> None:
+        """A change of code, settings or libraries since the save does not stop a resume, but is said."""
+        group, member = self._joined()
+        changes = changes_since(state.manifest.versions, self._versions) if state.manifest else []
+        if changes and group.is_coordinator:
+            member.journal.write(Warned(message=f"since this checkpoint was saved: {'; '.join(changes)}"))
 
     def _sweep(self) -> None:
         """Tidy up after earlier attempts; if that does not work, the run goes on all the same."""
@@ -267,13 +276,15 @@ class Run:
             samples=self._meter.samples,
             tokens=self._meter.tokens,
             windows=self._meter.windows(),
-            code=self._code,
-            config=config.digest(self.settings),
+            versions=self._versions,
         )
         saved = self._saver.save(self._tracked, self._own_state, facts, diagnostic=diagnostic)
         if not diagnostic:
             self._parent, self._head, self._saved_step = saved.name.id, saved.name, self.step
         if group.is_coordinator:
+            for doubt in self._saver.take_doubts():
+                member.journal.write(Warned(message=doubt))
+                log.warning("holdfast: %s", doubt)
             seconds = time.monotonic() - started
             member.journal.write(
                 SaveCommitted(
@@ -418,12 +429,3 @@ def _one_config(file: str | os.PathLike[str] | None, launched: LaunchInfo | None
         )
     chosen = os.fspath(file) if file is not None else given
     return Path(chosen) if chosen else None
-
-
-def _code_digest() -> str:
-    """Digest of the main script, so that a change of code since a save can be told."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    try:
-        return digest_bytes(Path(main).read_bytes()) if main else ""
-    except OSError:
-        return ""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.manifest import ManifestError
+from holdfast.checkpoint.manifest import Manifest, ManifestError
 from holdfast.checkpoint.planner import own_prefix
 from holdfast.checkpoint.reader import VerifyingReader
 from holdfast.checkpoint.state import (
@@ -41,8 +41,15 @@ class LoadedState:
     """Verified state of one rank: tensors are in place, the rest waits for `apply`."""
 
     def __init__(
-        self, tracked: Tracked, tensors: dict[str, Any], others: dict[str, Any], own: dict[str, Any]
-    ):
+        self,
+        tracked: Tracked,
+        tensors: dict[str, Any],
+        others: dict[str, Any],
+        own: dict[str, Any],
+        manifest: Manifest | None,
+    ) -> None:
+        self.manifest = manifest
+        """None for a plain DCP directory."""
         self._tracked = tracked
         self._tensors = tensors
         self._others = others
@@ -72,7 +79,7 @@ def load(directory: Path, digest: str, tracked: Tracked, rank: int, world: int) 
     check_strict(tensors, metadata)
     _load_tensors(_own_first(flatten(tensors), metadata, rank), reader)
     reader.verify_rest(reader.shard_paths()[rank::world])
-    return LoadedState(tracked, tensors, blob["tracked"], blob["own"])
+    return LoadedState(tracked, tensors, blob["tracked"], blob["own"], manifest)
 
 
 def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -> dict[str, Any]:
@@ -138,4 +145,4 @@ def load_stock(directory: Path, tracked: Tracked) -> tuple[LoadedState, list[str
             raise IncompleteStateError(f"{key}: {tuple(tensor.size())} tracked, the directory holds {entry}")
     _load_tensors(part_of, reader)
     notes.append("step, samples, RNG and data position: not in a plain DCP directory; they start anew")
-    return LoadedState(tracked, {**tracked.collect()[0], **part_of}, others, {}), notes
+    return LoadedState(tracked, {**tracked.collect()[0], **part_of}, others, {}, None), notes

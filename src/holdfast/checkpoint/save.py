@@ -8,7 +8,6 @@ nobody is left waiting. A failed save removes what it staged and touches nothing
 from __future__ import annotations
 
 import contextlib
-import platform
 import shutil
 import time
 import warnings
@@ -16,13 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from holdfast._version import __version__
 from holdfast.checkpoint import commit as commits
 from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot, derive_id
@@ -37,6 +34,7 @@ from holdfast.checkpoint.manifest import (
     World,
 )
 from holdfast.checkpoint.planner import SnapshotPlanner
+from holdfast.checkpoint.roundtrip import check_round_trip
 from holdfast.checkpoint.state import OWN, Tracked, rank_key, to_blob
 from holdfast.checkpoint.writer import StagingWriter
 from holdfast.control.directory import ControlDirectory
@@ -60,9 +58,8 @@ class SaveFacts(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     samples: int = 0
     tokens: int = 0
+    versions: Versions
     windows: Windows = msgspec.field(default_factory=Windows)
-    code: str = ""
-    config: str = ""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,10 +83,16 @@ class Saver:
         self._group = group
         self._attempt = attempt
         self._serial = 0
+        self._doubts: list[str] = []
 
     def next_name(self, step: int) -> CheckpointName:
         """The next save's identity; the same on every rank, because every rank counts its saves alike."""
         return CheckpointName(step, derive_id(self._control.run_id, self._attempt, step, self._serial + 1))
+
+    def take_doubts(self) -> list[str]:
+        """What the first save found wrong with the state of tracked objects; told once."""
+        doubts, self._doubts = self._doubts, []
+        return doubts
 
     def save(
         self,
@@ -110,6 +113,8 @@ class Saver:
 
         def collect() -> dict[str, Any]:
             tensors, others = tracked.collect()
+            if self._serial == 1:
+                self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) == "object"})
             parts.update(tracked.parts(tensors), **OWN_PARTS)
             blob = to_blob({"format": 1, "tracked": others, "own": own()})
             return {**tensors, OWN: {rank_key(self._group.rank): blob}}
@@ -179,13 +184,7 @@ class Saver:
             world=World(size=self._group.world_size, backend=self._group.backend),
             parts=parts,
             files=files,
-            versions=Versions(
-                holdfast=__version__,
-                torch=str(torch.__version__),
-                python=platform.python_version(),
-                code=facts.code,
-                config=facts.config,
-            ),
+            versions=facts.versions,
             samples=facts.samples,
             tokens=facts.tokens,
             reason=facts.reason,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,18 +26,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from holdfast.checkpoint.adapters import Stateful, as_stateful
 from holdfast.checkpoint.manifest import PartEntry
 from holdfast.errors import IncompleteStateError, UsageError
 
 OWN = "holdfast"
 """Reserved top-level name of the per-rank blobs."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 def rank_key(rank: int) -> str:
@@ -49,18 +43,20 @@ class Tracked:
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
+        self._given: dict[str, object] = {}
 
     def add(self, name: str, thing: object) -> None:
         if name == OWN or not name.isidentifier():
             raise UsageError(f"track({name}=…): the name must be a plain identifier other than {OWN!r}")
-        if name in self._objects and self._objects[name] is not thing:
+        if name in self._given and self._given[name] is not thing:
             raise UsageError(f"track({name}=…): something else is tracked under that name already")
-        if not isinstance(thing, Stateful):
+        stateful = as_stateful(thing)
+        if stateful is None:
             raise UsageError(
                 f"track({name}=…): a {type(thing).__name__} has no state_dict and load_state_dict; "
                 "give it both, or track the object that has them"
             )
-        self._objects[name] = thing
+        self._given[name], self._objects[name] = thing, stateful
 
     def names(self) -> list[str]:
         return list(self._objects)

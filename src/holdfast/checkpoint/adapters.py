@@ -1,0 +1,62 @@
+"""State of things that have some, but not under the names `state_dict` and `load_state_dict`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be tracked as it is."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@runtime_checkable
+class RngTracker(Protocol):
+    """A named set of generators, as tensor-parallel code keeps for its regions."""
+
+    def get_states(self) -> Any: ...
+
+    def set_states(self, states: Any, /) -> Any: ...
+
+
+class GeneratorState:
+    """A torch.Generator as something with a state_dict."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self._generator.set_state(state["state"])
+
+
+class TrackerState:
+    """An RNG tracker as something with a state_dict."""
+
+    def __init__(self, tracker: RngTracker) -> None:
+        self._tracker = tracker
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"states": dict(self._tracker.get_states())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._tracker.set_states(state["states"])
+
+
+def as_stateful(thing: object) -> Stateful | None:
+    """The thing itself, an adapter around it, or None if it has no state that is known how to take."""
+    if isinstance(thing, Stateful):
+        return thing
+    if isinstance(thing, torch.Generator):
+        return GeneratorState(thing)
+    if isinstance(thing, RngTracker):
+        return TrackerState(thing)
+    return None
