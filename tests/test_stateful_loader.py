@@ -23,7 +23,7 @@ def batches(run_dir: Path, until: int, workers: int) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 6, 9, 10, 11])
 def test_it_resumes_where_it_was(tmp_path: Path, stop: int) -> None:
-    """Cases meta-pytorch/data#1437, accelerate#2823: five batches an epoch; no sample twice, none left out."""
+    """Cases meta-pytorch/data#1437, accelerate#2823: five batches an epoch, none twice, none left out."""
     whole = batches(tmp_path / "whole", 15, 0)
     for epoch in (0, 5, 10):
         seen = sorted(i for step in range(epoch + 1, epoch + 6) for i in whole[step])
