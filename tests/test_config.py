@@ -22,12 +22,16 @@ SOURCES = ("file", "environment", "command line", "keyword")
 SAMPLES: dict[str, tuple[object, ...]] = {
     "run.dir": ("a", "b/c", "/d", "./e f"),
     "checkpoint.root": ("", "x", "/y", "z z"),
-    "checkpoint.interval": (0, 1, 50, 999_999_999_999),
+    "checkpoint.interval": (0, 1, "auto", 999_999_999_999),
+    "checkpoint.mtbf_hours": (0.0, 0.5, 24.0, 1000.0),
     "checkpoint.save_at_end": (False, True, False, True),
     "checkpoint.resume_from": ("120", "./old", "/runs/a/step_00000120-3fa9c1d2", "somewhere"),
     "checkpoint.force": (True, False, True, False),
     "checkpoint.max_failed_saves": (1, 2, 5, 7),
     "checkpoint.timeout": (0.5, 60.0, 3600.0, 1.0),
+    "checkpoint.keep_last": (2, 3, 5, 999_999_999_999),
+    "checkpoint.keep_every_steps": (0, 1, 500, 1000),
+    "checkpoint.keep_every_hours": (0.0, 0.5, 12.0, 24.0),
     "control.lease_ttl": (2.0, 2.5, 10.0, 20.0),
     "control.decision_timeout": (31.0, 60.5, 1000.0, 31_536_000.0),
     "launch.max_restarts": (0, 1, 2, 100),
@@ -83,6 +87,7 @@ def test_the_highest_source_wins_and_is_named(
 ) -> None:
     """Random subsets of sources for every setting at once."""
     given_by["checkpoint.resume_from"].add("file")  # force needs a name to go with
+    given_by["checkpoint.keep_last"].add("file")  # and the other two keep_ settings need this one
     value_of = {key: dict(zip(SOURCES, (SAMPLES[key][i] for i in order), strict=True)) for key in FIELDS}
 
     def of(source: str) -> dict[str, object]:
@@ -101,7 +106,7 @@ def test_the_highest_source_wins_and_is_named(
         assert effective.sources[key] == ("default" if winner is None else spelled.get(winner, winner))
         value = effective.settings.get(key)
         assert value == (field.default if winner is None else value_of[key][winner])
-        assert type(value) is field.kind
+        assert type(value) is (str if value == field.word else field.kind)
 
 
 def test_samples_cover_every_setting() -> None:
@@ -175,8 +180,10 @@ WRONG: dict[type, tuple[object, ...]] = {
 }
 WRONG_FOR = {
     "run.dir": ("",),
+    "checkpoint.interval": ("", "Auto", " auto", "never"),
     "checkpoint.resume_from": ("", "Auto", "FRESH", " auto", "-5", "+5", "1" * 13),
     "checkpoint.max_failed_saves": (0,),
+    "checkpoint.keep_last": (1,),
     "control.lease_ttl": (1.99, 0),
     "checkpoint.timeout": (0, -0.0),
     "control.decision_timeout": (0, 0.0),
@@ -229,7 +236,11 @@ def test_wrong_text_is_refused_in_the_environment_and_on_the_command_line(key: s
         ("checkpoint.resume_from = 120", "write it in quotes"),
         ('checkpoint.save_at_end = "yes"', "write true"),
         ("checkpoint.save_at_end = 0", "write false"),
-        ("checkpoint.interval = -1", "a whole number, 0 or more, at most 999999999999; the default is 100"),
+        ('checkpoint.interval = "Auto"', 'or "auto"; write "auto"'),
+        (
+            "checkpoint.interval = -1",
+            'a whole number, 0 or more, at most 999999999999, or "auto"; the default is 100',
+        ),
         ("checkpoint.max_failed_saves = 0", "a whole number, 1 or more"),
         ("control.lease_ttl = 1", "a number, 2 or more"),
         ("control.decision_timeout = 0", "a number, more than 0"),
@@ -294,6 +305,15 @@ def test_force_without_a_named_checkpoint_is_refused(resume_from: str) -> None:
     assert "set checkpoint.resume_from to its step or path" in message
     named = {"checkpoint_force": True, "checkpoint_resume_from": "120"}
     assert load(environ={}, keywords=named).settings.checkpoint.force
+
+
+@pytest.mark.parametrize("key", ["checkpoint_keep_every_steps", "checkpoint_keep_every_hours"])
+def test_keeping_every_so_often_needs_something_to_be_deleted(key: str) -> None:
+    message = refusal(**{key: 5})
+    assert "checkpoint.keep_last = 0 (default): nothing is deleted" in message
+    assert load(environ={}, keywords={key: 5, "checkpoint_keep_last": 2}).settings
+    assert load(environ={}, keywords={key: 0}).settings
+    assert refusal(**{key: 5, "checkpoint_keep_last": 1}).startswith("1 problem")
 
 
 def test_a_refused_value_does_not_raise_a_contradiction_on_top() -> None:

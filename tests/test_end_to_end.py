@@ -131,11 +131,11 @@ def test_one_ranks_bad_shard_gives_the_same_choice_everywhere(
     assert tree(older) == before
 
 
-def test_another_world_size_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_world_size_is_refused_where_samples_would_be_lost(tmp_path: Path) -> None:
     succeed(tmp_path, environment(until=3))
     result = finish(launch(ranks=1), cwd=tmp_path, env=environment(wrap="none"), timeout=60)
-    assert result.code == ExitCode.NO_VALID_RUNG, result.text
-    assert "expected a world of 1 ranks, found 2" in result.err
+    assert result.code == ExitCode.STATE_MISFIT, result.text
+    assert "the data position of 2 ranks cannot be shared out to 1" in result.err
 
 
 def test_ddp_with_buffers_that_differ_between_ranks_resumes_bitwise_equal(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from holdfast.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from holdfast.run import Run
+    from holdfast.worker.batches import GlobalBatches
 
-__all__ = ["ExitCode", "HoldfastError", "Run", "__version__"]
+__all__ = ["ExitCode", "GlobalBatches", "HoldfastError", "Run", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> object:
         from holdfast.run import Run
 
         return Run
+    if name == "GlobalBatches":
+        from holdfast.worker.batches import GlobalBatches
+
+        return GlobalBatches
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

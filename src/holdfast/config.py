@@ -25,6 +25,7 @@ from holdfast.errors import ConfigError
 from holdfast.files import read_regular
 from holdfast.settings import (
     FIELDS,
+    KEEP_LAST,
     RESUME_FROM,
     CheckpointSettings,
     ControlSettings,
@@ -104,6 +105,8 @@ def _check(field: Field, value: object) -> object:
         raise _RefusedError(_suggestion(field, value)) from None
     if isinstance(checked, str):
         _check_text(field, checked)
+    if field.key == KEEP_LAST and checked == 1:
+        raise _RefusedError("one checkpoint may turn out to be bad: write 2, or 0 to keep all")
     return checked
 
 
@@ -115,6 +118,8 @@ def _suggestion(field: Field, value: object) -> str:
         if words.get(meant, meant) in ("true", "false"):
             return f"write {words.get(meant, meant)}"
     elif isinstance(value, str):
+        if field.word and value.strip().lower() == field.word:
+            return f'write "{field.word}"'
         if _from_text(field, value) is not value:
             return f"write {value} without quotes"
     elif field.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
@@ -209,6 +214,13 @@ class _Collector:
                 f"{self._both('checkpoint.force', RESUME_FROM)}: force accepts one bad checkpoint by "
                 "name; set checkpoint.resume_from to its step or path, or leave checkpoint.force false"
             )
+
+        for key in ("checkpoint.keep_every_steps", "checkpoint.keep_every_hours"):
+            if self.values[key] and self.values[KEEP_LAST] == 0 and not self.bad & {key, KEEP_LAST}:
+                self.problems.append(
+                    f"{self._both(key, KEEP_LAST)}: nothing is deleted while keep_last is 0, so there is "
+                    f"nothing to except; set {KEEP_LAST} to 2 or more, or leave {key} at 0"
+                )
 
     def _both(self, one: str, other: str) -> str:
         return " with ".join(

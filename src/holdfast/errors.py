@@ -67,7 +67,7 @@ class SaveFailedError(HoldfastError):
 class IncompleteStateError(HoldfastError):
     """State does not match the checkpoint: a part or key is missing, extra, or of another shape."""
 
-    exit_code = ExitCode.USAGE
+    exit_code = ExitCode.STATE_MISFIT
 
 
 class CheckpointError(HoldfastError):

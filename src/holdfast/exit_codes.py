@@ -20,6 +20,7 @@ class ExitCode(IntEnum):
     BUDGET_SPENT = 22
     SAVE_FAILED = 23
     CONTROL_UNUSABLE = 24
+    STATE_MISFIT = 25
 
 
 MEANINGS: dict[ExitCode, tuple[str, str]] = {
@@ -67,5 +68,9 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ExitCode.CONTROL_UNUSABLE: (
         "The control directory cannot be read or written.",
         "check the path and its permissions",
+    ),
+    ExitCode.STATE_MISFIT: (
+        "The script's state does not fit the checkpoint; no other one would fit better.",
+        "track what was saved, with the same shapes and ranks, or resume_from = 'fresh'",
     ),
 }

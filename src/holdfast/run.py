@@ -33,19 +33,24 @@ from holdfast.checkpoint.commit import sweep_staging
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.load import LoadedState
 from holdfast.checkpoint.resume import Resumer
+from holdfast.checkpoint.retention import Retainer
 from holdfast.checkpoint.save import SaveFacts, Saver
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.attempts import EndRecord, latest_head, read_attempt
+from holdfast.control.decisions import Decisions
 from holdfast.control.group import Group, join_group
 from holdfast.control.handover import LaunchInfo
 from holdfast.errors import ConfigError, HoldfastError, LeaseLostError, SaveFailedError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, RunFinished, SaveCommitted, SaveFailed, SaveStarted, Warned
+from holdfast.policy.retention import Rules
 from holdfast.worker.crash import install_crash_hook
 from holdfast.worker.data import DataFeed
+from holdfast.worker.measured import measured_before
 from holdfast.worker.membership import Membership, join_attempt
 from holdfast.worker.meter import Meter
 from holdfast.worker.rng import capture_rng, restore_rng
+from holdfast.worker.schedule import SaveSchedule
 from holdfast.worker.versions import changes_since, current_versions
 
 log = logging.getLogger("holdfast")
@@ -67,10 +72,12 @@ class Run:
         self._root = CheckpointRoot(self.settings.checkpoint_root().absolute())
         self._tracked = Tracked()
         self._meter = Meter(self.settings.journal.step_flush)
+        self._schedule = SaveSchedule(self.settings.checkpoint.interval, self.settings.checkpoint.mtbf_hours)
         self._feed: DataFeed | None = None
         self._group: Group | None = None
         self._member: Membership | None = None
         self._saver: Saver | None = None
+        self._retainer: Retainer | None = None
         self._head: CheckpointName | None = None
         self._parent: str | None = None
         self._saved_step: int | None = None
@@ -124,6 +131,19 @@ class Run:
             group=self._group,
             attempt=self._member.attempt,
         )
+        if self._group.is_coordinator:
+            self._retainer = Retainer(
+                control=self._member.control,
+                root=self._root,
+                rules=Rules(
+                    keep_last=chosen.checkpoint.keep_last,
+                    keep_every_steps=chosen.checkpoint.keep_every_steps,
+                    keep_every_hours=chosen.checkpoint.keep_every_hours,
+                ),
+                fence=self._member.fence,
+                attempt=self._member.attempt,
+                journal=self._member.journal,
+            )
         try:
             self._resume()
         except BaseException:
@@ -163,11 +183,22 @@ class Run:
         self._saved_step = self.step if rung is not None else None
         if group.is_coordinator:
             self._sweep()
+        self._schedule.start(
+            self.step,
+            leads=group.is_coordinator,
+            earlier=lambda: measured_before(member.control, member.attempt, member.launch),
+            store=group.store,
+            decisions=Decisions(member.control, member.fence, member.attempt, group.store),
+            journal=member.journal,
+            timeout=self.settings.control.decision_timeout,
+        )
         log.info("holdfast: attempt %d starts from %s", member.attempt, decision.chosen)
 
     def _tell_changes(self, state: LoadedState) -> None:
-        """A change of code, settings or libraries since the save does not stop a resume, but is said."""
+        """What makes this resume differ from going on as before does not stop it, but is said."""
         group, member = self._joined()
+        for note in state.notes if group.is_coordinator else ():
+            member.journal.write(Warned(message=note))
         changes = changes_since(state.manifest.versions, self._versions) if state.manifest else []
         if changes and group.is_coordinator:
             member.journal.write(Warned(message=f"since this checkpoint was saved: {'; '.join(changes)}"))
@@ -250,9 +281,9 @@ class Run:
         self._meter.end_step()
         if self._lost:
             raise LeaseLostError(f"this attempt lost its lease: {self._lost}")
-        interval = self.settings.checkpoint.interval
-        if interval and self.step % interval == 0 and not last:
+        if self.step >= self._schedule.next_step and not last:
             self._save_or_count("scheduled")
+            self._schedule.after_save(self.step, self._meter.windows().step_seconds)
         elif self._meter.flush_due():
             self._meter.flush(self._joined()[1].journal)
 
@@ -297,6 +328,9 @@ class Run:
                     blocked_seconds=seconds,
                 )
             )
+            self._schedule.note(blocked=seconds, commit=seconds)
+        if self._retainer is not None and not diagnostic:
+            self._retainer.after_commit()
         return saved.name
 
     def _own_state(self) -> dict[str, Any]:
@@ -357,6 +391,8 @@ class Run:
     def _leave(self, outcome: str, code: ExitCode) -> None:
         assert self._member is not None
         self._closed = True
+        if self._retainer is not None:
+            self._retainer.close()
         end = EndRecord(
             outcome=outcome,
             exit_code=int(code),

@@ -10,7 +10,8 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from types import UnionType
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +22,7 @@ LONGEST_WAIT = 31_536_000.0
 """A year in seconds. Every wait has a deadline, and longer ones overflow the platform's timers."""
 
 RESUME_FROM = "checkpoint.resume_from"
+KEEP_LAST = "checkpoint.keep_last"
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +45,16 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "belong on other storage than the run's memory.",
     ] = ""
     interval: Annotated[
-        int,
-        Meta(ge=0, le=LARGEST_COUNT),
-        "Steps between scheduled saves; 0 means none. Lower it when repeating that many steps costs more "
-        "than saving.",
+        Annotated[int, Meta(ge=0, le=LARGEST_COUNT)] | Literal["auto"],
+        "Steps between scheduled saves; 0 means none, `auto` chooses from measured costs and failures. Lower "
+        "it when repeating that many steps costs more than saving.",
     ] = 100
+    mtbf_hours: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Mean hours between failures of the whole job, for choosing and judging the interval; 0 means as "
+        "observed. Set it when it is known better than this run can have seen.",
+    ] = 0.0
     save_at_end: Annotated[
         bool,
         "Save once more after the last step. Turn it off when the final state is kept in another way.",
@@ -75,6 +82,24 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "Seconds that one save or load may take on the slowest rank before the others stop waiting. Raise it "
         "when a checkpoint takes longer than that to write or read.",
     ] = 1800.0
+    keep_last: Annotated[
+        int,
+        Meta(ge=0, le=LARGEST_COUNT),
+        "How many of the newest sound checkpoints to keep; older ones are deleted after each save. 0 keeps "
+        "all, and 1 is refused, because one may turn out to be bad. Set it when the storage is limited.",
+    ] = 0
+    keep_every_steps: Annotated[
+        int,
+        Meta(ge=0, le=LARGEST_COUNT),
+        "Also keep the first checkpoint at or after each multiple of so many steps; 0 means none. Set it to "
+        "keep a coarse history.",
+    ] = 0
+    keep_every_hours: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Also keep the first checkpoint of each so many hours; 0 means none. Set it to keep a coarse history "
+        "by time.",
+    ] = 0.0
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +177,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     default: object
     description: str
     """What it does and when to change it."""
+    word: str = ""
+    """The one word that a number may be instead."""
 
     @property
     def key(self) -> str:
@@ -170,6 +197,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         """What the value may be, in words."""
         if self.key == RESUME_FROM:
             return 'text: "auto", "fresh", a step number or a path'
+        if self.key == KEEP_LAST:
+            return f"a whole number, 0 or 2 or more, at most {self.bounds.le:.0f}"
         if self.kind is str:
             return "text: a path, not empty" if self.bounds.min_length else "text: a path, or empty"
         if self.kind is bool:
@@ -177,7 +206,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         number = "a whole number" if self.kind is int else "a number"
         low, more_than = self.bounds.ge, self.bounds.gt
         lowest = f"{low:g} or more" if low is not None else f"more than {more_than:g}"
-        return f"{number}, {lowest}, at most {self.bounds.le:.0f}"
+        allowed = f"{number}, {lowest}, at most {self.bounds.le:.0f}"
+        return f'{allowed}, or "{self.word}"' if self.word else allowed
 
 
 def _read_fields() -> dict[str, Field]:
@@ -186,6 +216,11 @@ def _read_fields() -> dict[str, Field]:
         annotations = typing.get_type_hints(cls, include_extras=True)
         for field in msgspec.structs.fields(cls):
             kind, *notes = typing.get_args(annotations[field.name])
+            word = ""
+            if typing.get_origin(kind) in (UnionType, typing.Union):  # a number, or one word instead
+                number, literal = typing.get_args(kind)
+                kind, *bounds = typing.get_args(number)
+                notes, word = [*bounds, *notes], typing.get_args(literal)[0]
             entry = Field(
                 section=section,
                 name=field.name,
@@ -194,6 +229,7 @@ def _read_fields() -> dict[str, Field]:
                 bounds=next((note for note in notes if isinstance(note, Meta)), Meta()),
                 default=field.default,
                 description=next(note for note in notes if isinstance(note, str)),
+                word=word,
             )
             found[entry.key] = entry
     return found

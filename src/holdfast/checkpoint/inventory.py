@@ -10,7 +10,7 @@ from holdfast.checkpoint.ladder import Ladder, Rung, build_ladder
 from holdfast.checkpoint.structure import Inspection, check_structure
 from holdfast.checkpoint.verify import verify
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.lineage import Timeline, read_timeline, was_committed
+from holdfast.control.lineage import Timeline, deleted_ids, read_timeline, was_committed
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import UsageError
 from holdfast.journal.events import RejectedOption
@@ -31,6 +31,7 @@ def take_inventory(
             {record.id: book.of(record.id) for record in records},
             root.names(),
             frozenset(record.id for record in records if was_committed(control, record)),
+            deleted=deleted_ids(control),
             step=int(resume_from) if resume_from.isdigit() else None,
             force=force,
         )
@@ -70,7 +71,7 @@ def _rung_at(path: Path) -> Rung:
     return Rung(name=path.name, step=step, id="", manifest="", path=str(path))
 
 
-def look_at(rung: Rung, root: CheckpointRoot, run: str, world: int) -> tuple[Path, Inspection]:
+def look_at(rung: Rung, root: CheckpointRoot, run: str, world: int | None = None) -> tuple[Path, Inspection]:
     """Where a rung lies, and what the cheap checks say of it: names, sizes, and the bytes of `.metadata`."""
     path = Path(rung.path) if rung.path else root.path / rung.name
     if not rung.manifest:

@@ -41,28 +41,35 @@ def build_ladder(
     present: Sequence[CheckpointName],
     committed: frozenset[str],
     *,
+    deleted: frozenset[str] = frozenset(),
     step: int | None = None,
     force: bool = False,
 ) -> Ladder:
     """The rungs for an ordinary resume, or, with `step`, only those of that step.
 
-    `present` are the directories under the root, `committed` the ids whose rename is known to have happened.
+    `present` are the directories under the root, `committed` the ids whose rename is known to have happened,
+    `deleted` those that retention took away.
     A fresh start is allowed only if the run never had a checkpoint and the root holds nobody else's.
     """
     rungs: list[Rung] = []
     rejected: list[RejectedOption] = []
     there = set(present)
     had_any = False
+    gone: list[CheckpointName] = []
     for record in sorted(timeline.on_line, key=lambda record: record.step, reverse=True):
         name = CheckpointName(record.step, record.id)
-        if name not in there and record.id not in committed:
+        if name not in there and record.id not in committed | deleted:
             continue  # the save was cut before its rename: it never existed
         had_any = True
+        if name not in there and record.id in deleted:
+            gone.append(name)
+            continue
         why = _why_not(record, standings, present=name in there, step=step, force=force)
         if why:
             rejected.append(RejectedOption(str(name), [why]))
         else:
             rungs.append(Rung(name=str(name), step=record.step, id=record.id, manifest=record.manifest))
+    rejected.extend(_deleted(gone, step))
     abandoned = {CheckpointName(record.step, record.id) for record in timeline.abandoned}
     known = {CheckpointName(record.step, record.id) for record in timeline.on_line} | abandoned
     for name in sorted(there & abandoned, reverse=True):
@@ -73,6 +80,16 @@ def build_ladder(
         rejected.append(RejectedOption(str(name), ["unknown: this run has no record of having saved it"]))
     fresh = not had_any and not there - abandoned and step is None
     return Ladder(rungs, rejected, fresh)
+
+
+def _deleted(gone: Sequence[CheckpointName], step: int | None) -> list[RejectedOption]:
+    """One line for all that retention deleted, which may be very many; or those of the step asked for."""
+    why = ["deleted: by retention, as its record says"]
+    if step is not None:
+        return [RejectedOption(str(name), why) for name in gone if name.step == step]
+    if len(gone) < 2:
+        return [RejectedOption(str(name), why) for name in gone]
+    return [RejectedOption(f"{len(gone)} from {gone[-1]} to {gone[0]}", why)]
 
 
 def _why_not(

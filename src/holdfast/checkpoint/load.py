@@ -24,6 +24,7 @@ from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.manifest import Manifest, ManifestError
 from holdfast.checkpoint.planner import own_prefix
 from holdfast.checkpoint.reader import VerifyingReader
+from holdfast.checkpoint.reshard import reshard
 from holdfast.checkpoint.state import (
     OWN,
     Tracked,
@@ -47,7 +48,10 @@ class LoadedState:
         others: dict[str, Any],
         own: dict[str, Any],
         manifest: Manifest | None,
+        notes: list[str],
     ) -> None:
+        self.notes = notes
+        """What was done that a plain load would not do, in words."""
         self.manifest = manifest
         """None for a plain DCP directory."""
         self._tracked = tracked
@@ -72,14 +76,22 @@ def load(directory: Path, digest: str, tracked: Tracked, rank: int, world: int) 
         )
     reader = VerifyingReader(directory, manifest)
     metadata = reader.read_metadata()
-    blob = _read_blob(reader, metadata, rank)
+    notes: list[str] = []
+    same_world = manifest.world.size == world
+    if same_world:
+        blob = _read_blob(reader, metadata, rank)
+        others, own = blob["tracked"], blob["own"]
+    else:
+        blobs = [_read_blob(reader, metadata, saved) for saved in range(manifest.world.size)]
+        others, own, notes = reshard(blobs, run=manifest.run, step=manifest.step, rank=rank, world=world)
     tensors, _ = tracked.collect()
-    check_parts(tracked.names(), blob["tracked"])
-    drop_stateless(tensors, blob["tracked"], metadata)
+    check_parts(tracked.names(), others)
+    drop_stateless(tensors, others, metadata)
     check_strict(tensors, metadata)
-    _load_tensors(_own_first(flatten(tensors), metadata, rank), reader)
+    wanted = flatten(tensors)
+    _load_tensors(_own_first(wanted, metadata, rank) if same_world else wanted, reader)
     reader.verify_rest(reader.shard_paths()[rank::world])
-    return LoadedState(tracked, tensors, blob["tracked"], blob["own"], manifest)
+    return LoadedState(tracked, tensors, others, own, manifest, notes)
 
 
 def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -> dict[str, Any]:
@@ -115,11 +127,11 @@ def _load_tensors(state: dict[str, Any], reader: StorageReader) -> None:
         raise cause from error
 
 
-def load_stock(directory: Path, tracked: Tracked) -> tuple[LoadedState, list[str]]:
+def load_stock(directory: Path, tracked: Tracked) -> LoadedState:
     """Load a plain DCP directory, asked for by name: it has no digests, so nothing vouches for its bytes.
 
     Models must be there in full. Whatever else the directory does not hold keeps its initial state; the
-    returned notes say so. The caller has checked the directory's completeness without unpickling it.
+    notes say so. The caller has checked the directory's completeness without unpickling it.
     """
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
@@ -145,4 +157,4 @@ def load_stock(directory: Path, tracked: Tracked) -> tuple[LoadedState, list[str
             raise IncompleteStateError(f"{key}: {tuple(tensor.size())} tracked, the directory holds {entry}")
     _load_tensors(part_of, reader)
     notes.append("step, samples, RNG and data position: not in a plain DCP directory; they start anew")
-    return LoadedState(tracked, {**tracked.collect()[0], **part_of}, others, {}, None), notes
+    return LoadedState(tracked, {**tracked.collect()[0], **part_of}, others, {}, None, notes)

@@ -20,6 +20,7 @@ from holdfast.checkpoint.identity import CheckpointRoot
 from holdfast.checkpoint.inventory import look_at, take_inventory
 from holdfast.checkpoint.ladder import Ladder, Rung
 from holdfast.checkpoint.load import LoadedState, load, load_stock
+from holdfast.checkpoint.reading import reading
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.attempts import HeadRecord, write_head
 from holdfast.control.decisions import Decisions, read_key
@@ -117,7 +118,7 @@ class Resumer:
         rejected = list(ladder.rejected)
         number = 0
         for rung in ladder.rungs:
-            path, inspection = look_at(rung, self._root, self._control.run_id, self._group.world_size)
+            path, inspection = look_at(rung, self._root, self._control.run_id)
             problems = [str(problem) for problem in inspection.problems]
             if not problems:
                 self._propose(number, Proposal(rung=rung, path=str(path)))
@@ -257,11 +258,11 @@ class Resumer:
     def _try(self, rung: Rung, path: Path) -> tuple[LoadedState | None, Answer]:
         """Load a rung; whatever is wrong with it becomes an answer, so that no rank goes silent."""
         try:
-            if rung.manifest:
-                rank, world = self._group.rank, self._group.world_size
-                return load(path, rung.manifest, self._tracked, rank, world), Answer()
-            state, _ = load_stock(path, self._tracked)
-            return state, Answer()
+            with reading(path):  # a rung named by path may be another run's, whose lease we do not hold
+                if rung.manifest:
+                    rank, world = self._group.rank, self._group.world_size
+                    return load(path, rung.manifest, self._tracked, rank, world), Answer()
+                return load_stock(path, self._tracked), Answer()
         except CheckpointError as error:
             return None, Answer(problem=str(error))
         except HoldfastError as error:

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import ckpt, config, demo, journal, run
+from holdfast.cli import ckpt, config, demo, journal, plan, run
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")
 app.command(name="journal")(journal.journal)
+app.command(name="plan")(plan.plan)
 app.command(name="demo")(demo.demo)
 app.command(
     name="run",

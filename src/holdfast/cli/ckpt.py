@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli import ckpt_inspect, ckpt_judge, gc
+
 if TYPE_CHECKING:
     from holdfast.checkpoint.structure import Inspection
     from holdfast.control.standing import StandingBook
 
-app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, compare, judge and export checkpoints.", no_args_is_help=True)
+app.command("locate")(ckpt_inspect.locate)
+app.command("diff")(ckpt_inspect.diff)
+app.command("condemn")(ckpt_judge.condemn)
+app.command("acquit")(ckpt_judge.acquit)
+app.command("export")(ckpt_inspect.export)
+app.command("gc")(gc.gc)
 
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
@@ -59,6 +67,7 @@ def verify_checkpoints(
 
     Exits with 0 if all are sound, 1 if one is not, 2 if asked for something that cannot be verified.
     """
+    from holdfast.checkpoint.reading import reading
     from holdfast.checkpoint.verify import verify
     from holdfast.errors import UsageError
 
@@ -72,7 +81,8 @@ def verify_checkpoints(
     started = time.perf_counter()
     with _Bar(directories) as bar:
         for directory in directories:
-            inspections.append(verify(directory, run=run, world=world, progress=bar.advance))
+            with reading(directory):
+                inspections.append(verify(directory, run=run, world=world, progress=bar.advance))
     seconds = time.perf_counter() - started
     sound = all(inspection.sound for inspection in inspections)
     if as_json:

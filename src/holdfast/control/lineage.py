@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.control.attempts import HeadRecord, attempt_numbers
-from holdfast.control.directory import ControlDirectory, create_record, read_record
+from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
 from holdfast.control.lease import Fence
 from holdfast.files import replace_atomic
 
@@ -49,6 +49,33 @@ def record_done(control: ControlDirectory, record: CommitRecord) -> None:
 def was_committed(control: ControlDirectory, record: CommitRecord) -> bool:
     """Whether the rename is known to have happened."""
     return _path(control, record).with_suffix(".done").exists()
+
+
+class DeletedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was deleted on purpose. While its directory is there, that counts and not this."""
+
+    id: str
+    step: int
+    reason: str
+    epoch: int
+    at: float
+
+
+def record_deleted(control: ControlDirectory, record: CommitRecord, deleted: DeletedRecord) -> None:
+    """Called with the fence held, just before the rename that takes the checkpoint away."""
+    create_record(_path(control, record).with_suffix(".deleted"), deleted)
+
+
+def deleted_ids(control: ControlDirectory) -> frozenset[str]:
+    """Checkpoints that retention deleted, or was about to delete. The name alone says so."""
+    names = [name for n in attempt_numbers(control) for name in list_names(_folder(control, n))]
+    deleted = (name.removesuffix(".deleted") for name in names if name.endswith(".deleted"))
+    return frozenset(name.partition("-")[2] for name in deleted)
+
+
+def find_commit(control: ControlDirectory, attempt: int, step: int, id: str) -> CommitRecord | None:
+    """One attempt's record of one checkpoint, without reading all the others."""
+    return read_record(_folder(control, attempt) / f"{step:012d}-{id}.json", CommitRecord)
 
 
 def commits_of(control: ControlDirectory, attempt: int) -> list[CommitRecord]:

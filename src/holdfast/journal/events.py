@@ -140,6 +140,29 @@ class SaveFailed(Event, tag="save_failed"):
     in_a_row: int
 
 
+class CheckpointsDeleted(Event, tag="checkpoints_deleted"):
+    """Retention, or `holdfast ckpt gc`, took these away; everything older or newer is untouched."""
+
+    names: list[str]
+    reasons: list[str]
+    """One for each name."""
+    bytes: int
+
+
+class CadenceChosen(Event, tag="cadence_chosen"):
+    """How often the run saves from now on. Written at a start and when the interval changes notably."""
+
+    interval: int
+    """Steps between saves."""
+    seconds: float
+    """The same in time; 0 while no step was measured."""
+    overhead: float
+    """Expected share of all time lost to saves and failures; 0 while nothing was measured."""
+    mtbf: float
+    evidence: list[str]
+    warnings: list[str] = []
+
+
 class StepsDone(Event, tag="steps_done"):
     """A batch of completed steps, written about once a second."""
 
@@ -185,6 +208,8 @@ AnyEvent = (
     | SaveStarted
     | SaveCommitted
     | SaveFailed
+    | CheckpointsDeleted
+    | CadenceChosen
     | StepsDone
     | RunFinished
     | Warned

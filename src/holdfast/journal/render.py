@@ -10,11 +10,14 @@ import math
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from holdfast.journal.events import (
     AnyEvent,
     AttemptEnded,
     AttemptStarted,
+    CadenceChosen,
+    CheckpointsDeleted,
     Decision,
     LeaseClaimed,
     LeaseLost,
@@ -188,6 +191,17 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             return Rendered(
                 f"save failed{row}: {printable(body.checkpoint)}: {printable(body.error)}", "fault"
             )
+        case CheckpointsDeleted():
+            text = f"{plural(len(body.names), 'checkpoint')} deleted, {size(body.bytes)}"
+            pairs = zip_longest(body.names, body.reasons, fillvalue="")
+            return Rendered(text, "plain", [printable(f"{name}: {why}") for name, why in pairs])
+        case CadenceChosen():
+            every = f" ({duration(body.seconds)})" if body.seconds > 0 else ""
+            cost = f"; expected overhead {body.overhead:.2%}" if body.overhead > 0 else ""
+            details = [f"because {printable(item)}" for item in body.evidence]
+            details += [f"warning: {printable(item)}" for item in body.warnings]
+            text = f"saving every {plural(body.interval, 'step')}{every}{cost}"
+            return Rendered(text, "warning" if body.warnings else "decision", details)
         case StepsDone():
             return Rendered(_steps(body), "progress")
         case RunFinished():

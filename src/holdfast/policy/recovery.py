@@ -54,6 +54,7 @@ INCURABLE = frozenset(
         ExitCode.LEASE_LOST,
         ExitCode.RUN_IS_LIVE,
         ExitCode.CONTROL_UNUSABLE,
+        ExitCode.STATE_MISFIT,
     }
 )
 """Codes by which a worker says that the same start would end the same way. 2 is none of them: scripts use

@@ -108,6 +108,7 @@ class DataFeed:
             "open": self._iterator is not None,
             "epoch_start": self._epoch_start,
             "generators_now": _generator_states(self._loader),
+            "is_global": bool(getattr(self._loader, "has_global_position", False)),
             "loader": self._loader.state_dict() if self._stateful else None,  # type: ignore[attr-defined]
         }
 

@@ -21,6 +21,15 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
+    """Restore what `capture_rng` gave, or seed everything where only a `seed` is known (another world)."""
+    if "seed" in state:
+        random.seed(state["seed"])
+        torch.manual_seed(state["seed"])
+        if "numpy" in sys.modules:
+            import numpy
+
+            numpy.random.seed(state["seed"] % 2**32)
+        return
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:

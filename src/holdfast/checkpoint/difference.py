@@ -1,0 +1,297 @@
+"""What differs between two checkpoints: facts, entries, and tensor by tensor.
+
+Most of the answer is in the manifests and needs neither torch nor a shard: which entries there are, their
+shapes and dtypes, and whether stored chunks have the same digest. Only tensors whose digests differ, or that
+were cut into other chunks (another world size), are read, verified as they are, and compared bit by bit.
+
+A checkpoint with something wrong in it is not compared: a difference must mean that other state was saved.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from holdfast.checkpoint import metadata as metadatas
+from holdfast.checkpoint.identity import METADATA
+from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.metadata import MetadataError, Offsets, StoredMetadata
+from holdfast.checkpoint.reading import reading
+from holdfast.checkpoint.verify import verify
+from holdfast.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from holdfast.checkpoint.reader import VerifyingReader
+
+AT_ONCE = 4 * 1024 * 1024
+"""Elements compared at a time: what bounds the memory beside the two tensors themselves."""
+_BLOB = re.compile(r"holdfast\.rank_\d+")
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """Something the manifests say differently. Facts are told, and do not make state different."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+class EntryDifference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    name: str
+    what: str
+    """only in A, only in B, shape, dtype, values, parts or object."""
+    detail: str = ""
+    elements: int = 0
+    differing: int = 0
+    """Elements whose bits differ."""
+    max_abs: float | None = None
+    """Largest absolute difference where both are numbers; None if there is no such place."""
+    nans_a: int = 0
+    nans_b: int = 0
+    parts: list[str] = []
+    """Of a rank's blob: the parts that differ."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    facts: list[Fact]
+    entries: list[EntryDifference]
+    """Largest difference first."""
+    compared: int
+    """Entries that both have."""
+    read: int
+    """How many of these had to be read."""
+
+    @property
+    def equal(self) -> bool:
+        return not self.entries
+
+
+class _Side:
+    """One checkpoint, looked at without reading a shard."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        if not directory.is_dir():
+            raise UsageError(f"{directory}: there is no such directory")
+        inspection = verify(directory, files=[METADATA])
+        if inspection.problems:
+            told = "\n".join(f"  {problem}" for problem in inspection.problems)
+            raise UsageError(f"{directory} is not sound, so it is not compared:\n{told}")
+        if inspection.manifest is None:
+            raise UsageError(f"{directory} has no manifest (holdfast.json): there are no digests to compare")
+        self.manifest: Manifest = inspection.manifest
+        try:
+            self.stored: StoredMetadata = metadatas.read(directory)
+        except MetadataError as error:
+            raise UsageError(f"{directory}/{METADATA}: {error}") from error
+        self._digests = {
+            (entry.path, chunk.offset, chunk.length): chunk.digest
+            for entry in self.manifest.files
+            for chunk in entry.chunks
+        }
+        self._reader: VerifyingReader | None = None
+
+    def digest(self, name: str, offsets: Offsets | None) -> str:
+        """Of one stored chunk or object; empty if nothing is stored for it (a chunk without elements)."""
+        place = self.stored.storage.get((name, offsets))
+        return self._digests.get((place.path, place.offset, place.length), "") if place is not None else ""
+
+    def chunks(self, name: str) -> dict[Offsets, tuple[Offsets, str]]:
+        return {
+            offsets: (sizes, self.digest(name, offsets))
+            for offsets, sizes in self.stored.tensors[name].chunks
+        }
+
+    def names(self) -> set[str]:
+        return set(self.stored.tensors) | set(self.stored.objects)
+
+    def load(self, name: str) -> torch.Tensor:
+        from holdfast.checkpoint.export import read_entry
+        from holdfast.checkpoint.reader import VerifyingReader
+
+        if self._reader is None:
+            self._reader = VerifyingReader(self.directory, self.manifest)
+        try:
+            return read_entry(self._reader, name)
+        except CheckpointError as error:
+            raise UsageError(f"{self.directory} is not sound, so it is not compared: {error}") from error
+
+
+def compare(a: Path, b: Path, *, tolerance: float | None = None) -> Difference:
+    """What differs. With a `tolerance`, values no further apart than that count as equal."""
+    with reading(a), reading(b):
+        return _compare(_Side(a), _Side(b), tolerance)
+
+
+def _compare(one: _Side, other: _Side, tolerance: float | None) -> Difference:
+    entries = [
+        EntryDifference(name=name, what=f"only in {side}")
+        for side, names in (("A", one.names() - other.names()), ("B", other.names() - one.names()))
+        for name in names
+    ]
+    shared = sorted(one.names() & other.names())
+    read = 0
+    for name in shared:
+        known, difference = _without_reading(one, other, name)
+        if not known:
+            read += 1
+            difference = _by_reading(one, other, name, tolerance)
+        if difference is not None:
+            entries.append(difference)
+    entries.sort(key=_order)
+    return Difference(
+        facts=_facts(one.manifest, other.manifest), entries=entries, compared=len(shared), read=read
+    )
+
+
+def _order(entry: EntryDifference) -> tuple[bool, float, int, str]:
+    """What cannot be measured first, then the largest difference."""
+    measured = entry.what == "values"
+    return measured, -(entry.max_abs if entry.max_abs is not None else math.inf), -entry.differing, entry.name
+
+
+def _facts(a: Manifest, b: Manifest) -> list[Fact]:
+    left, right = _told(a), _told(b)
+    names = [*left, *(name for name in right if name not in left)]
+    return [
+        Fact(name, left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)
+    ]
+
+
+def _told(manifest: Manifest) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "step": manifest.step, "id": manifest.id, "parent": manifest.parent, "run": manifest.run,
+        "attempt": manifest.attempt, "created": manifest.created, "reason": manifest.reason,
+        "samples": manifest.samples, "tokens": manifest.tokens, "world": manifest.world.size,
+        "backend": manifest.world.backend, "layout": manifest.world.layout,
+    }  # fmt: skip
+    told |= {f"part {name}": part.kind for name, part in manifest.parts.items()}
+    told |= {f"version of {name}": text for name, text in msgspec.to_builtins(manifest.versions).items()}
+    return told
+
+
+def _without_reading(one: _Side, other: _Side, name: str) -> tuple[bool, EntryDifference | None]:
+    """(whether the answer is known, and it)."""
+    if name not in one.stored.tensors or name not in other.stored.tensors:
+        same_kind = (name in one.stored.tensors) == (name in other.stored.tensors)
+        if same_kind and one.digest(name, None) == other.digest(name, None):
+            return True, None
+        detail = "other bytes" if same_kind else "a tensor in one, an object in the other"
+        return True, EntryDifference(name=name, what="object", detail=detail)
+    left, right = one.stored.tensors[name], other.stored.tensors[name]
+    if left.dtype != right.dtype:
+        return True, EntryDifference(name=name, what="dtype", detail=f"{left.dtype} and {right.dtype}")
+    if one.chunks(name) == other.chunks(name) and left.shape == right.shape:
+        return True, None
+    if left.shape != right.shape and not _BLOB.fullmatch(name):
+        detail = f"{list(left.shape)} and {list(right.shape)}"
+        return True, EntryDifference(name=name, what="shape", detail=detail)
+    return False, None
+
+
+def _by_reading(one: _Side, other: _Side, name: str, tolerance: float | None) -> EntryDifference | None:
+    left, right = one.load(name), other.load(name)
+    if not _BLOB.fullmatch(name):
+        return _values(name, left, right, tolerance)
+    parts = _parts(left, right)
+    return EntryDifference(name=name, what="parts", parts=parts) if parts else None
+
+
+def _values(
+    name: str, left: torch.Tensor, right: torch.Tensor, tolerance: float | None
+) -> EntryDifference | None:
+    left, right = left.reshape(-1), right.reshape(-1)
+    differing = nans_a = nans_b = 0
+    largest: float | None = None
+    torn = False
+    """Whether a NaN stands against a number somewhere: no tolerance covers that."""
+    for start in range(0, left.numel(), AT_ONCE):
+        a, b = left[start : start + AT_ONCE], right[start : start + AT_ONCE]
+        differing += int((_bits(a) != _bits(b)).any(dim=1).sum())
+        x, y = _numbers(a), _numbers(b)
+        nan_x, nan_y = x.isnan(), y.isnan()
+        nans_a += int(nan_x.sum())
+        nans_b += int(nan_y.sum())
+        torn = torn or bool((nan_x != nan_y).any())
+        # Equal infinities have no difference, though subtracting them gives NaN.
+        apart = (x - y).abs().masked_fill(x == y, 0.0)[~(nan_x | nan_y)]
+        if apart.numel():
+            largest = max(largest or 0.0, float(apart.max()))
+    within = tolerance is not None and not torn and (largest or 0.0) <= tolerance
+    if differing == 0 or within:
+        return None
+    return EntryDifference(
+        name=name,
+        what="values",
+        elements=left.numel(),
+        differing=differing,
+        max_abs=largest,
+        nans_a=nans_a,
+        nans_b=nans_b,
+    )
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Each element's bytes, as a row."""
+    import torch
+
+    return values.contiguous().view(torch.uint8).view(values.numel(), values.element_size())
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    """As numbers that every operation knows; exact but for integers beyond 2**53."""
+    import torch
+
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
+
+
+def _parts(left: torch.Tensor, right: torch.Tensor) -> list[str]:
+    """The parts of a rank's state that differ (see state.py); both blobs have matched their digests."""
+    from holdfast.checkpoint.state import from_blob
+
+    a, b = (_named_parts(from_blob(blob)) for blob in (left, right))
+    return sorted(
+        name for name in a.keys() | b.keys() if not (name in a and name in b and _same(a[name], b[name]))
+    )
+
+
+def _named_parts(blob: Any) -> dict[str, Any]:
+    """`tracked` and `own` opened up, one level: schedule, optimizer, rng, data, counters …"""
+    if not isinstance(blob, dict):
+        return {"all": blob}
+    parts: dict[str, Any] = {}
+    for key, value in blob.items():
+        if isinstance(value, dict):
+            parts |= {f"{key}.{name}": part for name, part in value.items()}
+        else:
+            parts[str(key)] = value
+    return parts
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal in every bit, through containers; what is neither number, text nor tensor is compared pickled."""
+    import numpy
+    import torch
+
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return bool((_bits(a.detach().cpu().reshape(-1)) == _bits(b.detach().cpu().reshape(-1))).all())
+    if isinstance(a, numpy.ndarray) and a.dtype != object:
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if isinstance(a, bool | int | str | bytes | None):
+        return bool(a == b)
+    return pickle.dumps(a) == pickle.dumps(b)

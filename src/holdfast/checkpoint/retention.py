@@ -1,0 +1,332 @@
+"""Retention: deletes the checkpoints that the policy gives up.
+
+Guarantee: a checkpoint is there whole, or it is gone from the root. Each one is taken away by one rename
+into the trash, under the fence, after a record that says so; only then, and without the fence, is it
+deleted. A cut in between leaves trash, which the next start sweeps. What has no such record and is gone
+was lost.
+
+There is one owner: whoever holds the run's lease, which is rank 0 of an attempt after a commit, or
+`holdfast ckpt gc`. So nothing is deleted while a resume reads: a new attempt claims the lease first, and from
+then on the old one's fence refuses; the new one deletes nothing before its first commit, which needs every
+rank to have loaded. A reader that holds no lease is met with a lock (reading.py), and left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot
+from holdfast.checkpoint.manifest import MAX_MANIFEST_BYTES, digest_bytes
+from holdfast.checkpoint.problems import Reason
+from holdfast.checkpoint.reading import unread
+from holdfast.checkpoint.structure import check_structure
+from holdfast.control.attempts import latest_head
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.lease import Fence
+from holdfast.control.lineage import (
+    CommitRecord,
+    DeletedRecord,
+    find_commit,
+    read_timeline,
+    record_deleted,
+)
+from holdfast.control.standing import StandingBook
+from holdfast.errors import HoldfastError
+from holdfast.files import fsync_dir, make_dirs, read_regular
+from holdfast.journal.events import CheckpointsDeleted, Warned
+from holdfast.journal.writer import JournalWriter
+from holdfast.policy.retention import LEAST, Candidate, Condition, Rules, Verdict, retain
+
+log = logging.getLogger("holdfast.checkpoint")
+
+LOOKED_AT_AGAIN = 8
+"""How many of the newest must be seen to be sound, at every pass, before an older one may go."""
+CLOSE_WAIT = 5.0
+"""How long the end of a run waits for deletions that are still going on."""
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint and what becomes of it."""
+
+    name: CheckpointName
+    standing: str
+    keep: bool
+    reason: str
+    bytes: int
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan came to."""
+
+    items: list[Item]
+    trashed: list[Path]
+    """To be deleted by `empty`; no longer checkpoints."""
+    error: OSError | HoldfastError | None
+    """What kept the rest of the plan from being carried out."""
+
+
+class _Look(msgspec.Struct, frozen=True, kw_only=True):
+    condition: Condition
+    problem: str
+    created: float
+    bytes: int
+
+
+class Retention:
+    """Retention of one run's checkpoints under one root.
+
+    Between passes it remembers what it saw, so that a pass costs little however long the history is: only the
+    newest ones, and those about to be deleted, are looked at again.
+    """
+
+    def __init__(self, control: ControlDirectory, root: CheckpointRoot, rules: Rules) -> None:
+        self._control = control
+        self._root = root
+        self._rules = rules
+        self._book = StandingBook(control)
+        self._records: dict[CheckpointName, CommitRecord] | None = None
+        self._off_line: set[str] = set()
+        self._looks: dict[CheckpointName, _Look] = {}
+
+    # --- deciding -------------------------------------------------------------------------------------------
+
+    def plan(self, attempt: int | None = None) -> list[Item]:
+        """What would be kept and deleted now, and why; changes nothing. `attempt` is the one that runs."""
+        present = self._root.names()
+        records = self._known(present, attempt)
+        standings = {name: str(self._book.of(name.id)) for name in present}
+        pins = self._pins(records)
+        fresh = self._refresh(present)
+        while True:
+            candidates = [self._candidate(name, standings[name], pins) for name in present]
+            verdicts = {verdict.id: verdict for verdict in retain(candidates, self._rules)}
+            stale = [name for name in present if not verdicts[str(name)].keep and name not in fresh]
+            if not stale:
+                break
+            for name in stale:
+                self._looks[name] = self._look(name)
+                fresh.add(name)
+        return [self._item(name, standings[name], verdicts[str(name)]) for name in present]
+
+    def _item(self, name: CheckpointName, standing: str, verdict: Verdict) -> Item:
+        look = self._looks[name]
+        return Item(name=name, standing=standing, keep=verdict.keep, reason=verdict.reason, bytes=look.bytes)
+
+    def _known(
+        self, present: list[CheckpointName], attempt: int | None
+    ) -> dict[CheckpointName, CommitRecord]:
+        """The run's commit records. Read once; later only the running attempt can have added any."""
+        if self._records is None:
+            timeline = read_timeline(self._control)
+            every = [*timeline.on_line, *timeline.abandoned]
+            self._records = {CheckpointName(record.step, record.id): record for record in every}
+            self._off_line = {record.id for record in timeline.abandoned}
+        for name in present:
+            if name not in self._records and attempt is not None:
+                record = find_commit(self._control, attempt, name.step, name.id)
+                if record is not None:
+                    self._records[name] = record
+        return self._records
+
+    def _pins(self, records: dict[CheckpointName, CommitRecord]) -> dict[str, str]:
+        """What the newest attempt came from, and the parent of that."""
+        head = latest_head(self._control)
+        if head is None or head.checkpoint is None:
+            return {}
+        pins = {head.checkpoint: f"attempt {head.attempt} came from it"}
+        parent = next((record.parent for record in records.values() if record.id == head.checkpoint), None)
+        if parent is not None:
+            pins[parent] = f"the parent of the one that attempt {head.attempt} came from"
+        return pins
+
+    def _candidate(self, name: CheckpointName, standing: str, pins: dict[str, str]) -> Candidate:
+        look = self._looks[name]
+        return Candidate(
+            id=str(name),
+            step=name.step,
+            created=look.created,
+            standing=standing,
+            condition=look.condition,
+            on_line=self._is_on_line(name),
+            pinned=pins.get(name.id, ""),
+            problem=look.problem,
+        )
+
+    def _is_on_line(self, name: CheckpointName) -> bool:
+        return self._records is not None and name in self._records and name.id not in self._off_line
+
+    def _refresh(self, present: list[CheckpointName]) -> set[CheckpointName]:
+        """Look again at the newest of the line, until enough were seen to be sound, and at what was not."""
+        self._looks = {name: look for name, look in self._looks.items() if name in set(present)}
+        fresh: set[CheckpointName] = set()
+        wanted = min(max(LEAST, self._rules.keep_last), LOOKED_AT_AGAIN)
+        for name in present:
+            again = wanted > 0 and self._is_on_line(name)
+            if again or name not in self._looks or self._looks[name].condition is not Condition.SOUND:
+                self._looks[name] = self._look(name)
+                fresh.add(name)
+            wanted -= again and self._looks[name].condition is Condition.SOUND
+        return fresh
+
+    def _look(self, name: CheckpointName) -> _Look:
+        directory = self._root.committed(name)
+        record = (self._records or {}).get(name)
+        inspection = check_structure(directory)
+        condition, problem = Condition.SOUND, ""
+        if record is None:
+            condition, problem = Condition.FOREIGN, "there is no record of having saved it"
+        elif inspection.manifest is not None and inspection.manifest_digest != record.manifest:
+            condition, problem = Condition.FOREIGN, "its manifest is not the one that was committed"
+        elif inspection.problems:
+            problem = str(inspection.problems[0])
+            unknown = any(found.reason is Reason.UNREADABLE for found in inspection.problems)
+            unknown = unknown or (inspection.manifest is None and _may_be_intact(directory, record))
+            condition = Condition.UNREADABLE if unknown else Condition.BROKEN
+        return _Look(
+            condition=condition,
+            problem=problem,
+            created=inspection.manifest.created if inspection.manifest is not None else 0.0,
+            bytes=inspection.size if inspection.sound else _bytes_in(directory),
+        )
+
+    # --- doing ----------------------------------------------------------------------------------------------
+
+    def take_away(self, plan: list[Item], fence: Fence) -> Outcome:
+        """Move what the plan gives up into the trash; what was not moved is kept, with the reason."""
+        items: list[Item] = []
+        trashed: list[Path] = []
+        stopped: OSError | HoldfastError | None = None
+        for item in plan:
+            kept = ""
+            if not item.keep and stopped is None:
+                place = self._root.trash / f"{item.name}.{uuid.uuid4().hex[:8]}"
+                try:
+                    if self._move(item, place, fence):
+                        trashed.append(place)
+                    else:
+                        kept = "somebody reads it"
+                except (OSError, HoldfastError) as error:
+                    stopped = error
+            if not item.keep and stopped is not None:
+                kept = f"could not be deleted: {stopped}"
+            items.append(msgspec.structs.replace(item, keep=True, reason=kept) if kept else item)
+        try:
+            if trashed:
+                # Both ends of the renames first: else a power cut could bring back half a checkpoint.
+                fsync_dir(self._root.trash)
+                fsync_dir(self._root.path)
+        except OSError as error:
+            stopped, trashed = error, []  # the next start sweeps the trash
+        return Outcome(items=items, trashed=trashed, error=stopped)
+
+    def _move(self, item: Item, place: Path, fence: Fence) -> bool:
+        """One checkpoint into the trash; False if somebody reads it."""
+        assert self._records is not None
+        record, directory = self._records[item.name], self._root.committed(item.name)
+        deleted = DeletedRecord(
+            id=record.id, step=record.step, reason=item.reason, epoch=fence.epoch, at=time.time()
+        )
+        make_dirs(place.parent)
+        with unread(directory) as free:
+            if free:
+                with fence.guard(f"delete {item.name}"):
+                    record_deleted(self._control, record, deleted)
+                    os.rename(directory, place)
+            return free
+
+
+def empty(trashed: list[Path]) -> None:
+    """Delete what was taken away. What cannot be deleted now is swept at the next start."""
+    for path in trashed:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class Retainer:
+    """Retention as a run does it: after a commit, on rank 0, without making training wait for deletions."""
+
+    def __init__(
+        self,
+        *,
+        control: ControlDirectory,
+        root: CheckpointRoot,
+        rules: Rules,
+        fence: Fence,
+        attempt: int,
+        journal: JournalWriter,
+    ) -> None:
+        self._retention = Retention(control, root, rules)
+        self._idle = rules.keep_last == 0
+        self._fence = fence
+        self._attempt = attempt
+        self._journal = journal
+        self._deleting: threading.Thread | None = None
+
+    def after_commit(self) -> None:
+        """Take away what the policy gives up. A failure is journalled; it never fails the save."""
+        if self._idle or (self._deleting is not None and self._deleting.is_alive()):
+            return  # still deleting: the next pass decides about the rest again
+        try:
+            outcome = self._retention.take_away(self._retention.plan(self._attempt), self._fence)
+        except (OSError, HoldfastError) as error:
+            self._warn(error)
+            return
+        if outcome.error is not None:
+            self._warn(outcome.error)
+        if not all(item.keep for item in outcome.items):
+            self._journal.write(deletion_event(outcome.items))
+        if outcome.trashed:
+            self._deleting = threading.Thread(
+                target=empty, args=(outcome.trashed,), name="holdfast-retention", daemon=True
+            )
+            self._deleting.start()
+
+    def _warn(self, error: OSError | HoldfastError) -> None:
+        self._journal.write(Warned(message=f"retention stopped, the next save tries again: {error}"))
+        log.warning("holdfast: retention stopped, the next save tries again: %s", error)
+
+    def close(self) -> None:
+        """Give deletions that are going on a moment to end."""
+        if self._deleting is not None:
+            self._deleting.join(CLOSE_WAIT)
+
+
+def deletion_event(items: list[Item]) -> CheckpointsDeleted:
+    gone = [item for item in items if not item.keep]
+    return CheckpointsDeleted(
+        names=[str(item.name) for item in gone],
+        reasons=[item.reason for item in gone],
+        bytes=sum(item.bytes for item in gone),
+    )
+
+
+# --- small things -------------------------------------------------------------------------------------------
+
+
+def _may_be_intact(directory: Path, record: CommitRecord) -> bool:
+    """Whether a manifest that cannot be understood may be the committed one, as a newer release wrote it."""
+    try:
+        data = read_regular(directory / MANIFEST, MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    start = b'{"digest":"%b","body":' % record.manifest.encode()
+    return data.startswith(start) and digest_bytes(data[len(start) : -2]) == record.manifest
+
+
+def _bytes_in(directory: Path) -> int:
+    total = 0
+    for folder, _, files in os.walk(directory):
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += (Path(folder) / file).lstat().st_size
+    return total

@@ -1,0 +1,263 @@
+"""`holdfast ckpt condemn` and `acquit`: an operator's word on a checkpoint, recorded for every later resume.
+
+Both act under the run's lease, so never beside a live run, and write standing records; no checkpoint is
+touched. What was saved from a condemned checkpoint goes with it, because it carries the same state on.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.ckpt_inspect import open_run
+
+if TYPE_CHECKING:
+    from holdfast.control.directory import ControlDirectory
+    from holdfast.control.lease import Fence
+    from holdfast.control.lineage import CommitRecord
+    from holdfast.control.standing import Standing
+
+LEASE_TTL = 10.0
+"""Seconds. The lease is given back at once; this only bounds the wait after an operator's crash."""
+
+_RUN = Annotated[Path, typer.Argument(help="The run's directory (run.dir, --run-dir).")]
+_WHICH = Annotated[str, typer.Argument(metavar="STEP|ID|NAME", help="The checkpoint: step, id or name.")]
+_REASON = Annotated[str, typer.Option(help="Why; kept with the record and in the journal.")]
+_ROOT = Annotated[Path | None, typer.Option(help="Its checkpoint root, if not RUN_DIR/checkpoints.")]
+_YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def condemn(
+    run_dir: _RUN,
+    which: _WHICH,
+    reason: _REASON,
+    root: _ROOT = None,
+    yes: _YES = False,
+    as_json: _JSON = False,
+) -> None:
+    """Condemn a checkpoint, and with it all that was saved from it: no resume uses them any more.
+
+    Exits with 0 if it was recorded, 20 if the run is live, 2 if asked for what cannot be done.
+    """
+    from holdfast.control.standing import Standing
+
+    _judge(run_dir, which, reason, root, Standing.CONDEMNED, yes=yes, as_json=as_json)
+
+
+def acquit(
+    run_dir: _RUN,
+    which: _WHICH,
+    reason: _REASON,
+    root: _ROOT = None,
+    yes: _YES = False,
+    as_json: _JSON = False,
+) -> None:
+    """Acquit a condemned or suspect checkpoint, and those that were condemned only with it.
+
+    Exits with 0 if it was recorded, 20 if the run is live, 2 if asked for what cannot be done.
+    """
+    from holdfast.control.standing import Standing
+
+    _judge(run_dir, which, reason, root, Standing.ACQUITTED, yes=yes, as_json=as_json)
+
+
+def _judge(
+    run_dir: Path, which: str, reason: str, root: Path | None, verdict: Standing, *, yes: bool, as_json: bool
+) -> None:
+    from holdfast.checkpoint.problems import printable
+    from holdfast.errors import UsageError
+
+    control = open_run(run_dir)
+    where = (root if root is not None else run_dir / "checkpoints").absolute()
+    if not reason.strip():
+        raise UsageError("--reason must say why: it is all that a later reader of the journal has")
+    reason = printable(reason.strip(), 2000)
+    chosen = _choose(control, where, which, verdict)
+    if not as_json:
+        _show(control, chosen, verdict)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError("this is not a terminal, so nobody can be asked; nothing was changed. Add --yes")
+        typer.confirm(f"Record {_count(chosen)} as {verdict}?", abort=True, err=True)
+    with _lease(control) as fence:
+        # Nobody held the lease while a person was thinking: what they agreed to must still be what is there.
+        if _choose(control, where, which, verdict) != chosen:
+            raise UsageError("the run went on meanwhile; nothing was changed. Look again with `ckpt locate`")
+        _record(control, fence, chosen, verdict, reason)
+    names = [_name(record) for record in chosen]
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({"standing": str(verdict), "checkpoints": names, "reason": reason}))
+    else:
+        typer.echo(
+            f"recorded {_count(chosen)} as {verdict}; `holdfast ckpt locate` says what a resume would use"
+        )
+
+
+# --- which -------------------------------------------------------------------------------------------------
+
+
+def _choose(control: ControlDirectory, root: Path, which: str, verdict: Standing) -> list[CommitRecord]:
+    """The checkpoint that was named, then those that go with it, oldest first."""
+    from holdfast.control.lineage import read_timeline
+    from holdfast.control.standing import Standing, StandingBook
+    from holdfast.errors import UsageError
+
+    timeline = read_timeline(control)
+    records = timeline.on_line + timeline.abandoned
+    target = _find(control, root, records, which)
+    book = StandingBook(control)
+    later = _descendants(target, records)
+    if verdict is Standing.CONDEMNED:
+        return [target, *(record for record in later if book.of(record.id) is not Standing.CONDEMNED)]
+    standing = book.of(target.id)
+    if standing not in (Standing.CONDEMNED, Standing.SUSPECT):
+        raise UsageError(f"{_name(target)} is {standing}: there is nothing to acquit it of")
+    return [target, *(record for record in later if _condemned_with(control, record, target))]
+
+
+def _find(control: ControlDirectory, root: Path, records: list[CommitRecord], which: str) -> CommitRecord:
+    from holdfast.control.lineage import was_committed
+    from holdfast.errors import UsageError
+
+    # A save that was cut before its rename left a record too; it never existed for anyone.
+    real = [record for record in records if was_committed(control, record) or (root / _name(record)).is_dir()]
+    found = [
+        record
+        for record in real
+        if which in (record.id, _name(record)) or (which.isdecimal() and int(which) == record.step)
+    ]
+    known = ", ".join(_name(record) for record in sorted(real, key=lambda record: -record.step)[:10])
+    if not found:
+        raise UsageError(f"run {control.run_id} saved no checkpoint {which!r}; it saved {known or 'none'}")
+    if len(found) > 1:
+        told = ", ".join(f"{record.id} (attempt {record.attempt})" for record in found)
+        raise UsageError(f"{which!r} names {len(found)} checkpoints: {told}. Give the id of the one you mean")
+    return found[0]
+
+
+def _descendants(target: CommitRecord, records: list[CommitRecord]) -> list[CommitRecord]:
+    """Everything saved from it, directly or not, on any way the run took; oldest first."""
+    family = {target.id}
+    while grown := {r.id for r in records if r.parent in family} - family:
+        family |= grown
+    found = [record for record in records if record.id in family and record.id != target.id]
+    return sorted(found, key=lambda record: (record.attempt, record.step, record.id))
+
+
+def _with(target: CommitRecord) -> str:
+    return f"condemned with {_name(target)}, from which it was saved"
+
+
+def _condemned_with(control: ControlDirectory, record: CommitRecord, target: CommitRecord) -> bool:
+    """Whether its newest record condemns it for nothing but its origin; in doubt it does not."""
+    from holdfast.control.directory import list_names, read_record
+    from holdfast.control.standing import StandingRecord
+    from holdfast.errors import ControlError
+
+    folder = control.standing / record.id
+    numbers = {name: name.partition("-")[0] for name in list_names(folder) if name.endswith(".json")}
+    if not numbers or not all(number.isdecimal() for number in numbers.values()):
+        return False
+    try:
+        newest = read_record(folder / max(numbers, key=lambda name: int(numbers[name])), StandingRecord)
+    except ControlError:
+        return False
+    return newest is not None and newest.standing == "condemned" and _with(target) in newest.evidence
+
+
+# --- recording ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _lease(control: ControlDirectory) -> Iterator[Fence]:
+    """Hold the run for a moment; RunIsLiveError if somebody else does."""
+    from holdfast.control.lease import Fence, LeaseKeeper, claim
+
+    held = claim(control, f"operator-{uuid.uuid4().hex[:12]}", LEASE_TTL)
+    # A loss needs no handler: the fence refuses whatever would come after it.
+    keeper = LeaseKeeper(control, held, lambda _why: None)
+    try:
+        yield Fence(control, held.epoch, timeout=LEASE_TTL)
+    finally:
+        keeper.release()
+
+
+def _record(
+    control: ControlDirectory, fence: Fence, chosen: list[CommitRecord], verdict: Standing, reason: str
+) -> None:
+    from holdfast.control.attempts import attempt_numbers
+    from holdfast.control.standing import Standing, StandingBook
+    from holdfast.journal.events import Decision
+    from holdfast.journal.writer import JournalWriter
+
+    book = StandingBook(control)
+    target, *others = chosen
+    said = f"operator: {reason}"
+    # Condemning goes from the youngest back, so that a cut leaves nothing usable that descends from what is
+    # condemned already; acquitting the other way round, for the same reason.
+    order = [*reversed(others), target] if verdict is Standing.CONDEMNED else chosen
+    for record in order:
+        evidence = [said]
+        if record is not target and verdict is Standing.CONDEMNED:
+            evidence.append(_with(target))
+        elif record is not target:
+            evidence.append(f"acquitted with {_name(target)}, with which it was condemned")
+        book.append(fence, record.id, verdict, evidence)
+    journal = JournalWriter(control.journal, "operator", max(attempt_numbers(control), default=0))
+    names = [_name(record) for record in chosen]
+    evidence = [said]
+    if others:
+        evidence.append(f"with it, as saved from it: {', '.join(names[1:])}")
+    journal.write(
+        Decision(
+            about="standing",
+            chosen=f"{names[0]} is {verdict}",
+            evidence=evidence,
+            details={"checkpoints": names, "standing": str(verdict)},
+        )
+    )
+    journal.close()
+
+
+# --- showing -----------------------------------------------------------------------------------------------
+
+
+def _show(control: ControlDirectory, chosen: list[CommitRecord], verdict: Standing) -> None:
+    from holdfast.control.lineage import read_timeline
+    from holdfast.control.standing import Standing, StandingBook
+
+    book = StandingBook(control)
+    target, *others = chosen
+    typer.echo(f"{_name(target)} is {book.of(target.id)}; it would be {verdict}")
+    for record in others:
+        why = "saved from it" if verdict is Standing.CONDEMNED else "condemned with it"
+        typer.echo(f"  and {_name(record)}, {book.of(record.id)}, {why}")
+    if verdict is not Standing.ACQUITTED:
+        return
+    timeline = read_timeline(control)
+    records = timeline.on_line + timeline.abandoned
+    for record in _descendants(target, records):
+        if record not in chosen and book.of(record.id) is Standing.CONDEMNED:
+            typer.echo(f"  {_name(record)}, saved from it, stays condemned: it has evidence of its own")
+    for record in records:
+        if target in _descendants(record, records) and book.of(record.id) is Standing.CONDEMNED:
+            typer.echo(f"  {_name(record)}, from which it was saved, stays condemned")
+
+
+def _name(record: CommitRecord) -> str:
+    from holdfast.checkpoint.identity import CheckpointName
+
+    return str(CheckpointName(record.step, record.id))
+
+
+def _count(chosen: list[Any]) -> str:
+    return "1 checkpoint" if len(chosen) == 1 else f"{len(chosen)} checkpoints"

@@ -1,0 +1,271 @@
+"""`holdfast plan`: what saving and failing cost, and how often to save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.observe.costs import ObservedCosts, Spread
+    from holdfast.policy.cadence import Cadence, Costs
+
+DAY = 86400.0
+HOUR = 3600.0
+LARGEST = 31_536_000
+"""Seconds or hours; as much as a setting may be."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A number and where it came from."""
+
+    value: float
+    source: str
+
+
+def plan(
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="The run's directory; its journal gives the numbers.")
+    ] = None,
+    mtbf: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="Mean time between failures of the whole job.")
+    ] = None,
+    save_seconds: Annotated[
+        float | None, typer.Option(metavar="S", help="From the call of a save to its commit.")
+    ] = None,
+    blocked_seconds: Annotated[
+        float | None, typer.Option(metavar="S", help="For which a save holds training up.")
+    ] = None,
+    step_seconds: Annotated[float | None, typer.Option(metavar="S", help="One step of training.")] = None,
+    restart_seconds: Annotated[
+        float | None, typer.Option(metavar="S", help="From a failure to the first step after it.")
+    ] = None,
+    interval: Annotated[
+        int | None, typer.Option(metavar="STEPS", min=1, help="The present interval, to compare with.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Nodes of the job.")] = None,
+    node_mtbf: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="Mean time between failures of one node.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Say how often to save: from a run's journal, from the numbers given, or both (a given one counts)."""
+    import msgspec
+
+    from holdfast.policy.cadence import Costs, choose
+
+    _check(
+        {
+            "--mtbf": mtbf,
+            "--save-seconds": save_seconds,
+            "--blocked-seconds": blocked_seconds,
+            "--step-seconds": step_seconds,
+            "--restart-seconds": restart_seconds,
+            "--node-mtbf": node_mtbf,
+        }
+    )
+    seen = _observed(run_dir)
+    known = _costs(seen, save_seconds, blocked_seconds, step_seconds, restart_seconds)
+    known["mtbf"] = _mtbf(seen, mtbf, nodes, node_mtbf)
+    costs = Costs(**{name: number.value for name, number in known.items()})
+    chosen = choose(costs, known["mtbf"].source)
+    present = interval or (seen.interval if seen is not None else None)
+    found = _document(known, costs, chosen, present, given_mtbf=mtbf is not None or node_mtbf is not None)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)))
+    else:
+        _print(known, chosen, found)
+
+
+# --- where the numbers come from
+
+
+def _check(numbers: dict[str, float | None]) -> None:
+    wrong = [
+        f"{flag} {value:g}"
+        for flag, value in numbers.items()
+        if value is not None and not 0 < value <= LARGEST
+    ]
+    if wrong:
+        raise UsageError(f"{', '.join(wrong)}: give a number above 0 and at most {LARGEST}")
+
+
+def _observed(run_dir: Path | None) -> ObservedCosts | None:
+    if run_dir is None:
+        return None
+    from holdfast.journal.reader import read_journal
+    from holdfast.observe.costs import observed_costs
+
+    if not (run_dir / "run.json").is_file():
+        raise UsageError(f"{run_dir} is not a run directory: it has no run.json. Give the run's --run-dir")
+    return observed_costs(read_journal(run_dir / "journal"))
+
+
+def _costs(
+    seen: ObservedCosts | None,
+    save: float | None,
+    blocked: float | None,
+    step: float | None,
+    restart: float | None,
+) -> dict[str, Known]:
+    from holdfast.policy.cadence import DEFAULT_RESTART
+
+    found = {
+        "step": _known(step, seen.step if seen else None, "step"),
+        "blocked": _known(blocked, seen.blocked if seen else None, "save"),
+        "commit": _known(save, seen.commit if seen else None, "save"),
+        "restart": _known(restart, seen.down if seen else None, "incident")
+        or Known(DEFAULT_RESTART, "assumed; it does not change the interval, only the overhead"),
+    }
+    if found["blocked"] is None and found["commit"] is not None:
+        found["blocked"] = Known(found["commit"].value, "the whole save; --blocked-seconds if it is less")
+    flags = {"step": "--step-seconds", "commit": "--save-seconds"}
+    missing = [flag for name, flag in flags.items() if found[name] is None]
+    if missing:
+        where = (
+            "the journal has not measured it yet" if seen is not None else "there is no RUN_DIR to observe"
+        )
+        raise UsageError(f"{' and '.join(missing)} needed: {where}")
+    known = {name: number for name, number in found.items() if number is not None}
+    if known["commit"].value < known["blocked"].value:
+        if save is not None and blocked is not None:
+            raise UsageError(
+                f"--blocked-seconds {blocked:g} is more than --save-seconds {save:g}: a save lets training "
+                "go on no later than it is committed"
+            )
+        name, limit = ("blocked", save) if save is not None else ("commit", known["blocked"].value)
+        known[name] = Known(limit or 0.0, "follows from the other one, which was given")
+    return known
+
+
+def _known(given: float | None, seen: Spread | None, what: str) -> Known | None:
+    from holdfast.journal.render import duration, plural
+
+    if given is not None:
+        return Known(given, "given")
+    if seen is None:
+        return None
+    return Known(
+        seen.median, f"observed: median of {plural(seen.count, what)}, 9 in 10 within {duration(seen.p90)}"
+    )
+
+
+def _mtbf(
+    seen: ObservedCosts | None, given: float | None, nodes: int | None, node_mtbf: float | None
+) -> Known:
+    from holdfast.journal.render import plural
+    from holdfast.policy.cadence import mtbf_of
+
+    if (nodes is None) != (node_mtbf is None):
+        raise UsageError("--nodes and --node-mtbf belong together: give both, or --mtbf for the whole job")
+    if node_mtbf is not None and nodes is not None:
+        if given is not None:
+            raise UsageError("--mtbf and --node-mtbf are two ways to say the same: give one of them")
+        each = f"{plural(nodes, 'node')}, each with an MTBF of {node_mtbf:g} h"
+        return Known(node_mtbf * HOUR / nodes, f"given: {each}")
+    if given is not None:
+        return Known(given * HOUR, "given")
+    found = mtbf_of(seen.running, seen.failures) if seen is not None else mtbf_of(0.0, 0)
+    return Known(found.seconds, found.source)
+
+
+# --- what is said
+
+
+def _document(
+    known: dict[str, Known], costs: Costs, chosen: Cadence, present: int | None, *, given_mtbf: bool
+) -> dict[str, Any]:
+    """The answer for programs; the text for people is made of it too."""
+    from holdfast.policy.cadence import concerns, overhead
+
+    best = chosen.interval_steps
+    rows = [
+        ("half", max(1, best // 2)),
+        ("chosen", best),
+        ("double", best * 2),
+        ("four times", best * 4),
+    ]
+    if present is not None:
+        rows.append(("present", present))
+    table = []
+    for name, steps in rows:
+        lost = overhead(steps * costs.step, costs)
+        seconds = steps * costs.step
+        table.append(
+            {
+                "interval": name,
+                "steps": steps,
+                "seconds": seconds,
+                "overhead": lost,
+                "lost_seconds_per_day": lost * DAY,
+            }
+        )
+    warnings = [f"at the chosen interval, {text}" for text in chosen.warnings]
+    if present is not None and present != best:
+        warnings += [f"at present, {text}" for text in concerns(present, costs).values()]
+    auto = '[checkpoint]\ninterval = "auto"\n'
+    if given_mtbf:
+        auto += f"mtbf_hours = {float(f'{costs.mtbf / HOUR:.6g}')}\n"
+    return {
+        "costs": {name: {"seconds": number.value, "source": number.source} for name, number in known.items()},
+        "optima": {"young": chosen.young, "daly": chosen.daly, "least_overhead": chosen.optimal},
+        "interval": {"steps": best, "seconds": chosen.interval_seconds},
+        "overhead": chosen.expected_overhead,
+        "lost_seconds_per_day": chosen.expected_overhead * DAY,
+        "evidence": chosen.evidence,
+        "table": table,
+        "warnings": warnings,
+        "set": {"fixed": f"[checkpoint]\ninterval = {best}\n", "auto": auto},
+    }
+
+
+NAMES = {
+    "step": "one step",
+    "blocked": "a save blocks training for",
+    "commit": "a save is committed after",
+    "restart": "from a failure to the next step",
+    "mtbf": "mean time between failures",
+}
+
+
+def _print(known: dict[str, Known], chosen: Cadence, found: dict[str, Any]) -> None:
+    from holdfast.journal.render import duration, plural
+
+    for name, words in NAMES.items():
+        number = known[name]
+        typer.echo(f"{words:<32} {duration(number.value):>12}   {number.source}")
+    typer.echo("\nTime between saves")
+    for words, value in (
+        ("Young 1974", chosen.young),
+        ("Daly 2006", chosen.daly),
+        ("least expected overhead", chosen.optimal),
+    ):
+        typer.echo(f"  {words:<30} {duration(value):>12}")
+    steps = plural(chosen.interval_steps, "step")
+    typer.echo(
+        f"\nSave every {steps} ({duration(chosen.interval_seconds)}). Expected overhead: "
+        f"{chosen.expected_overhead:.2%}, or {duration(found['lost_seconds_per_day'])} a day."
+    )
+    for note in chosen.evidence[3:]:
+        typer.echo(f"  {note}")
+    typer.echo(f"\n  {'interval':<12} {'steps':>14} {'time':>14} {'overhead':>10} {'lost a day':>14}")
+    for row in found["table"]:
+        typer.echo(
+            f"  {row['interval']:<12} {row['steps']:>14} {duration(row['seconds']):>14} "
+            f"{row['overhead']:>10.2%} {duration(row['lost_seconds_per_day']):>14}"
+        )
+    typer.echo("\nTo set it:")
+    typer.echo(_indented(found["set"]["fixed"]))
+    typer.echo("or, to have it chosen anew from what the run measures:")
+    typer.echo(_indented(found["set"]["auto"]))
+    for text in found["warnings"]:
+        typer.echo(f"Warning: {text}.")
+
+
+def _indented(text: str) -> str:
+    return "".join(f"  {line}\n" for line in text.splitlines())
