@@ -38,7 +38,7 @@ from holdfast.checkpoint.save import SaveFacts, Saver
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.attempts import EndRecord, latest_head, read_attempt
 from holdfast.control.decisions import Decisions
-from holdfast.control.group import Group, join_group
+from holdfast.control.group import Group, join_group, leave_group
 from holdfast.control.handover import LaunchInfo
 from holdfast.errors import ConfigError, HoldfastError, LeaseLostError, SaveFailedError, UsageError
 from holdfast.exit_codes import ExitCode
@@ -375,6 +375,7 @@ class Run:
             if self._launched is None:
                 member.journal.write(AttemptEnded(outcome="finished", last_step=self.step))
         self._leave("finished", ExitCode.OK)
+        self._saver, self._group = None, leave_group(group)
 
     def close(self) -> None:
         """Give everything back. Does nothing after `finish`; before it, the attempt counts as stopped."""

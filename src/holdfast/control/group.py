@@ -7,7 +7,7 @@ because DCP's collectives must never mix with those of training.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -49,3 +49,14 @@ def join_group(timeout: float) -> Group:
             "torch.distributed.init_process_group before the run starts, so that the ranks can agree"
         )
     return Group(0, 1, HashStore(), None)
+
+
+def leave_group(group: Group) -> Group:
+    """End the group made for saves, on all ranks alike, after the last one; what is left is this rank alone.
+
+    It must not live on until the interpreter ends: the threads of a gloo group that is alive then may need
+    the interpreter once more, and abort the process after all its work is done.
+    """
+    if group.process_group is not None and dist.is_initialized():
+        dist.destroy_process_group(group.process_group)
+    return replace(group, process_group=None)
