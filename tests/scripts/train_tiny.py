@@ -127,6 +127,7 @@ def main() -> None:
         return loss.detach()
 
     log = (OUT / f"rank{RANK}.{os.getpid()}.log").open("w", buffering=1)
+    groups = len(dist.distributed_c10d._world.pg_map)
     for step, (ids, x) in run.steps(loader, until=UNTIL):
         maybe_die(step)
         wait_at_gate(step)
@@ -136,6 +137,7 @@ def main() -> None:
         optimizer.zero_grad()
         run.record(loss=loss, samples=ids, tokens=x.numel())
         log.write(f"{step} {float(loss).hex()} {ids.tolist()}\n")
+    assert len(dist.distributed_c10d._world.pg_map) == groups, "the group made for saves outlived the run"
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -156,5 +156,5 @@ def load_stock(directory: Path, tracked: Tracked) -> LoadedState:
         if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
             raise IncompleteStateError(f"{key}: {tuple(tensor.size())} tracked, the directory holds {entry}")
     _load_tensors(part_of, reader)
-    notes.append("step, samples, RNG and data position: not in a plain DCP directory; they start anew")
+    notes.append("samples, RNG and data position are not in a plain DCP directory; the step is from its name")
     return LoadedState(tracked, {**tracked.collect()[0], **part_of}, others, {}, None, notes)

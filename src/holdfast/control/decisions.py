@@ -14,7 +14,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -41,8 +40,6 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
 
     def set(self, key: str, value: str, /) -> None: ...
-
-    def set_timeout(self, timeout: timedelta, /) -> None: ...
 
 
 def read_key(store: Store, key: str, timeout: float, what: str) -> bytes:
