@@ -39,6 +39,7 @@ bench: $(READY)
 
 drill: $(READY)
 	$(BIN)/python -m pytest -m drill --timeout 900
+	$(BIN)/python -m pytest -m "hypothesis and not drill" --hypothesis-profile search --timeout 900
 
 gpu:
 	PYTHONPATH="src:tests:$$PYTHONPATH" $(PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
@@ -92,6 +92,7 @@ def test_the_optimum_is_the_stationary_point_of_the_model(costs: Costs) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(COSTS)
+@example(Costs(step=4.869675251658631, blocked=1.0, commit=1.0, mtbf=31.622776601683793, restart=1.0))
 def test_the_choice_is_within_a_hair_of_brute_force(costs: Costs) -> None:
     chosen = choose(costs)
     lowest, highest = bounds(costs)

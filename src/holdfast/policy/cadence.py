@@ -15,6 +15,7 @@ to `R`. Neither changes which `t` is best, only what it costs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -41,6 +42,8 @@ NOTABLE_CHANGE = 0.1
 
 _SHORTEST_STEP, _SHORTEST, _LONGEST = 1e-6, 1e-12, 1e12
 """Seconds beyond which a cost is taken as this much; keeps every result finite, and steps within 64 bits."""
+
+_MANY_STEPS = 1000
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +136,7 @@ def optimal(costs: Costs) -> float:
     the MTBF.
     """
     costs = costs.sane()
-    cost = _log_stretch if costs.blocked < costs.mtbf else _log_stretch_of_long_saves
+    cost = _cost_function(costs)
     low, high = math.log(_SHORTEST / 1e6), math.log(costs.mtbf)
     shrink = (math.sqrt(5) - 1) / 2
     left, right = high - shrink * (high - low), low + shrink * (high - low)
@@ -168,6 +171,25 @@ def _log_stretch_of_long_saves(seconds: float, costs: Costs) -> float:
     return share - math.log(share) + math.log(-math.expm1(-share - costs.blocked / costs.mtbf))
 
 
+def _cost_function(costs: Costs) -> Callable[[float, Costs], float]:
+    return _log_stretch if costs.blocked < costs.mtbf else _log_stretch_of_long_saves
+
+
+def _whole_steps(best: float, costs: Costs) -> int:
+    """The better of the two whole numbers of steps around the best interval.
+
+    The cost is not symmetric around its least, so rounding can take the wrong one where an interval is a few
+    steps; where it is many, the two differ by less than can be computed, and rounding decides.
+    """
+    below = math.floor(best / costs.step)
+    if below < 1:
+        return 1
+    if below > _MANY_STEPS:
+        return round(best / costs.step)
+    cost = _cost_function(costs)
+    return below if cost(below * costs.step, costs) <= cost((below + 1) * costs.step, costs) else below + 1
+
+
 def _log_growth(x: float) -> float:
     """log((exp(x) - 1) / x) for x > 0, without overflow or cancellation."""
     if x < 1e-4:
@@ -192,7 +214,7 @@ def choose(costs: Costs, mtbf_source: str = "given", *, at_most: int | None = No
         daly(costs.blocked, costs.mtbf),
     )
     lowest, highest = bounds(costs)
-    wanted = max(1, round(best / costs.step))
+    wanted = _whole_steps(best, costs)
     steps = min(max(wanted, lowest), highest)
     evidence = [
         f"a step takes {duration(costs.step)}; a save blocks for {duration(costs.blocked)} "
