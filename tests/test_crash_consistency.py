@@ -10,7 +10,7 @@ import pytest
 
 import holdfast
 from holdfast.checkpoint.verify import verify
-from tiny import checkpoints, counting_file_operations, die, forked, train, tree
+from tiny import around_scheduled_save, checkpoints, counting_file_operations, die, forked, train, tree
 
 
 def save_and_count(
@@ -20,13 +20,7 @@ def save_and_count(
 
     def at_step(now: int, run: holdfast.Run) -> None:
         if now == step:
-            original = run.save
-
-            def save(**kwargs: Any) -> Any:
-                with counting_file_operations(on_operation):
-                    return original(**kwargs)
-
-            run.save = save  # type: ignore[method-assign]
+            around_scheduled_save(run, lambda: counting_file_operations(on_operation))
 
     train(run_dir, until=step + 1, at_step=at_step, checkpoint_save_at_end=False)
 

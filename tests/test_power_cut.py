@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import holdfast
 from holdfast.checkpoint.verify import verify
 from powercut import Disk, Operation, recording
-from tiny import Outcome, checkpoints, forked, train
+from tiny import Outcome, around_scheduled_save, checkpoints, forked, train
 
 READINGS = ("strict", "names_first", "torn")
 
@@ -32,18 +33,17 @@ def recorded_save(directory: Path) -> tuple[Path, list[Operation]]:
     def work() -> None:
         trace: list[Operation] = []
 
+        @contextlib.contextmanager
+        def recorded() -> Iterator[None]:
+            shutil.copytree(directory / "run", directory / "before", symlinks=True)
+            with recording(trace):
+                yield
+            (directory / "trace").write_bytes(pickle.dumps(trace))
+            raise SystemExit(0)
+
         def at_step(now: int, run: holdfast.Run) -> None:
             if now == 6:
-                original = run.save
-
-                def save(**kwargs: Any) -> Any:
-                    shutil.copytree(directory / "run", directory / "before", symlinks=True)
-                    with recording(trace):
-                        original(**kwargs)
-                    (directory / "trace").write_bytes(pickle.dumps(trace))
-                    raise SystemExit(0)
-
-                run.save = save  # type: ignore[method-assign]
+                around_scheduled_save(run, recorded)
 
         train(directory / "run", until=9, at_step=at_step)
 

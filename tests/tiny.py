@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,19 @@ def forked(work: Callable[[], None], timeout: float = 60.0) -> int:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def around_scheduled_save(run: holdfast.Run, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Make the run's scheduled saves from now on happen inside a context."""
+    saving = run._saving
+    assert saving is not None
+    original = saving.scheduled
+
+    def scheduled() -> None:
+        with context():
+            original()
+
+    saving.scheduled = scheduled  # type: ignore[method-assign]
 
 
 FILE_OPERATIONS = ("open", "write", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir")

@@ -24,8 +24,10 @@ import xxhash
 from holdfast.errors import ConfigError
 from holdfast.files import read_regular
 from holdfast.settings import (
+    CKPT_FORMAT,
     FIELDS,
     KEEP_LAST,
+    OTHER_FORMATS,
     RESUME_FROM,
     CheckpointSettings,
     ControlSettings,
@@ -117,6 +119,10 @@ def _suggestion(field: Field, value: object) -> str:
         meant = str(value).lower() if isinstance(value, str | int) else ""
         if words.get(meant, meant) in ("true", "false"):
             return f"write {words.get(meant, meant)}"
+    elif field.key == CKPT_FORMAT and isinstance(value, str) and value in OTHER_FORMATS:
+        return f"{OTHER_FORMATS[value]}; use {_show(field.default)}"
+    elif field.words and isinstance(value, str) and value.strip().lower() in field.words:
+        return f'write "{value.strip().lower()}"'
     elif isinstance(value, str):
         if field.word and value.strip().lower() == field.word:
             return f'write "{field.word}"'

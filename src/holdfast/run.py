@@ -34,15 +34,15 @@ from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.load import LoadedState
 from holdfast.checkpoint.resume import Resumer
 from holdfast.checkpoint.retention import Retainer
-from holdfast.checkpoint.save import SaveFacts, Saver
+from holdfast.checkpoint.save import SaveContext, SaveFacts
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.attempts import EndRecord, latest_head, read_attempt
 from holdfast.control.decisions import Decisions
 from holdfast.control.group import Group, join_group, leave_group
 from holdfast.control.handover import LaunchInfo
-from holdfast.errors import ConfigError, HoldfastError, LeaseLostError, SaveFailedError, UsageError
+from holdfast.errors import ConfigError, HoldfastError, LeaseLostError, UsageError
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.events import AttemptEnded, RunFinished, SaveCommitted, SaveFailed, SaveStarted, Warned
+from holdfast.journal.events import AttemptEnded, RunFinished, Warned
 from holdfast.policy.retention import Rules
 from holdfast.worker.crash import install_crash_hook
 from holdfast.worker.data import DataFeed
@@ -50,6 +50,7 @@ from holdfast.worker.measured import measured_before
 from holdfast.worker.membership import Membership, join_attempt
 from holdfast.worker.meter import Meter
 from holdfast.worker.rng import capture_rng, restore_rng
+from holdfast.worker.saving import Saving
 from holdfast.worker.schedule import SaveSchedule
 from holdfast.worker.versions import changes_since, current_versions
 
@@ -76,12 +77,7 @@ class Run:
         self._feed: DataFeed | None = None
         self._group: Group | None = None
         self._member: Membership | None = None
-        self._saver: Saver | None = None
-        self._retainer: Retainer | None = None
-        self._head: CheckpointName | None = None
-        self._parent: str | None = None
-        self._saved_step: int | None = None
-        self._failed_saves = 0
+        self._saving: Saving | None = None
         self._lost = ""
         self._closed = False
         self._in_step = False
@@ -122,34 +118,51 @@ class Run:
             self._launched,
             ttl=chosen.control.lease_ttl,
             timeout=chosen.control.decision_timeout,
+            handover=chosen.handover(),
             on_lost=self._on_lease_lost,
         )
-        self._saver = Saver(
-            root=self._root,
-            control=self._member.control,
-            fence=self._member.fence,
-            group=self._group,
-            attempt=self._member.attempt,
-        )
-        if self._group.is_coordinator:
-            self._retainer = Retainer(
-                control=self._member.control,
-                root=self._root,
-                rules=Rules(
-                    keep_last=chosen.checkpoint.keep_last,
-                    keep_every_steps=chosen.checkpoint.keep_every_steps,
-                    keep_every_hours=chosen.checkpoint.keep_every_hours,
-                ),
-                fence=self._member.fence,
-                attempt=self._member.attempt,
-                journal=self._member.journal,
-            )
         try:
+            self._saving = self._make_saving()
             self._resume()
         except BaseException:
             self.close()  # the lease must not stay with a run that could not start
             raise
         return self.step
+
+    def _make_saving(self) -> Saving:
+        group, member = self._joined()
+        chosen = self.settings.checkpoint
+        retainer = None
+        if group.is_coordinator:
+            retainer = Retainer(
+                control=member.control,
+                root=self._root,
+                rules=Rules(
+                    keep_last=chosen.keep_last,
+                    keep_every_steps=chosen.keep_every_steps,
+                    keep_every_hours=chosen.keep_every_hours,
+                ),
+                fence=member.fence,
+                attempt=member.attempt,
+                journal=member.journal,
+            )
+        return Saving(
+            SaveContext(
+                root=self._root,
+                control=member.control,
+                fence=member.fence,
+                group=group,
+                attempt=member.attempt,
+            ),
+            chosen,
+            lease_ttl=self.settings.control.lease_ttl,
+            tracked=self._tracked,
+            own=self._own_state,
+            facts=self._facts,
+            schedule=self._schedule,
+            retainer=retainer,
+            journal=member.journal,
+        )
 
     def _resume(self) -> None:
         group, member = self._joined()
@@ -178,9 +191,8 @@ class Run:
             else:
                 self._meter.load_state_dict({"step": decision.step, "samples": 0, "tokens": 0})
         rung = decision.rung
-        self._parent = rung.id if rung is not None and rung.id else None
-        self._head = CheckpointName(rung.step, rung.id) if rung is not None else None
-        self._saved_step = self.step if rung is not None else None
+        assert self._saving is not None
+        self._saving.resumed_from(CheckpointName(rung.step, rung.id) if rung is not None else None)
         if group.is_coordinator:
             self._sweep()
         self._schedule.start(
@@ -281,57 +293,40 @@ class Run:
         self._meter.end_step()
         if self._lost:
             raise LeaseLostError(f"this attempt lost its lease: {self._lost}")
+        assert self._saving is not None
+        self._saving.at_boundary()
         if self.step >= self._schedule.next_step and not last:
-            self._save_or_count("scheduled")
+            self._meter.flush(self._joined()[1].journal)
+            self._saving.scheduled()
             self._schedule.after_save(self.step, self._meter.windows().step_seconds)
         elif self._meter.flush_due():
             self._meter.flush(self._joined()[1].journal)
 
     # --- saving ---------------------------------------------------------------------------------------------
 
-    def save(self, *, reason: str = "asked", diagnostic: bool = False) -> CheckpointName:
-        """Save now, at a step boundary. A diagnostic save lives apart and is never resumed from."""
+    def save(self, *, reason: str = "asked", diagnostic: bool = False, wait: bool = True) -> CheckpointName:
+        """Save now, at a step boundary. A diagnostic save lives apart and is never resumed from.
+
+        With `checkpoint.async_save`, `wait=False` returns as soon as training may go on; a failure is then
+        told at a later step, and at the end.
+        """
         if self._in_step:
             raise UsageError(f"save() in the middle of step {self.step + 1}; call it between steps")
-        group, member = self._joined()
-        assert self._saver is not None
+        _, member = self._joined()
+        assert self._saving is not None
         self._meter.flush(member.journal)
-        started = time.monotonic()
-        name = self._saver.next_name(self.step)
-        if group.is_coordinator:
-            member.journal.write(SaveStarted(checkpoint=str(name), step=self.step))
-        facts = SaveFacts(
+        return self._saving.save("diagnostic" if diagnostic else reason, diagnostic=diagnostic, wait=wait)
+
+    def _facts(self, parent: str | None, reason: str) -> SaveFacts:
+        return SaveFacts(
             step=self.step,
-            parent=self._parent,
-            reason="diagnostic" if diagnostic else reason,
+            parent=parent,
+            reason=reason,
             samples=self._meter.samples,
             tokens=self._meter.tokens,
             windows=self._meter.windows(),
             versions=self._versions,
         )
-        saved = self._saver.save(self._tracked, self._own_state, facts, diagnostic=diagnostic)
-        if not diagnostic:
-            self._parent, self._head, self._saved_step = saved.name.id, saved.name, self.step
-        if group.is_coordinator:
-            for doubt in self._saver.take_doubts():
-                member.journal.write(Warned(message=doubt))
-                log.warning("holdfast: %s", doubt)
-            seconds = time.monotonic() - started
-            member.journal.write(
-                SaveCommitted(
-                    checkpoint=str(saved.name),
-                    step=self.step,
-                    parent=facts.parent,
-                    bytes=saved.bytes,
-                    files=saved.files,
-                    seconds=seconds,
-                    blocked_seconds=seconds,
-                )
-            )
-            self._schedule.note(blocked=seconds, commit=seconds)
-        if self._retainer is not None and not diagnostic:
-            self._retainer.after_commit()
-        return saved.name
 
     def _own_state(self) -> dict[str, Any]:
         return {
@@ -340,42 +335,21 @@ class Run:
             "counters": self._meter.state_dict(),
         }
 
-    def _save_or_count(self, reason: str) -> None:
-        """Save; a failure is reported and training goes on, until too many came in a row."""
-        try:
-            self.save(reason=reason)
-            self._failed_saves = 0
-        except SaveFailedError as error:
-            self._failed_saves += 1
-            group, member = self._joined()
-            if group.is_coordinator:
-                name = f"step_{self.step:08d}"
-                in_a_row = self._failed_saves
-                member.journal.write(
-                    SaveFailed(checkpoint=name, step=self.step, error=str(error), in_a_row=in_a_row)
-                )
-            log.error("holdfast: %s (%d in a row)", error, self._failed_saves)
-            if self._failed_saves >= self.settings.checkpoint.max_failed_saves:
-                raise SaveFailedError(
-                    f"{self._failed_saves} saves in a row failed, as many as checkpoint.max_failed_saves "
-                    f"allows; the last: {error}"
-                ) from error
-
     # --- the end --------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """The run has reached its end: save the last state (once), and say so in the journal."""
         group, member = self._joined()
-        if self.settings.checkpoint.save_at_end and self._saved_step != self.step:
-            self.save(reason="final")
+        assert self._saving is not None
         self._meter.flush(member.journal)
+        self._saving.finish(self.step)
         if group.is_coordinator:
             counts = self._meter
             member.journal.write(RunFinished(step=self.step, samples=counts.samples, tokens=counts.tokens))
             if self._launched is None:
                 member.journal.write(AttemptEnded(outcome="finished", last_step=self.step))
         self._leave("finished", ExitCode.OK)
-        self._saver, self._group = None, leave_group(group)
+        self._group = leave_group(group)
 
     def close(self) -> None:
         """Give everything back. Does nothing after `finish`; before it, the attempt counts as stopped."""
@@ -392,19 +366,22 @@ class Run:
     def _leave(self, outcome: str, code: ExitCode) -> None:
         assert self._member is not None
         self._closed = True
-        if self._retainer is not None:
-            self._retainer.close()
-        end = EndRecord(
-            outcome=outcome,
-            exit_code=int(code),
-            cause="",
-            highest_step=self._saved_step or 0,
-            at=time.time(),
-        )
         try:
-            self._member.leave(end)
-        except LeaseLostError as error:
-            log.warning("holdfast: %s", error)
+            if self._saving is not None:
+                self._saving.close(failed=outcome == "failed")
+        finally:
+            head = self.head
+            end = EndRecord(
+                outcome=outcome,
+                exit_code=int(code),
+                cause="",
+                highest_step=head.step if head is not None else 0,
+                at=time.time(),
+            )
+            try:
+                self._member.leave(end)
+            except LeaseLostError as error:
+                log.warning("holdfast: %s", error)
 
     def __enter__(self) -> Self:
         return self
@@ -439,7 +416,7 @@ class Run:
     @property
     def head(self) -> CheckpointName | None:
         """The newest checkpoint of this timeline: the one resumed from, or the last one saved."""
-        return self._head
+        return self._saving.head if self._saving is not None else None
 
     def _joined(self) -> tuple[Group, Membership]:
         if self._group is None or self._member is None:

@@ -23,6 +23,15 @@ LONGEST_WAIT = 31_536_000.0
 
 RESUME_FROM = "checkpoint.resume_from"
 KEEP_LAST = "checkpoint.keep_last"
+REMOTE_ROOT = "checkpoint.remote_root"
+CKPT_FORMAT = "checkpoint.ckpt_format"
+OTHER_FORMATS = {
+    "torch": "one file written by one rank cannot be saved asynchronously, nor resharded",
+    "zarr": "it cannot be saved asynchronously, and PyTorch no longer reads it",
+    "torch_dcp": "this is the same DCP directory under another name",
+    "fsdp_dtensor": "this is a DCP directory too",
+}
+"""Formats that users of other systems may name, and why they are not the ones to name here."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +53,17 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "Directory of the checkpoints; empty means `checkpoints` inside run.dir. Set it when checkpoints "
         "belong on other storage than the run's memory.",
     ] = ""
+    remote_root: Annotated[
+        str,
+        "URL of an object store (or `file://`) that gets a verified copy of every checkpoint; empty means "
+        "none. Set it when the checkpoint root can be lost with its machine.",
+    ] = ""
+    remote_retry_seconds: Annotated[
+        float,
+        Meta(gt=0, le=LONGEST_WAIT),
+        "Seconds for which one request to remote_root is tried again before a copy counts as failed. Raise "
+        "it when the store has longer outages.",
+    ] = 120.0
     interval: Annotated[
         Annotated[int, Meta(ge=0, le=LARGEST_COUNT)] | Literal["auto"],
         "Steps between scheduled saves; 0 means none, `auto` chooses from measured costs and failures. Lower "
@@ -63,7 +83,7 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(min_length=1),
         "Where to start: `auto` takes the best rung of the ladder, `fresh` starts from nothing, a step "
-        "number or a path names one checkpoint. Change it to go back or to branch off.",
+        "number, a path or a URL names one checkpoint. Change it to go back or to branch off.",
     ] = "auto"
     force: Annotated[
         bool,
@@ -82,6 +102,29 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "Seconds that one save or load may take on the slowest rank before the others stop waiting. Raise it "
         "when a checkpoint takes longer than that to write or read.",
     ] = 1800.0
+    async_save: Annotated[
+        bool,
+        "Write checkpoints in a process of their own while training goes on; training waits only until the "
+        "state is copied. Turn it on when the hosts have memory for one or two copies of their ranks' state.",
+    ] = False
+    when_busy: Annotated[
+        Literal["queue", "skip", "wait"],
+        "When a save is due while the one before is still being written: `queue` takes it into a second "
+        "staging buffer, `skip` leaves it out, `wait` holds training up until the other is done. Use `skip` "
+        "or `wait` when memory is short: they need one buffer.",
+    ] = "queue"
+    ckpt_format: Annotated[
+        Literal["torch_dist"],
+        "How checkpoints are stored: `torch_dist` is a sharded DCP directory, the one format that can be "
+        "saved asynchronously. There is no reason to change it.",
+    ] = "torch_dist"
+    handover_timeout: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Seconds that a new attempt waits for the last one's writer to commit what was already staged. Raise "
+        "it when writing a checkpoint takes longer and repeating the steps since the one before costs more; "
+        "it counts only up to 0.8 of the time that others wait for a decision.",
+    ] = 120.0
     keep_last: Annotated[
         int,
         Meta(ge=0, le=LARGEST_COUNT),
@@ -159,6 +202,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Where the checkpoints lie."""
         return Path(self.checkpoint.root) if self.checkpoint.root else Path(self.run.dir) / "checkpoints"
 
+    def handover(self) -> float:
+        """Seconds to wait for the last attempt's writer; less than other ranks wait for what comes of it."""
+        patience = self.control.decision_timeout - self.control.lease_ttl
+        return max(0.0, min(self.checkpoint.handover_timeout, 0.8 * patience))
+
     def get(self, key: str) -> object:
         """The value of a dotted key of FIELDS."""
         section, _, name = key.partition(".")
@@ -179,6 +227,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     """What it does and when to change it."""
     word: str = ""
     """The one word that a number may be instead."""
+    words: tuple[str, ...] = ()
+    """The words that a text may be, where it is one of a few."""
 
     @property
     def key(self) -> str:
@@ -196,9 +246,13 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     def allowed(self) -> str:
         """What the value may be, in words."""
         if self.key == RESUME_FROM:
-            return 'text: "auto", "fresh", a step number or a path'
+            return 'text: "auto", "fresh", a step number, a path or a URL'
+        if self.key == REMOTE_ROOT:
+            return "text: a URL as s3://bucket/prefix or file:///path, or empty"
         if self.key == KEEP_LAST:
             return f"a whole number, 0 or 2 or more, at most {self.bounds.le:.0f}"
+        if self.words:
+            return f"text: {' or '.join(repr(word).replace(chr(39), chr(34)) for word in self.words)}"
         if self.kind is str:
             return "text: a path, not empty" if self.bounds.min_length else "text: a path, or empty"
         if self.kind is bool:
@@ -216,7 +270,9 @@ def _read_fields() -> dict[str, Field]:
         annotations = typing.get_type_hints(cls, include_extras=True)
         for field in msgspec.structs.fields(cls):
             kind, *notes = typing.get_args(annotations[field.name])
-            word = ""
+            word, words = "", ()
+            if typing.get_origin(kind) is Literal:
+                kind, words = str, typing.get_args(kind)
             if typing.get_origin(kind) in (UnionType, typing.Union):  # a number, or one word instead
                 number, literal = typing.get_args(kind)
                 kind, *bounds = typing.get_args(number)
@@ -230,6 +286,7 @@ def _read_fields() -> dict[str, Field]:
                 default=field.default,
                 description=next(note for note in notes if isinstance(note, str)),
                 word=word,
+                words=words,
             )
             found[entry.key] = entry
     return found

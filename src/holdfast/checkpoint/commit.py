@@ -3,7 +3,7 @@
 Guarantee: a directory with a checkpoint's name exists under the root only complete and durable. The order is
 
     shards written, digested, fsynced → part records → declared = written → .metadata → manifest
-    → staged directory fsynced → commit record → rename → root fsynced → `latest`
+    → part records dropped, staged directory fsynced → commit record → rename → root fsynced → `latest`
 
 A cut before the rename leaves something under `.staging` that no resume looks at; a cut after it leaves a
 whole checkpoint. The rename and `latest` happen under the fence, so an attempt that lost its lease cannot
@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.identity import LATEST, MANIFEST, METADATA, PARTS, CheckpointName, CheckpointRoot
+from holdfast.checkpoint.layout import Declared, table_digest
 from holdfast.checkpoint.manifest import FileEntry, Manifest
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence
@@ -48,86 +46,154 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank wrote, with digests taken at the source."""
+    """What one rank wrote, with digests taken at the source; or why it wrote nothing."""
 
     rank: int
     checkpoint: str
     files: list[FileEntry]
+    failed: str = ""
+    """What went wrong on that rank, with its traceback; then there are no files."""
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a commit came to."""
+
+    bytes: int
+    files: int
 
 
 def _owner_path(root: CheckpointRoot, name: str) -> Path:
     return root.staging / f"{name}.owner"
 
 
-def open_staged(root: CheckpointRoot, name: CheckpointName, owner: Owner) -> Path:
-    """Make the staged directory; called by the coordinator before any rank writes."""
+def open_staged(root: CheckpointRoot, name: CheckpointName, owner: Owner, *, again: bool = False) -> Path:
+    """Make the staged directory, for rank 0, before any rank writes. `again`: it may be there already."""
     make_dirs(root.staging)
     replace_atomic(_owner_path(root, str(name)), msgspec.json.encode(owner), durable=False)
     staged = root.staged(name)
-    staged.mkdir()
-    (staged / PARTS).mkdir()
+    staged.mkdir(exist_ok=again)
+    (staged / PARTS).mkdir(exist_ok=again)
     return staged
 
 
-def leave_part(staged: Path, name: CheckpointName, rank: int, files: list[FileEntry]) -> None:
+def leave_part(
+    staged: Path, name: CheckpointName, rank: int, files: list[FileEntry], failed: str = ""
+) -> None:
     """Not made durable: it is read during this save and deleted before the commit."""
-    record = PartRecord(rank=rank, checkpoint=str(name), files=files)
-    replace_atomic(staged / PARTS / f"{rank}.json", msgspec.json.encode(record), durable=False)
+    record = PartRecord(rank=rank, checkpoint=str(name), files=files, failed=failed)
+    replace_atomic(_part_path(staged, rank), msgspec.json.encode(record), durable=False)
 
 
-def read_parts(staged: Path, name: CheckpointName, world: int) -> list[FileEntry]:
-    """Every rank's files; an error if a rank left no record."""
-    entries: list[FileEntry] = []
+def _part_path(staged: Path, rank: int) -> Path:
+    return staged / PARTS / f"{rank}.json"
+
+
+def read_parts(
+    staged: Path, name: CheckpointName, world: int, wait: Callable[[int], None] | None = None
+) -> list[list[FileEntry]]:
+    """Every rank's files; an error if a rank left no record, or one that says that it failed.
+
+    `wait` is called, with the rank, each time a record is not there yet, until it raises.
+    """
+    parts: list[list[FileEntry]] = []
     for rank in range(world):
-        path = staged / PARTS / f"{rank}.json"
+        path = _part_path(staged, rank)
+        while wait is not None and not path.exists():
+            wait(rank)
         try:
             record = msgspec.json.decode(read_regular(path, manifests.MAX_MANIFEST_BYTES), type=PartRecord)
         except (OSError, msgspec.DecodeError) as error:
             raise SaveFailedError(f"rank {rank} left no readable part record for {name}: {error}") from error
         if record.rank != rank or record.checkpoint != str(name):
             raise SaveFailedError(f"{path} belongs to rank {record.rank} of {record.checkpoint}")
-        entries.extend(record.files)
-    return entries
+        if record.failed:
+            raise SaveFailedError(f"rank {rank}: {record.failed}")
+        parts.append(record.files)
+    return parts
 
 
-def check_declared_is_written(
-    staged: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]], files: list[FileEntry]
-) -> None:
-    """Every declared chunk was written, into a file whose size and chunk table agree."""
-    written = {result.index: result.storage_data for per_rank in results for result in per_rank}
-    for name, entry in metadata.state_dict_metadata.items():
-        offsets = [c.offsets for c in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
-        for offset in offsets:
-            if MetadataIndex(name, offset) not in written:
-                raise SaveFailedError(f"{name} at {offset} was declared but no rank wrote it")
-    tables = {file.path: {(chunk.offset, chunk.length) for chunk in file.chunks} for file in files}
-    for index, info in written.items():
-        if (info.offset, info.length) not in tables.get(info.relative_path, set()):
-            raise SaveFailedError(f"{index.fqn}: {info.relative_path} has no chunk at {info.offset}")
-    for file in files:
-        found = (staged / file.path).stat().st_size
-        if found != file.size:
-            raise SaveFailedError(f"{file.path}: {file.size} bytes were written, {found} are there")
+def check_declared_is_written(staged: Path, declared: Declared, parts: list[list[FileEntry]]) -> None:
+    """Every rank wrote exactly the files it was to write, every item where `.metadata` says it lies."""
+    if len(parts) != len(declared.ranks):
+        raise SaveFailedError(f"{len(declared.ranks)} ranks were to write, {len(parts)} have")
+    for rank, (promised, written) in enumerate(zip(declared.ranks, parts, strict=True)):
+        found = {file.path: file for file in written}
+        if sorted(found) != sorted(file.path for file in promised):
+            raise SaveFailedError(
+                f"rank {rank} was to write {[file.path for file in promised]}, and wrote {sorted(found)}"
+            )
+        for file in promised:
+            entry = found[file.path]
+            if (
+                entry.size != file.size
+                or table_digest((c.offset, c.length) for c in entry.chunks) != file.table
+            ):
+                raise SaveFailedError(f"rank {rank}: {file.path} does not hold what the plan declares")
+            size = (staged / file.path).stat().st_size
+            if size != file.size:
+                raise SaveFailedError(f"{file.path}: {file.size} bytes were written, {size} are there")
 
 
-def write_metadata(
-    staged: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]], storage_meta: object
-) -> FileEntry:
+def write_metadata(staged: Path, data: bytes) -> FileEntry:
     """DCP's `.metadata`, durable before anything refers to it."""
-    metadata.version = "1.0.0"
-    metadata.storage_data = {result.index: result.storage_data for per_rank in results for result in per_rank}
-    metadata.storage_meta = storage_meta  # type: ignore[assignment]
-    data = pickle.dumps(metadata)
     write_durable(staged / METADATA, data)
     return FileEntry(path=METADATA, size=len(data), digest=manifests.digest_bytes(data))
 
 
+def finish(
+    root: CheckpointRoot,
+    declared: Declared,
+    manifest: Manifest,
+    fence: Fence,
+    control: ControlDirectory | None,
+    *,
+    wait: Callable[[int], None] | None = None,
+) -> Committed:
+    """Turn a staged directory, in which every rank has left its part, into a committed checkpoint.
+
+    `manifest` is complete but for the files. Without `control` (a diagnostic save) nothing points to the
+    result. May be called again after a cut: what it does depends only on what it is given.
+    """
+    name = CheckpointName(manifest.step, manifest.id)
+    staged = root.staged(name)
+    sealed = is_sealed(root, name)
+    if sealed is None:
+        parts = read_parts(staged, name, manifest.world.size, wait)
+        check_declared_is_written(staged, declared, parts)
+        for left_by_a_cut in (METADATA, MANIFEST):
+            (staged / left_by_a_cut).unlink(missing_ok=True)
+        files = [file for part in parts for file in part]
+        files.append(write_metadata(staged, declared.metadata_for(name)))
+        sealed = msgspec.structs.replace(manifest, files=files)
+        digest = seal(staged, sealed)
+    else:
+        digest = manifests.encode(sealed)[1]
+    record = CommitRecord(
+        id=name.id, step=name.step, parent=sealed.parent, attempt=sealed.attempt, manifest=digest
+    )
+    commit(root, name, fence, control, record)
+    return Committed(bytes=sum(file.size for file in sealed.files), files=len(sealed.files))
+
+
+def is_sealed(root: CheckpointRoot, name: CheckpointName) -> Manifest | None:
+    """The manifest that an interrupted `finish` left, staged or even committed; None if it did not get there.
+
+    It is written last, when all else is durable, so where it can be read there is nothing left to write.
+    """
+    for directory in (root.staged(name), root.committed(name)):
+        try:
+            manifest, _ = manifests.read(directory)
+        except manifests.ManifestError:
+            continue
+        if (manifest.step, manifest.id) == name:
+            return manifest
+    return None
+
+
 def seal(staged: Path, manifest: Manifest) -> str:
-    """Write the manifest, drop what only staging needs, make the directory durable. Returns the digest."""
+    """Write the manifest, the last file of a checkpoint. Returns its digest."""
     data, digest = manifests.encode(manifest)
     write_durable(staged / MANIFEST, data)
-    shutil.rmtree(staged / PARTS)
-    fsync_dir(staged)
     return digest
 
 
@@ -140,10 +206,15 @@ def commit(
 ) -> Path:
     """The atomic moment. Without `control` (a diagnostic save) nothing points to the result."""
     destination = root.committed(name)
+    staged = root.staged(name)
+    if staged.exists():
+        shutil.rmtree(staged / PARTS, ignore_errors=True)
+        fsync_dir(staged)
     with fence.guard(f"commit {name}"):
         if control is not None:
             record_commit(control, fence, record)
-        os.rename(root.staged(name), destination)
+        if staged.exists() or not destination.exists():  # else a cut came right after the rename
+            os.rename(staged, destination)
         fsync_dir(root.path)
         if control is not None:
             record_done(control, record)

@@ -43,6 +43,15 @@ def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
 _sync_file_range = _find_sync_file_range()
 
 
+def start_write_back(fd: int, offset: int, length: int) -> None:
+    """Tell the kernel to start writing a range to disk; only a hint, so nobody looks at its result.
+
+    fsync reports what the disk could not take, as always.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+
 class DigestingFile:
     """A new file, written once from start to end. `begin_chunk` … `end_chunk` bracket each item."""
 
@@ -73,9 +82,10 @@ class DigestingFile:
         self._chunk.reset()
         self._chunk_start = self._size
 
-    def end_chunk(self) -> Chunk:
+    def end_chunk(self, fingerprint: str = "") -> Chunk:
         self._flush_small()
-        chunk = Chunk(self._chunk_start, self._size - self._chunk_start, self._chunk.hexdigest())
+        length = self._size - self._chunk_start
+        chunk = Chunk(self._chunk_start, length, self._chunk.hexdigest(), fingerprint)
         self._chunks.append(chunk)
         return chunk
 
@@ -120,15 +130,10 @@ class DigestingFile:
             self._chunk.update(piece)
 
     def _start_write_back(self) -> None:
-        """Only a hint, so nobody looks at its result: fsync reports what the disk could not take, as always.
-
-        The helper gives it, because handing pages to the disk takes as long as digesting them.
-        """
-        if _sync_file_range is not None and self._size - self._written_back >= WRITE_BACK:
+        """By the helper, because handing pages to the disk takes as long as digesting them."""
+        if self._size - self._written_back >= WRITE_BACK:
             length = self._size - self._written_back
-            self._helper.submit(
-                _sync_file_range, self._fd, self._written_back, length, _SYNC_FILE_RANGE_WRITE
-            )
+            self._helper.submit(start_write_back, self._fd, self._written_back, length)
             self._written_back = self._size
 
     def _write_all(self, view: memoryview) -> None:

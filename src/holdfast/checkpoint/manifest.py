@@ -42,6 +42,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     offset: Count
     length: Count
     digest: Digest
+    fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-z:]{0,80}$")] = ""
+    """Of the tensor's own bytes, taken on its device before anything was copied (see fingerprint.py)."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):

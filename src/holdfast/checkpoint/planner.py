@@ -10,17 +10,18 @@ stored under the name itself and each other rank's beside it, as `holdfast.own_<
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.state import OWN
+
+Digests = Mapping[str, str]
 
 
 def own_prefix(rank: int) -> str:
@@ -28,32 +29,19 @@ def own_prefix(rank: int) -> str:
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """Collects the state when DCP asks for it, so that a failure to collect is shared like any other."""
+    """Plans one state dict. `digests` are those of its plain tensors."""
 
-    def __init__(self, collect: Callable[[], dict[str, Any]], rank: int, world: int) -> None:
+    def __init__(self, state: dict[str, Any], rank: int, *, is_coordinator: bool) -> None:
         super().__init__(dedup_save_to_lowest_rank=False)
-        self._collect = collect
         self._prefix = own_prefix(rank)
-        self._world = world
+        self.set_up_planner(state, None, is_coordinator)
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        del state_dict
-        super().set_up_planner(self._collect(), storage_meta, is_coordinator)
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        if self._world == 1:
-            return plan
+    def local_plan(self, digests: Digests) -> SavePlan:
         # `storage_data` travels to the coordinator unread by anyone else until the global plan is made.
-        return dataclasses.replace(plan, storage_data=_digests(self.state_dict))
+        return dataclasses.replace(super().create_local_plan(), storage_data=dict(digests))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        if self._world > 1:
+        if len(all_plans) > 1:
             differing = differing_names([plan.storage_data for plan in all_plans])
             all_plans = [
                 _store_own(plan, differing.get(rank, frozenset()), own_prefix(rank))
@@ -64,8 +52,24 @@ class SnapshotPlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         return super().lookup_object(dataclasses.replace(index, fqn=index.fqn.removeprefix(self._prefix)))
 
+    def tensor_of(self, item: WriteItem) -> torch.Tensor:
+        """The live tensor that an item stores: alias, not copy."""
+        data = self.resolve_data(item)
+        assert isinstance(data, torch.Tensor)
+        return data.detach()
 
-def differing_names(digests: Sequence[Mapping[str, str]]) -> dict[int, frozenset[str]]:
+    def plain_tensors(self) -> dict[str, torch.Tensor]:
+        """Those that other ranks may hold under the same name."""
+        return {
+            name: value
+            for name, value in self.state_dict.items()
+            if isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+            and not name.startswith(f"{OWN}.")
+        }
+
+
+def differing_names(digests: Sequence[Digests]) -> dict[int, frozenset[str]]:
     """Pure: for each rank, the names whose contents differ from those of the lowest rank that has them."""
     first: dict[str, str] = {}
     differing: dict[int, frozenset[str]] = {}
@@ -90,35 +94,3 @@ def _store_own(plan: SavePlan, names: frozenset[str], prefix: str) -> SavePlan:
         **{prefix + name: (*prefix.rstrip(".").split("."), name) for name in names},
     }
     return dataclasses.replace(plan, items=items, storage_data=None, planner_data=mappings)
-
-
-def _digests(state: Mapping[str, Any]) -> dict[str, str]:
-    """A digest of each plain tensor, to tell whether two differ; stored bytes have digests of their own."""
-    found: dict[str, str] = {}
-    on_device: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or name.startswith(f"{OWN}."):
-            continue
-        tensor = value.detach().resolve_conj().resolve_neg()
-        if tensor.is_cpu:
-            raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-            found[name] = xxhash.xxh3_64_hexdigest(raw.data)
-        elif tensor.numel():
-            raw_bytes = tensor.contiguous().reshape(-1).view(torch.uint8)
-            on_device[name] = _sum_on_device(raw_bytes)
-    if on_device:
-        # One read-back for all of them: a device is not waited for tensor by tensor.
-        sums = torch.stack(list(on_device.values())).cpu().tolist()
-        found.update({name: f"{value:x}" for name, value in zip(on_device, sums, strict=True)})
-    return found
-
-
-def _sum_on_device(raw: torch.Tensor) -> torch.Tensor:
-    """A wrapping 64-bit sum of the bytes taken as words, without widening them in memory."""
-    whole = raw.numel() // 8 * 8
-    words = (
-        raw[:whole].view(torch.int64).sum()
-        if whole
-        else torch.zeros((), dtype=torch.int64, device=raw.device)
-    )
-    return words + raw[whole:].sum(dtype=torch.int64) * 0x9E3779B1

@@ -3,7 +3,8 @@
 Guarantee: nothing is unpickled, and no tensor is touched, before the bytes it comes from have matched the
 digest taken when they were written. Each item is read once into memory, digested there, and used from that
 same memory, so what was verified is what is loaded. While one item is used, a helper thread reads and digests
-the next.
+the next. Then each tensor is looked at where it came to lie: its fingerprint there must be the one taken when
+it was saved (or, of a tensor that is put together from parts, that of each part as it was read).
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.identity import METADATA
 from holdfast.checkpoint.manifest import Chunk, FileEntry, Manifest, digest_bytes
+from holdfast.checkpoint.writer import plain
 from holdfast.errors import CheckpointError
 from holdfast.files import read_regular
 
@@ -57,6 +60,8 @@ class VerifyingReader(FileSystemReader):
         """Offsets verified so far, by file."""
         self._metadata: Metadata | None = None
         self._buffers = [bytearray(), bytearray()]
+        self._on_devices: list[tuple[str, torch.Tensor, str]] = []
+        """Loaded tensors whose fingerprint is still to be asked for: (name, tensor, expected)."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         del args, kwargs
@@ -76,7 +81,8 @@ class VerifyingReader(FileSystemReader):
             wanted.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), []).append(item)
         for path, places in wanted.items():
             for place, data in self._verified(path, sorted(places)):
-                self._use(data, places[place], planner)
+                self._use(data, places[place], planner, self._chunks[path][place].fingerprint)
+        self._check_on_devices()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -136,7 +142,7 @@ class VerifyingReader(FileSystemReader):
         self._read.setdefault(path, set()).add(offset)
         return view
 
-    def _use(self, data: memoryview, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _use(self, data: memoryview, items: list[ReadItem], planner: LoadPlanner, fingerprint: str) -> None:
         tensor: torch.Tensor | None = None
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
@@ -152,7 +158,28 @@ class VerifyingReader(FileSystemReader):
                     f"wanted {tuple(target.size())}"
                 )
             target.copy_(source)
+            if target.dtype == source.dtype:
+                expected = fingerprint if fingerprint and source.numel() == tensor.numel() else ""
+                self._check_live(item, source, target, expected)
             planner.commit_tensor(item, target)
+
+    def _check_live(self, item: ReadItem, source: torch.Tensor, target: torch.Tensor, expected: str) -> None:
+        """Whether the live tensor is what it must be; on a device it is asked later, for all at once."""
+        name = item.storage_index.fqn
+        if target.is_cpu:
+            expected = expected or fingerprints.of_live(plain(source), "x")
+            found = fingerprints.of_live(plain(target), fingerprints.kind_of(expected))
+            _require_same(name, expected, found)
+        else:
+            if not expected.startswith("m:"):
+                expected = fingerprints.of_live(plain(source), "m")
+            self._on_devices.append((name, target, expected))
+
+    def _check_on_devices(self) -> None:
+        waiting, self._on_devices = self._on_devices, []
+        found = fingerprints.begin([plain(target) for _, target, _ in waiting]).result()
+        for (name, _, expected), now in zip(waiting, found, strict=True):
+            _require_same(name, expected, now)
 
     def _tensor(self, data: memoryview, item: ReadItem) -> torch.Tensor:
         if data.nbytes >= IN_PLACE:
@@ -180,6 +207,14 @@ class VerifyingReader(FileSystemReader):
             return None
         start, length = record
         return torch.frombuffer(data[start : start + length], dtype=dtype, count=count).view(sizes)
+
+
+def _require_same(name: str, expected: str, found: str) -> None:
+    if found != expected:
+        raise CheckpointError(
+            f"wrong-in-memory {name}: its fingerprint after the load is {found}, expected {expected}. "
+            "The stored bytes are right; the memory or the way they were put together is not"
+        )
 
 
 def _only_data_record(data: memoryview) -> tuple[int, int] | None:

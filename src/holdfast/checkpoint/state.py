@@ -32,6 +32,8 @@ from holdfast.errors import IncompleteStateError, UsageError
 
 OWN = "holdfast"
 """Reserved top-level name of the per-rank blobs."""
+BLOB_STEP = 16 * 1024
+"""A blob's length is a multiple of this; a plan holds only as long as every length stays the same."""
 
 
 def rank_key(rank: int) -> str:
@@ -199,10 +201,20 @@ def check_parts(names: list[str], parts: Mapping[str, Any]) -> None:
         )
 
 
-def to_blob(value: Any) -> torch.Tensor:
+def to_blob(value: Any, at_least: int = 0) -> torch.Tensor:
+    """Its length is a multiple of BLOB_STEP, and `at_least` if that can be: so it seldom changes.
+
+    A zip comment fills the archive up; it can be no longer than 65,535 bytes.
+    """
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    data = bytearray(buffer.getbuffer())
+    length = len(data) + -len(data) % BLOB_STEP
+    if length < at_least <= len(data) + 0xFFFF:
+        length = at_least
+    data[-2:] = (length - len(data)).to_bytes(2, "little")
+    data.extend(bytes(length - len(data)))
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def from_blob(blob: torch.Tensor) -> Any:

@@ -39,6 +39,7 @@ from holdfast.control.directory import (
     read_record,
 )
 from holdfast.control.holder import Holder, is_gone, is_here, this_process
+from holdfast.control.writing import let_writer_finish
 from holdfast.errors import ControlError, LeaseLostError, RunIsLiveError, UsageError
 from holdfast.files import explain_os_error, make_dirs, read_regular, replace_atomic
 
@@ -51,6 +52,8 @@ MAX_TTL = 31_536_000.0
 """A year, as in the settings; anything longer in a claim is damage."""
 CLAIM_PATIENCE = 3
 """A claim that keeps losing races gives up after so many times-to-live."""
+HANDOVER = 120.0
+"""Seconds for which a claim lets the writer of the epoch that it ends go on."""
 
 _CLAIM_NAME = re.compile(r"([0-9]{8,18})\.claim")
 
@@ -104,8 +107,10 @@ def read_beat(control: ControlDirectory, epoch: int) -> Beat | None:
     return read_record(_beat_path(control, epoch), Beat)
 
 
-def claim(control: ControlDirectory, owner: str, ttl: float) -> Claim:
+def claim(control: ControlDirectory, owner: str, ttl: float, *, handover: float = HANDOVER) -> Claim:
     """Take the next epoch, waiting at most about one time-to-live of the present holder.
+
+    Before that, a writer process of the present epoch may finish what it was handed, for `handover` seconds.
 
     Raises RunIsLiveError when the present holder is seen to be alive, or when others keep winning the
     race for CLAIM_PATIENCE times-to-live.
@@ -128,6 +133,8 @@ def claim(control: ControlDirectory, owner: str, ttl: float) -> Claim:
             patience = max(patience, CLAIM_PATIENCE * held.ttl)
             lock_timeout = held.ttl
             evidence = _why_free(control, held, owner)
+            if evidence is not None and (seen := let_writer_finish(control, epoch, handover)):
+                evidence = f"{evidence}; {seen}"
         if evidence is not None:
             wanted = Claim(
                 epoch=epoch + 1, owner=owner, holder=this_process(), ttl=ttl, at=time.time(),
@@ -139,7 +146,7 @@ def claim(control: ControlDirectory, owner: str, ttl: float) -> Claim:
                     return wanted
         # Somebody else took that epoch; look again. A listing may be old, but epoch + 1 does exist.
         epoch = max(current_epoch(control), epoch + 1)
-        if time.monotonic() - started > patience:
+        if time.monotonic() - started > patience + handover:
             raise RunIsLiveError(
                 f"run {control.run_id} in {control.path}: other launchers took every epoch up to {epoch} "
                 f"for {patience:g} s. Leave the run to one launcher, or use another run directory"

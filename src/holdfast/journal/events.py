@@ -140,6 +140,14 @@ class SaveFailed(Event, tag="save_failed"):
     in_a_row: int
 
 
+class SaveSkipped(Event, tag="save_skipped"):
+    """A save was due and left out, on all ranks."""
+
+    checkpoint: str
+    step: int
+    reason: str
+
+
 class CheckpointsDeleted(Event, tag="checkpoints_deleted"):
     """Retention, or `holdfast ckpt gc`, took these away; everything older or newer is untouched."""
 
@@ -147,6 +155,52 @@ class CheckpointsDeleted(Event, tag="checkpoints_deleted"):
     reasons: list[str]
     """One for each name."""
     bytes: int
+
+
+class CopyDrained(Event, tag="copy_drained"):
+    """A committed checkpoint now has a copy in the remote, complete and confirmed."""
+
+    checkpoint: str
+    step: int
+    remote: str
+    bytes: int
+    seconds: float
+    repeated: int = 0
+    """Requests that had to be made again."""
+    read_back: int = 0
+    """Files whose bytes the store could not confirm by a checksum of its own."""
+    waiting: int = 0
+    """Checkpoints that wait to be copied."""
+
+
+class DrainFailed(Event, tag="drain_failed"):
+    """A checkpoint could not be copied to the remote; the local one is untouched."""
+
+    checkpoint: str
+    step: int
+    remote: str
+    error: str
+
+
+class CopyDeleted(Event, tag="copy_deleted"):
+    """The remote copy of a checkpoint that retention had taken away is gone too."""
+
+    checkpoint: str
+    remote: str
+    objects: int
+
+
+class CopyFetched(Event, tag="copy_fetched"):
+    """A resume brought a checkpoint back from the remote, verified, because the local one would not do."""
+
+    checkpoint: str
+    step: int
+    remote: str
+    bytes: int
+    seconds: float
+    because: list[str]
+    quarantine: str = ""
+    """Where the bad local directory went."""
 
 
 class CadenceChosen(Event, tag="cadence_chosen"):
@@ -208,7 +262,12 @@ AnyEvent = (
     | SaveStarted
     | SaveCommitted
     | SaveFailed
+    | SaveSkipped
     | CheckpointsDeleted
+    | CopyDrained
+    | DrainFailed
+    | CopyDeleted
+    | CopyFetched
     | CadenceChosen
     | StepsDone
     | RunFinished
@@ -223,7 +282,7 @@ class Line(msgspec.Struct, kw_only=True):
     at: float
     """Wall-clock seconds since 1970."""
     who: str
-    """`agent-<node>` or `rank-<global rank>`."""
+    """`agent-<node>`, `rank-<global rank>` or `drain`."""
     attempt: int
     seq: int
     """Rises by one per writer, so that a gap shows."""

@@ -18,7 +18,11 @@ from holdfast.journal.events import (
     AttemptStarted,
     CadenceChosen,
     CheckpointsDeleted,
+    CopyDeleted,
+    CopyDrained,
+    CopyFetched,
     Decision,
+    DrainFailed,
     LeaseClaimed,
     LeaseLost,
     Line,
@@ -28,6 +32,7 @@ from holdfast.journal.events import (
     RungRejected,
     SaveCommitted,
     SaveFailed,
+    SaveSkipped,
     SaveStarted,
     StepsDone,
     Unknown,
@@ -191,10 +196,32 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             return Rendered(
                 f"save failed{row}: {printable(body.checkpoint)}: {printable(body.error)}", "fault"
             )
+        case SaveSkipped():
+            return Rendered(f"save left out: {printable(body.checkpoint)}: {printable(body.reason)}", "fault")
         case CheckpointsDeleted():
             text = f"{plural(len(body.names), 'checkpoint')} deleted, {size(body.bytes)}"
             pairs = zip_longest(body.names, body.reasons, fillvalue="")
             return Rendered(text, "plain", [printable(f"{name}: {why}") for name, why in pairs])
+        case CopyDrained():
+            behind = f"; {plural(body.waiting, 'checkpoint')} waiting" if body.waiting else ""
+            again = f", {plural(body.repeated, 'request')} repeated" if body.repeated else ""
+            return Rendered(
+                f"copied to {printable(body.remote)}: {printable(body.checkpoint)}, {size(body.bytes)} in "
+                f"{duration(body.seconds)}{again}{behind}",
+                "saved",
+            )
+        case DrainFailed():
+            what = f"not copied to {printable(body.remote)}: {printable(body.checkpoint)}"
+            return Rendered(f"{what}: {printable(body.error)}", "fault")
+        case CopyDeleted():
+            where = printable(body.remote)
+            return Rendered(f"deleted from {where}: {printable(body.checkpoint)}", "plain")
+        case CopyFetched():
+            details = [f"because {printable(item)}" for item in body.because]
+            if body.quarantine:
+                details.append(f"the bad local copy is kept in {printable(body.quarantine)}")
+            text = f"fetched from {printable(body.remote)}: {printable(body.checkpoint)}, {size(body.bytes)}"
+            return Rendered(f"{text} in {duration(body.seconds)}", "good", details)
         case CadenceChosen():
             every = f" ({duration(body.seconds)})" if body.seconds > 0 else ""
             cost = f"; expected overhead {body.overhead:.2%}" if body.overhead > 0 else ""

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         signals = StopSignals(getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"))
         signals.install()
         control, created = ControlDirectory.open_or_create(Path(options.settings.run.dir))
-        leadership = Leadership(control, options.settings.control.lease_ttl)
+        leadership = Leadership(control, options.settings.control.lease_ttl, options.settings.handover())
         context = LaunchContext(
             control=control,
             created=created,

@@ -10,14 +10,15 @@ import threading
 from collections.abc import Callable
 
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.lease import Claim, LeaseKeeper, claim, current_epoch, read_claim
+from holdfast.control.lease import HANDOVER, Claim, LeaseKeeper, claim, current_epoch, read_claim
 from holdfast.errors import ControlError
 
 
 class Leadership:
-    def __init__(self, control: ControlDirectory, ttl: float) -> None:
+    def __init__(self, control: ControlDirectory, ttl: float, handover: float = HANDOVER) -> None:
         self._control = control
         self._ttl = ttl
+        self._handover = handover
         self._keeper: LeaseKeeper | None = None
         self._lock = threading.Lock()
         self._owner = ""
@@ -28,7 +29,7 @@ class Leadership:
     def claim(self, owner: str) -> Claim:
         """Take the next epoch for this launch. Raises RunIsLiveError if another launch is alive."""
         self._owner = owner
-        held = claim(self._control, owner, self._ttl)
+        held = claim(self._control, owner, self._ttl, handover=self._handover)
         previous, self._keeper = self._keeper, LeaseKeeper(self._control, held, self._lost)
         if previous is not None:
             previous.stop()

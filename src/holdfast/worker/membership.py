@@ -62,6 +62,7 @@ def join_attempt(
     *,
     ttl: float,
     timeout: float,
+    handover: float,
     on_lost: Callable[[str], None],
 ) -> Membership:
     """Become part of the run's present attempt."""
@@ -76,7 +77,7 @@ def join_attempt(
         journal = JournalWriter(control.journal, f"rank-{group.rank}", launched.attempt)
         return Membership(control, fence, launched.attempt, launched.launch, journal)
     if group.is_coordinator:
-        return _begin(run_dir, root, group, ttl=ttl, on_lost=on_lost)
+        return _begin(run_dir, root, group, ttl=ttl, handover=handover, on_lost=on_lost)
     raw = read_key(group.store, "attempt", timeout, "the attempt that rank 0 begins")
     told = msgspec.json.decode(raw, type=_Told)
     control = _same_run(run_dir, told.run, "rank 0", group.rank)
@@ -96,11 +97,17 @@ def _same_run(run_dir: Path, run: str, who: str, rank: int) -> ControlDirectory:
 
 
 def _begin(
-    run_dir: Path, root: Path, group: Group, *, ttl: float, on_lost: Callable[[str], None]
+    run_dir: Path,
+    root: Path,
+    group: Group,
+    *,
+    ttl: float,
+    handover: float,
+    on_lost: Callable[[str], None],
 ) -> Membership:
     control, created = ControlDirectory.open_or_create(run_dir)
     launch = uuid.uuid4().hex[:12]
-    held = claim(control, launch, ttl)
+    held = claim(control, launch, ttl, handover=handover)
     keeper = LeaseKeeper(control, held, on_lost)
     fence = Fence(control, held.epoch, timeout=ttl)
     record = begin_attempt(control, fence, launch, group.world_size)

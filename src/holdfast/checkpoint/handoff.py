@@ -1,0 +1,211 @@
+"""What a trainer and its writer process say to each other.
+
+A stream socket between parent and child carries length-prefixed msgpack messages (never pickle), and once for
+each staging buffer its file descriptor. The trainer never waits for the writer here, except, with a deadline,
+when the socket is full.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import select
+import socket
+import time
+from typing import Any
+
+import msgspec
+
+from holdfast.checkpoint.commit import Committed
+from holdfast.checkpoint.layout import Declared, Layout
+from holdfast.checkpoint.manifest import Manifest
+from holdfast.errors import SaveFailedError
+
+SEND_TIMEOUT = 60.0
+_LENGTH = 8
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """The first message: who the writer works for."""
+
+    run_dir: str
+    run: str
+    attempt: int
+    epoch: int
+    lease_ttl: float
+    root: str
+    rank: int
+    world: int
+    threads: int
+
+
+class UseBuffer(msgspec.Struct, frozen=True, tag="buffer"):
+    """A staging buffer; its file descriptor comes with this message."""
+
+    index: int
+    size: int
+
+
+class UsePlan(msgspec.Struct, frozen=True, tag="plan"):
+    number: int
+    layout: Layout
+    declared: Declared | None
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
+    """A snapshot that is fully staged."""
+
+    serial: int
+    step: int
+    id: str
+    diagnostic: bool
+    plan: int
+    buffer: int
+    prints: list[str]
+    """Fingerprints, in the layout's order."""
+    timeout: float
+    """Seconds that this save may take from now."""
+    called: float
+    """Wall-clock time at which the save was asked for."""
+    blocked: float
+    """Seconds for which training was held up."""
+    manifest: Manifest | None
+    """On rank 0; complete but for the files and the parent."""
+    failed: str = ""
+    """The snapshot could not be staged on this rank; the others must learn of it."""
+    again: bool = False
+    """An earlier writer may have begun with it."""
+
+
+class BufferFree(msgspec.Struct, frozen=True, tag="free"):
+    serial: int
+    index: int
+
+
+class JobDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """This rank's part is written; on rank 0, all is committed."""
+
+    serial: int
+    seconds: float
+    committed: Committed | None = None
+
+
+class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    serial: int
+    error: str
+    trace: str
+    lease_lost: bool = False
+
+
+ToWriter = Start | UseBuffer | UsePlan | Job
+ToTrainer = BufferFree | JobDone | JobFailed
+
+_to_writer = msgspec.msgpack.Decoder(ToWriter)
+_to_trainer = msgspec.msgpack.Decoder(ToTrainer)
+
+
+class Gone(Exception):  # noqa: N818 - not an error: the other side has ended
+    """The other side has closed its end."""
+
+
+class Channel:
+    """One end of the socket."""
+
+    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self._socket = sock
+        self._decoder = decoder
+        self._received = bytearray()
+        self._descriptors: list[int] = []
+        sock.setblocking(False)
+
+    @classmethod
+    def of_trainer(cls, sock: socket.socket) -> Channel:
+        return cls(sock, _to_trainer)
+
+    @classmethod
+    def of_writer(cls, sock: socket.socket) -> Channel:
+        return cls(sock, _to_writer)
+
+    def send(self, message: ToWriter | ToTrainer, descriptor: int | None = None) -> None:
+        """Raises Gone if nobody is there, SaveFailedError if nobody reads."""
+        body = msgspec.msgpack.encode(message)
+        data = memoryview(len(body).to_bytes(_LENGTH, "little") + body)
+        deadline = time.monotonic() + SEND_TIMEOUT
+        extra = [] if descriptor is None else [_rights(descriptor)]
+        while data:
+            try:
+                sent = self._socket.sendmsg([data], extra)
+                data, extra = data[sent:], []
+            except BlockingIOError:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise SaveFailedError(f"the writer process read nothing for {SEND_TIMEOUT:g} s") from None
+                self._wait_for(select.POLLOUT, left)
+            except OSError as error:
+                raise Gone from error
+
+    def receive(self, timeout: float | None) -> tuple[Any, int | None] | None:
+        """The next message and the descriptor that came with it; None after `timeout` (None: no limit).
+
+        Raises Gone when the other side has ended and everything it had said was received.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            message = self._next()
+            if message is not None:
+                fd = self._descriptors.pop(0) if isinstance(message, UseBuffer) else None
+                return message, fd
+            try:
+                data, ancillary, _, _ = self._socket.recvmsg(1 << 20, socket.CMSG_SPACE(4))
+            except BlockingIOError:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._wait_for(select.POLLIN, left)
+                continue
+            except OSError as error:
+                raise Gone from error
+            self._descriptors += _received_descriptors(ancillary)
+            if not data:
+                raise Gone
+            self._received += data
+
+    def other_side_is_gone(self) -> bool:
+        """Never blocks; takes nothing off the stream."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _wait_for(self, event: int, seconds: float | None) -> None:
+        ready = select.poll()  # not select(), which knows only the first 1024 descriptors of a process
+        ready.register(self._socket, event)
+        ready.poll(None if seconds is None else max(1, int(seconds * 1000)))
+
+    def _next(self) -> Any:
+        if len(self._received) < _LENGTH:
+            return None
+        length = int.from_bytes(self._received[:_LENGTH], "little")
+        if len(self._received) < _LENGTH + length:
+            return None
+        body = bytes(self._received[_LENGTH : _LENGTH + length])
+        del self._received[: _LENGTH + length]
+        return self._decoder.decode(body)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+def _rights(descriptor: int) -> tuple[int, int, bytes]:
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]).tobytes()
+
+
+def _received_descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)

@@ -1,0 +1,152 @@
+"""The plan of a save: who stores what, where. Made once, used until anything changes.
+
+A plan is kept with a signature of the structure it was made for: every name with its kind, dtype, shape,
+place in the whole and world layout. At every save each rank compares its own signature with the plan's; a
+change on any rank makes all of them plan again. So a plan can never be used for a state that it does not
+describe, and while nothing changes, nothing but a few summed integers is exchanged.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+
+from holdfast.checkpoint import metadata as metadatas
+from holdfast.checkpoint.frames import Frame, Frames
+from holdfast.checkpoint.layout import (
+    Declared,
+    DeclaredFile,
+    Item,
+    Layout,
+    check_placeholder,
+    placeholder,
+)
+from holdfast.checkpoint.planner import Digests, SnapshotPlanner
+from holdfast.checkpoint.sharing import Sharing, find_sharings
+from holdfast.control.exchange import gather, scatter
+from holdfast.control.group import Group
+from holdfast.errors import SaveFailedError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part in every save of one structure."""
+
+    number: int
+    """Counts the plans of an attempt; the same on every rank."""
+    signature: str
+    items: list[WriteItem]
+    frames: list[Frame]
+    layout: Layout
+    sharings: list[Sharing]
+    """Those that this rank has a part in."""
+    declared: Declared | None
+    """On rank 0."""
+
+
+def signature_of(planner: SnapshotPlanner, world: int) -> str:
+    """Of the structure, not the contents: what makes a plan fit."""
+    digest = xxhash.xxh3_128(f"{world}".encode())
+    for name, value in planner.state_dict.items():
+        digest.update(f"\n{name}\t{_kind(value)}".encode())
+    return digest.hexdigest()
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, DTensor):
+        mesh, local = value.device_mesh, value.to_local()
+        where = f"{value.placements} {tuple(mesh.mesh.shape)} {mesh.mesh.flatten().tolist()}"
+        return (
+            f"sharded {value.dtype} {tuple(value.shape)} {tuple(local.shape)} {value.requires_grad} {where}"
+        )
+    if isinstance(value, torch.Tensor):
+        return f"plain {value.dtype} {tuple(value.shape)} {value.layout} {value.requires_grad}"
+    return f"other {type(value).__qualname__}"
+
+
+def make_plan(
+    group: Group, number: int, planner: SnapshotPlanner, signature: str, digests: Digests, frames: Frames
+) -> Plan:
+    """All ranks together. A failure on rank 0 reaches every rank as the same error."""
+    plans = gather(group, planner.local_plan(digests))
+    replies: list[tuple[SavePlan | None, list[Sharing], str]] | None = None
+    declared: Declared | None = None
+    if plans is not None:
+        try:
+            replies, declared = _plan_for_all(planner, plans, frames)
+        except Exception as error:
+            if group.world_size == 1:
+                raise
+            replies = [(None, [], f"{type(error).__name__}: {error}")] * group.world_size
+    mine, sharings, problem = scatter(group, replies)
+    if mine is None:
+        raise SaveFailedError(f"rank 0 could not plan the save: {problem}")
+    items = planner.finish_plan(mine).items
+    layout, used = lay_out(items, group.rank, frames)
+    return Plan(number, signature, items, used, layout, sharings, declared)
+
+
+def _plan_for_all(
+    planner: SnapshotPlanner, plans: list[SavePlan], frames: Frames
+) -> tuple[list[tuple[SavePlan | None, list[Sharing], str]], Declared]:
+    sharings = find_sharings([plan.storage_data for plan in plans]) if len(plans) > 1 else []
+    final, metadata = planner.create_global_plan(plans)
+    layouts = [lay_out(plan.items, rank, frames)[0] for rank, plan in enumerate(final)]
+    _check_all_is_laid_out(metadata, final)
+    metadata.storage_data = {
+        item.index: _StorageInfo(layout.path, place.offset, place.length)
+        for plan, layout in zip(final, layouts, strict=True)
+        for item, place in zip(plan.items, layout.items, strict=True)
+    }
+    metadata.version = "1.0.0"
+    metadata.storage_meta = StorageMeta(checkpoint_id=placeholder())
+    data = pickle.dumps(metadata)
+    check_placeholder(data)
+    metadatas.parse(data)  # what our own reader would refuse at a resume must fail now
+    declared = Declared(
+        [[DeclaredFile(lay.path, lay.size, lay.table())] if lay.items else [] for lay in layouts], data
+    )
+    replies = [(plan, [s for s in sharings if rank in s.ranks], "") for rank, plan in enumerate(final)]
+    return list(replies), declared
+
+
+def lay_out(items: Sequence[WriteItem], rank: int, frames: Frames) -> tuple[Layout, list[Frame]]:
+    """Pure: the shard of a rank that stores these items, in their order."""
+    places: list[Item] = []
+    used: list[Frame] = []
+    at = 0
+    for item in items:
+        if item.tensor_data is None:
+            raise SaveFailedError(f"{item.index.fqn} is not a tensor; only tensors are stored by name")
+        frame = frames.of(item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
+        places.append(Item(item.index.fqn, at, frame.length, at + len(frame.before), frame.raw))
+        used.append(frame)
+        at += frame.length
+    return Layout(f"__{rank}_0.distcp", at, places), used
+
+
+def _check_all_is_laid_out(metadata: Metadata, plans: Sequence[SavePlan]) -> None:
+    """Everything that `.metadata` declares is stored by exactly one rank."""
+    stored = [item.index for plan in plans for item in plan.items]
+    found = {MetadataIndex(index.fqn, index.offset) for index in stored}
+    if len(found) != len(stored):
+        twice = next(index for index in stored if stored.count(index) > 1)
+        raise SaveFailedError(f"{twice.fqn} at {twice.offset} would be stored twice")
+    for name, entry in metadata.state_dict_metadata.items():
+        offsets = [c.offsets for c in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
+        for offset in offsets:
+            if MetadataIndex(name, offset) not in found:
+                raise SaveFailedError(f"{name} at {offset} was declared but no rank would store it")

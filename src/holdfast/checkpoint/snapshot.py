@@ -1,0 +1,172 @@
+"""Taking part in a save: what this rank stores, under a plan that all ranks know to fit.
+
+Guarantee: either every rank has a snapshot of the same step under the same plan, or every rank knows that
+there is none, and why. In the usual case that costs one exchange of a few integers; only a change of
+structure, a tensor that ranks no longer hold alike, or a failure costs more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint import fingerprint as fingerprints
+from holdfast.checkpoint.failures import raise_for_all
+from holdfast.checkpoint.frames import Frames
+from holdfast.checkpoint.identity import CheckpointName, derive_id
+from holdfast.checkpoint.manifest import PartEntry
+from holdfast.checkpoint.plan import Plan, make_plan, signature_of
+from holdfast.checkpoint.planner import SnapshotPlanner
+from holdfast.checkpoint.roundtrip import check_round_trip
+from holdfast.checkpoint.sharing import term
+from holdfast.checkpoint.state import OWN, Tracked, rank_key, to_blob
+from holdfast.checkpoint.writer import plain
+from holdfast.control.exchange import add_up
+from holdfast.control.group import Group
+from holdfast.errors import UsageError
+
+OWN_PARTS = {
+    "rng": PartEntry(kind="rng"),
+    "data": PartEntry(kind="data"),
+    "counters": PartEntry(kind="counters"),
+}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """This rank's share of a save, not copied yet."""
+
+    name: CheckpointName
+    plan: Plan
+    tensors: list[torch.Tensor]
+    """In the plan's order; aliases of live state."""
+    prints: dict[int, str]
+    """Fingerprints that are known already, by position."""
+    parts: dict[str, PartEntry]
+
+    def fingerprints(self) -> list[str]:
+        """Of every tensor, on its device, as it is now."""
+        unknown = [at for at in range(len(self.tensors)) if at not in self.prints]
+        found = fingerprints.begin([plain(self.tensors[at]) for at in unknown]).result()
+        known = {**self.prints, **dict(zip(unknown, found, strict=True))}
+        return [known[at] for at in range(len(self.tensors))]
+
+
+@dataclass
+class _Collected:
+    planner: SnapshotPlanner
+    signature: str
+    parts: dict[str, PartEntry]
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class Snapshotter:
+    """Takes the snapshots of one attempt. Every rank makes the same calls in the same order."""
+
+    def __init__(self, *, run: str, attempt: int, group: Group) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._group = group
+        self._serial = 0
+        self._plan: Plan | None = None
+        self._plans = 0
+        self._frames = Frames()
+        self._blob = 0
+        self._doubts: list[str] = []
+
+    @property
+    def plans_made(self) -> int:
+        return self._plans
+
+    def next_name(self, step: int) -> CheckpointName:
+        """The next save's identity; the same on every rank, because every rank counts its saves alike."""
+        return CheckpointName(step, derive_id(self._run, self._attempt, step, self._serial + 1))
+
+    def take_doubts(self) -> list[str]:
+        """What the first save found wrong with the state of tracked objects; told once."""
+        doubts, self._doubts = self._doubts, []
+        return doubts
+
+    def take(
+        self,
+        tracked: Tracked,
+        own: Callable[[], dict[str, Any]],
+        step: int,
+        *,
+        prepare: Callable[[CheckpointName], None] | None = None,
+        busy: bool = False,
+    ) -> Snapshot | None:
+        """The group's snapshot, or None if some rank is busy. `prepare` runs first; its failure is shared."""
+        name = self.next_name(step)
+        error: Exception | None = None
+        collected: _Collected | None = None
+        if not busy:
+            try:
+                if prepare is not None:
+                    prepare(name)
+                collected = self._collect(tracked, own)
+            except Exception as caught:  # noqa: BLE001 - the others must learn of whatever it is
+                error = caught
+        replan, content = True, 0
+        if collected is not None:
+            plan = self._plan
+            replan = plan is None or plan.signature != collected.signature
+            if plan is not None and not replan:
+                content = term(plan.sharings, self._group.rank, collected.digests)
+        failed, waiting, replanning, drift, steps, squares = add_up(
+            self._group, [error is not None, busy, replan and not busy, content, step, step * step]
+        )
+        world = self._group.world_size
+        if failed:
+            raise_for_all(self._group, error, name)
+        if steps != world * step or squares != world * step * step:
+            raise UsageError(
+                f"rank {self._group.rank} saves step {step}, other ranks save other steps (they add up to "
+                f"{steps} over {world} ranks). Every rank must save at the same step"
+            )
+        if waiting:
+            return None
+        assert collected is not None
+        if replanning or drift:
+            self._plan = self._make_plan(collected)
+        plan = self._plan
+        assert plan is not None
+        self._serial += 1
+        tensors = [collected.planner.tensor_of(item) for item in plan.items]
+        prints = {
+            at: collected.digests[item.index.fqn]
+            for at, item in enumerate(plan.items)
+            if item.index.fqn in collected.digests
+        }
+        return Snapshot(name, plan, tensors, prints, collected.parts)
+
+    def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]]) -> _Collected:
+        tensors, others = tracked.collect()
+        if self._serial == 0:
+            self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) == "object"})
+        blob = to_blob({"format": 1, "tracked": others, "own": own()}, self._blob)
+        self._blob = blob.numel()
+        state = {**tensors, OWN: {rank_key(self._group.rank): blob}}
+        planner = SnapshotPlanner(state, self._group.rank, is_coordinator=self._group.is_coordinator)
+        signature = signature_of(planner, self._group.world_size)
+        found = _Collected(planner, signature, {**tracked.parts(tensors), **OWN_PARTS})
+        if self._group.world_size > 1:
+            shared = planner.plain_tensors()
+            prints = fingerprints.begin([plain(tensor) for tensor in shared.values()]).result()
+            found.digests = dict(zip(shared, prints, strict=True))
+        return found
+
+    def _make_plan(self, collected: _Collected) -> Plan:
+        self._plans += 1
+        self._plan = None  # if this fails on one rank, all of them plan at the next save
+        return make_plan(
+            self._group,
+            self._plans,
+            collected.planner,
+            collected.signature,
+            collected.digests,
+            self._frames,
+        )

@@ -1,0 +1,102 @@
+"""Staging buffers: host memory that a trainer fills and its writer process reads.
+
+A buffer is an anonymous memory file: shared with the writer by its descriptor, visible to nobody else, and
+gone with the last process that holds it. Its contents are the shard to be written, byte for byte; what
+surrounds the tensors' bytes is put in when the plan changes, so a save copies nothing but tensors. A buffer's
+memory is taken at once and in full: too little of it is an error at that moment, not a crash at a later one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from holdfast.checkpoint import fingerprint as fingerprints
+from holdfast.checkpoint.plan import Plan
+from holdfast.checkpoint.writer import check_size, plain
+from holdfast.errors import SaveFailedError
+
+SLICE = 512 * 1024
+"""Fingerprinted and copied at a time, so that the copy finds the bytes in the processor's cache."""
+
+
+class Buffer:
+    """One staging buffer, as the trainer sees it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.size = 0
+        self.plan = 0
+        """The plan whose frames it holds."""
+        self.descriptor = os.memfd_create(f"holdfast-staging-{index}", os.MFD_CLOEXEC)
+        self._map: mmap.mmap | None = None
+        self.bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.empty(0, np.uint8)
+
+    def prepare(self, plan: Plan) -> bool:
+        """Make it fit a plan; whether its memory is a new one, which the writer must be told of."""
+        grown = plan.layout.size > self.size
+        if grown:
+            self._grow(plan.layout.size)
+        if self.plan != plan.number:
+            self.plan = 0
+            for item, frame in zip(plan.layout.items, plan.frames, strict=True):
+                end = item.offset + item.length
+                self.bytes[item.offset : item.raw_offset] = np.frombuffer(frame.before, np.uint8)
+                self.bytes[item.raw_offset + item.raw_length : end] = np.frombuffer(frame.after, np.uint8)
+            self.plan = plan.number
+        return grown
+
+    def _grow(self, size: int) -> None:
+        size += -size % mmap.PAGESIZE
+        try:
+            os.posix_fallocate(self.descriptor, 0, size)
+            self._map = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            raise SaveFailedError(
+                f"no memory for a staging buffer of {size} bytes: {error.strerror}. Asynchronous saves need "
+                "one to two of them a rank; set checkpoint.when_busy = 'skip' for one, or async_save = false"
+            ) from error
+        self.size, self.plan = size, 0
+        self.bytes = np.frombuffer(self._map, np.uint8)
+
+    def tensor(self) -> torch.Tensor:
+        """The same memory, for copies from a device."""
+        return torch.from_numpy(self.bytes)
+
+    def close(self) -> None:
+        self.bytes = np.empty(0, np.uint8)
+        self._map = None  # unmapped with the last view of it
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def stage_from_host(
+    buffer: Buffer, plan: Plan, tensors: Sequence[torch.Tensor], known: dict[int, str], threads: int
+) -> list[str]:
+    """Copy tensors on the host into a buffer; their fingerprints, taken from them in the same pass."""
+
+    def one(at: int) -> str:
+        item = plan.layout.items[at]
+        source = plain(tensors[at]).numpy()
+        check_size(plan.layout, item.name, item.raw_length, source.nbytes)
+        target = buffer.bytes[item.raw_offset : item.raw_offset + item.raw_length]
+        if at in known:
+            target[:] = source
+            return known[at]
+        hasher = fingerprints.Hasher("x")
+        for start in range(0, source.nbytes, SLICE):
+            piece = source[start : start + SLICE]
+            hasher.update(piece.data)
+            target[start : start + SLICE] = piece
+        return hasher.done()
+
+    if threads == 1:
+        return [one(at) for at in range(len(tensors))]
+    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-stage") as pool:
+        return list(pool.map(one, range(len(tensors))))

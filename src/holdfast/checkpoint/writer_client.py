@@ -1,0 +1,258 @@
+"""The trainer's side of its writer process: starting it, handing jobs over, replacing it when it dies.
+
+Nothing here ever waits for the writer, except where a deadline is given. A writer that dies is replaced and
+given again what it had not finished, from the buffers, which the trainer still holds; after RESTARTS deaths
+without a finished job in between, its jobs count as failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast.checkpoint.handoff import (
+    BufferFree,
+    Channel,
+    Gone,
+    Job,
+    JobDone,
+    JobFailed,
+    Start,
+    UseBuffer,
+    UsePlan,
+)
+from holdfast.checkpoint.plan import Plan
+from holdfast.checkpoint.staging import Buffer
+from holdfast.errors import SaveFailedError
+
+log = logging.getLogger("holdfast.checkpoint")
+
+RESTARTS = 3
+LATE = 30.0
+"""Seconds past a job's own deadline after which the writer is taken to be stuck, and ended."""
+
+Outcome = JobDone | JobFailed
+
+
+class _Handed(NamedTuple):
+    job: Job
+    plan: Plan
+    late: float
+    """The time at which a writer that has not finished it is taken to be stuck."""
+
+
+class WriterClient:
+    """One writer process at a time."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._deaths = 0
+        self._jobs: dict[int, _Handed] = {}
+        """Handed over and not finished, in order."""
+        self._holding: dict[int, int] = {}
+        """Buffers that a job still needs, by index: the job's serial."""
+        self._buffers: dict[int, Buffer] = {}
+        self._told: set[int] = set()
+        """Numbers of the plans that the writer knows."""
+        self._outcomes: list[Outcome] = []
+
+    # --- handing over ---------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Start the process, if it does not run. Returns at once."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.checkpoint.writer_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # what ends a trainer's session or group must not end its writer
+            )
+        except OSError as error:
+            ours.close()
+            raise SaveFailedError(f"the writer process cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        self._channel = Channel.of_trainer(ours)
+        self._told = set()
+        self._channel.send(self._start)
+        for buffer in self._buffers.values():
+            self._tell_buffer(buffer)
+
+    def hand_over(self, job: Job, plan: Plan, buffer: Buffer, *, new_buffer: bool) -> None:
+        """A job is staged: from here on it is the writer's."""
+        known = buffer.index in self._buffers and not new_buffer
+        self._buffers[buffer.index] = buffer
+        self._jobs[job.serial] = _Handed(job, plan, time.monotonic() + job.timeout + LATE)
+        self._holding[buffer.index] = job.serial
+        try:
+            running = self._process is not None and self._process.poll() is None
+            self.launch()
+            if running and not known:
+                self._tell_buffer(buffer)
+            self._send(job, plan)
+        except Gone:
+            self._replace()
+
+    def _tell_buffer(self, buffer: Buffer) -> None:
+        self._channel_now().send(UseBuffer(buffer.index, buffer.size), buffer.descriptor)
+
+    def _send(self, job: Job, plan: Plan) -> None:
+        if plan.number not in self._told:
+            self._channel_now().send(UsePlan(plan.number, plan.layout, plan.declared))
+            self._told.add(plan.number)
+        self._channel_now().send(job)
+
+    def _channel_now(self) -> Channel:
+        if self._channel is None:
+            raise Gone
+        return self._channel
+
+    # --- what became of it ----------------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._jobs)
+
+    def is_free(self, buffer: int) -> bool:
+        return buffer not in self._holding
+
+    def poll(self, timeout: float = 0.0) -> list[Outcome]:
+        """Jobs that have ended since the last call; waits for the first one at most `timeout`."""
+        deadline = time.monotonic() + timeout
+        while self._jobs and not self._outcomes:
+            left = deadline - time.monotonic()
+            self._receive(max(0.0, left))
+            if left <= 0:
+                break
+        while self._jobs and self._receive(0.0):
+            pass
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def await_buffer(self, timeout: float) -> None:
+        """Wait until some buffer is free, at most `timeout`."""
+        deadline = time.monotonic() + timeout
+        while self._jobs and len(self._holding) == len(self._buffers):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._receive(left)
+
+    def _receive(self, timeout: float) -> bool:
+        """Take one message, or notice that the writer is dead or stuck; whether there was one."""
+        late = min((handed.late for handed in self._jobs.values()), default=None)
+        if late is not None and time.monotonic() > late:
+            self._end_stuck()
+            return True
+        limit = timeout if late is None else min(timeout, max(0.0, late - time.monotonic()))
+        try:
+            received = self._channel_now().receive(limit)
+        except Gone:
+            self._replace()
+            return True
+        if received is None:
+            return False
+        message = received[0]
+        if isinstance(message, BufferFree):
+            if self._holding.get(message.index) == message.serial:
+                del self._holding[message.index]
+        else:
+            self._deaths = 0
+            self._end(message)
+        return True
+
+    def _end(self, outcome: Outcome) -> None:
+        ended = self._jobs.pop(outcome.serial, None)
+        if ended is not None:
+            if self._holding.get(ended.job.buffer) == outcome.serial:
+                del self._holding[ended.job.buffer]
+            self._outcomes.append(outcome)
+
+    # --- a writer that died or hangs ------------------------------------------------------------------------
+
+    def _replace(self) -> None:
+        """The writer is gone: start another and give it again what is not finished."""
+        code = self._reap()
+        self._deaths += 1
+        while self._jobs and self._deaths <= RESTARTS:
+            log.warning("holdfast: the writer process ended (%s); starting another", code)
+            try:
+                self.launch()
+                for handed in self._jobs.values():
+                    self._send(msgspec.structs.replace(handed.job, again=True), handed.plan)
+                return
+            except Gone:
+                code = self._reap()
+                self._deaths += 1
+            except SaveFailedError as error:
+                self._fail_all(str(error))
+        self._fail_all(f"the writer process ended {self._deaths} times ({code})")
+
+    def _end_stuck(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.kill()
+        self._reap()
+        self._fail_all("the writer process did not answer in time and was ended")
+
+    def _fail_all(self, why: str) -> None:
+        for serial in list(self._jobs):
+            self._end(JobFailed(serial=serial, error=f"SaveFailedError: {why}", trace=""))
+
+    def _reap(self) -> str:
+        """Let go of the process; how it ended, in words."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        process, self._process = self._process, None
+        if process is None:
+            return "it was not running"
+        try:
+            code = process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return "it does not end"  # stuck in the kernel; its socket is closed, so it will when it can
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def abandon(self) -> None:
+        """Let the writer finish by itself what it was handed, and exit."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._process = None
+        self._jobs.clear()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Nothing is outstanding: the writer exits when its socket is closed."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(timeout)
+            self._process = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+
+def writing_threads() -> int:
+    """How many threads a writer may use: its rank's share of this node's processors."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
+    return max(1, min(8, len(os.sched_getaffinity(0)) // max(1, local)))

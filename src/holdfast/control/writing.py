@@ -1,0 +1,91 @@
+"""A writer process's sign of life, and the next attempt's wait for it.
+
+A snapshot that was fully staged outlives its trainer: the writer process commits it. But once a newer epoch
+is claimed, the fence refuses that commit. So whoever claims the next epoch first lets the writer of the
+ending one finish, for a bounded time.
+
+The sign of life is a lock on `writing/<epoch>.lock`, held for as long as the writer lives; the kernel lets go
+of it however the writer ends. What the file says is what the writer is doing; a writer whose trainer is gone
+takes up what it was handed within moments, or exits. So a writer that stays idle is not waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.control.directory import ControlDirectory
+from holdfast.files import make_dirs
+
+IDLE_PATIENCE = 2.0
+"""A writer that has nothing to do for so long, while it is watched, will not get anything to do."""
+POLL = 0.02
+
+
+def _path(control: ControlDirectory, epoch: int) -> Path:
+    return control.path / "writing" / f"{epoch:08d}.lock"
+
+
+class Writing:
+    """Held by the writer process of rank 0."""
+
+    def __init__(self, control: ControlDirectory, epoch: int) -> None:
+        self._path = _path(control, epoch)
+        make_dirs(self._path.parent)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        # A writer that replaces a dead one finds the lock free; one that is still dying lets go in a moment.
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    @contextlib.contextmanager
+    def busy_with(self, what: str) -> Iterator[None]:
+        self._say(what)
+        try:
+            yield
+        finally:
+            self._say("")
+
+    def _say(self, what: str) -> None:
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, what.encode(), 0)
+
+    def close(self) -> None:
+        """Nothing was left undone: take the file away, so that nobody needs to look at it."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def let_writer_finish(control: ControlDirectory, epoch: int, timeout: float) -> str:
+    """Wait until the writer of an epoch is done or gone, at most `timeout`; what was seen, for the record."""
+    path = _path(control, epoch)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return ""  # there is none, or nothing that can be asked
+    try:
+        return _watch(fd, timeout)
+    finally:
+        os.close(fd)
+
+
+def _watch(fd: int, timeout: float) -> str:
+    started = idle_since = time.monotonic()
+    seen = ""
+    while True:
+        now = time.monotonic()
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return f"its writer finished {seen} first, in {now - started:.1f} s" if seen else ""
+        except BlockingIOError:
+            pass
+        doing = os.pread(fd, 256, 0).decode(errors="replace")
+        if doing:
+            seen, idle_since = doing, now
+        elif now - idle_since > IDLE_PATIENCE:
+            return ""
+        if now - started > timeout:
+            return f"its writer was still at {seen or 'nothing'} after {timeout:g} s and was not waited for"
+        time.sleep(POLL)

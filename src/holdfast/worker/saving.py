@@ -1,0 +1,247 @@
+"""A run's saves: in the foreground or in the background, reported, counted, and followed by retention.
+
+A save that fails is told at the next step (journal, log, with the writer's traceback) and training goes on,
+until too many failed in a row. What a run must not lose at its end (the last save, a save that is asked for)
+is waited for, with a deadline, and its failure is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.checkpoint.background import BackgroundSaver, Ended
+from holdfast.checkpoint.identity import CheckpointName
+from holdfast.checkpoint.retention import Retainer
+from holdfast.checkpoint.save import SaveContext, SaveFacts, Saver
+from holdfast.checkpoint.snapshot import Snapshotter
+from holdfast.checkpoint.state import Tracked
+from holdfast.control.exchange import add_up
+from holdfast.errors import LeaseLostError, SaveFailedError
+from holdfast.journal.events import Event, SaveCommitted, SaveFailed, SaveSkipped, SaveStarted, Warned
+from holdfast.journal.writer import JournalWriter
+from holdfast.settings import CheckpointSettings
+from holdfast.worker.schedule import SaveSchedule
+
+log = logging.getLogger("holdfast")
+
+Facts = Callable[[str | None, str], SaveFacts]
+"""(parent, reason) → what the manifest says about this moment."""
+
+
+class Saving:
+    """Saves for one attempt. Every rank makes the same calls at the same steps."""
+
+    def __init__(
+        self,
+        context: SaveContext,
+        settings: CheckpointSettings,
+        *,
+        lease_ttl: float,
+        tracked: Tracked,
+        own: Callable[[], dict[str, Any]],
+        facts: Facts,
+        schedule: SaveSchedule,
+        retainer: Retainer | None,
+        journal: JournalWriter,
+    ) -> None:
+        self._settings = settings
+        self._group = context.group
+        self._tracked = tracked
+        self._own = own
+        self._facts = facts
+        self._schedule = schedule
+        self._retainer = retainer
+        self._journal = journal
+        self._snapshots = Snapshotter(
+            run=context.control.run_id, attempt=context.attempt, group=context.group
+        )
+        self._foreground = Saver(context, self._snapshots)
+        self._background: BackgroundSaver | None = None
+        if settings.async_save:
+            self._background = BackgroundSaver(
+                context,
+                self._snapshots,
+                when_busy=settings.when_busy,
+                timeout=settings.timeout,
+                lease_ttl=lease_ttl,
+            )
+            self._background.launch()
+        self._failed = 0
+        self.head: CheckpointName | None = None
+        """The newest checkpoint of this timeline that is known to be committed."""
+        self.saved_step: int | None = None
+        """The newest step whose state is committed or under way."""
+
+    def resumed_from(self, head: CheckpointName | None) -> None:
+        self.head = head
+        self.saved_step = head.step if head is not None else None
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def save(self, reason: str, *, diagnostic: bool = False, wait: bool = True) -> CheckpointName:
+        """Save now. With `wait` the checkpoint is committed when this returns, or an error is raised."""
+        if self._background is None:
+            return self._save_in_foreground(reason, diagnostic=diagnostic)
+        begun = self._begin(self._background, reason, diagnostic=diagnostic, must=True)
+        assert begun is not None
+        if wait:
+            self.wait(f"the save of {begun}")
+        return begun
+
+    def scheduled(self) -> None:
+        """A save is due by the schedule: a failure is reported, and raised only after too many in a row."""
+        try:
+            if self._background is None:
+                self._save_in_foreground("scheduled")
+                self._failed = 0
+            else:
+                self._begin(self._background, "scheduled")
+        except SaveFailedError as error:
+            self._count(error, CheckpointName(self._facts(None, "").step, ""))
+
+    def _save_in_foreground(self, reason: str, *, diagnostic: bool = False) -> CheckpointName:
+        started = time.monotonic()
+        facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
+        self._write(SaveStarted(checkpoint=str(self._snapshots.next_name(facts.step)), step=facts.step))
+        saved = self._foreground.save(self._tracked, self._own, facts, diagnostic=diagnostic)
+        self._tell_doubts()
+        seconds = time.monotonic() - started
+        self._write(
+            SaveCommitted(
+                checkpoint=str(saved.name),
+                step=facts.step,
+                parent=facts.parent,
+                bytes=saved.bytes,
+                files=saved.files,
+                seconds=seconds,
+                blocked_seconds=seconds,
+            )
+        )
+        if not diagnostic:
+            self.saved_step = facts.step
+        self._committed(saved.name, diagnostic=diagnostic, blocked=seconds, seconds=seconds)
+        return saved.name
+
+    def _begin(
+        self, saver: BackgroundSaver, reason: str, *, diagnostic: bool = False, must: bool = False
+    ) -> CheckpointName | None:
+        facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
+        name = self._snapshots.next_name(facts.step)
+        self._write(SaveStarted(checkpoint=str(name), step=facts.step))
+        begun = saver.begin(self._tracked, self._own, facts, diagnostic=diagnostic, must=must)
+        self._tell_doubts()
+        if begun is None:
+            why = "the save before it is still being written on some rank (checkpoint.when_busy = 'skip')"
+            self._write(SaveSkipped(checkpoint=str(name), step=facts.step, reason=why))
+            return None
+        if begun.waited > 0.0:
+            told = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
+            self._write(Warned(message=f"{told}; save less often, or use faster storage"))
+        if not diagnostic:
+            self.saved_step = facts.step
+        return begun.name
+
+    def _tell_doubts(self) -> None:
+        for doubt in self._snapshots.take_doubts() if self._group.is_coordinator else ():
+            self._write(Warned(message=doubt))
+            log.warning("holdfast: %s", doubt)
+
+    # --- what became of it ----------------------------------------------------------------------------------
+
+    def at_boundary(self) -> None:
+        """Between two steps: take in what has ended. Raises after too many failures in a row."""
+        if self._background is not None and self._background.outstanding:
+            for ended in self._background.poll():
+                self._take(ended)
+
+    def wait(self, what: str) -> None:
+        """Wait until nothing is under way; raise on every rank what went wrong on any."""
+        if self._background is None:
+            return
+        error: BaseException | None = None
+        for ended in self._background.wait(self._settings.timeout):
+            try:
+                self._take(ended)
+            except (SaveFailedError, LeaseLostError) as raised:
+                error = raised
+            error = ended.error or error
+        if self._background.outstanding and error is None:
+            error = SaveFailedError(f"{what} was not done after {self._settings.timeout:g} s")
+        if add_up(self._group, [error is not None])[0]:
+            self.saved_step = None
+            raise error or SaveFailedError(f"{what} failed on another rank, whose error says why")
+
+    def _take(self, ended: Ended) -> None:
+        if ended.error is None:
+            self._failed = 0
+            self._committed(
+                ended.name, diagnostic=ended.diagnostic, blocked=ended.blocked, seconds=ended.seconds
+            )
+        elif isinstance(ended.error, LeaseLostError):
+            raise ended.error
+        elif self._group.is_coordinator:
+            self._count(ended.error, ended.name)
+        else:  # rank 0's writer learns of it and fails the save for all
+            log.error("holdfast: %s\n%s", ended.error, "\n".join(getattr(ended.error, "__notes__", ())))
+
+    def _committed(self, name: CheckpointName, *, diagnostic: bool, blocked: float, seconds: float) -> None:
+        if not diagnostic:
+            self.head = name
+        if self._group.is_coordinator:
+            self._schedule.note(blocked=blocked, commit=seconds)
+        if self._retainer is not None and not diagnostic:
+            self._retainer.after_commit()
+
+    def _count(self, error: SaveFailedError, name: CheckpointName) -> None:
+        self._failed += 1
+        if self.saved_step == name.step:
+            self.saved_step = None
+        shown = str(name) if name.id else f"step_{name.step:08d}"
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        told = f"{error}\n{notes}" if notes else str(error)
+        self._write(SaveFailed(checkpoint=shown, step=name.step, error=told, in_a_row=self._failed))
+        log.error("holdfast: %s (%d in a row)", told, self._failed)
+        if self._failed >= self._settings.max_failed_saves:
+            raise SaveFailedError(
+                f"{self._failed} saves in a row failed, as many as checkpoint.max_failed_saves "
+                f"allows; the last: {error}"
+            ) from error
+
+    def _write(self, event: Event) -> None:
+        if self._group.is_coordinator:
+            self._journal.write(event)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def finish(self, step: int) -> None:
+        """The last step is done: everything under way is committed, and so is the last state."""
+        try:
+            self.wait("a save that was under way")
+        except SaveFailedError:
+            if not self._settings.save_at_end:
+                raise
+            # It was reported; the last state is about to be saved anyway.
+        # Rank 0 may know of a failure that the others do not, so whether to save is agreed.
+        if self._settings.save_at_end and add_up(self._group, [self.saved_step != step])[0]:
+            self.save("final")
+
+    def close(self, *, failed: bool) -> None:
+        """Give everything back. After a failure the writer finishes alone what it was handed."""
+        if self._retainer is not None:
+            self._retainer.close()
+        background, self._background = self._background, None
+        if background is None:
+            return
+        if failed:
+            background.abandon()
+            return
+        errors = [ended.error for ended in background.wait(self._settings.timeout) if ended.error is not None]
+        if background.outstanding:
+            background.abandon()
+            raise SaveFailedError(f"a save was still under way after {self._settings.timeout:g} s")
+        background.close()
+        if errors:
+            raise errors[-1]
