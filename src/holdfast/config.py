@@ -103,7 +103,7 @@ def _check(field: Field, value: object) -> object:
         value = os.fspath(value)
     try:
         checked: object = msgspec.convert(value, field.annotation)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         raise _RefusedError(_suggestion(field, value)) from None
     if isinstance(checked, str):
         _check_text(field, checked)

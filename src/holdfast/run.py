@@ -160,6 +160,7 @@ class Run:
             own=self._own_state,
             facts=self._facts,
             schedule=self._schedule,
+            step_seconds=self._meter.median_step,
             retainer=retainer,
             journal=member.journal,
         )
@@ -296,7 +297,7 @@ class Run:
         assert self._saving is not None
         self._saving.at_boundary()
         if self.step >= self._schedule.next_step and not last:
-            self._meter.flush(self._joined()[1].journal)
+            self._meter.flush_at_once(self._joined()[1].journal)
             self._saving.scheduled()
             self._schedule.after_save(self.step, self._meter.windows().step_seconds)
         elif self._meter.flush_due():
@@ -316,6 +317,12 @@ class Run:
         assert self._saving is not None
         self._meter.flush(member.journal)
         return self._saving.save("diagnostic" if diagnostic else reason, diagnostic=diagnostic, wait=wait)
+
+    def wait_for_saves(self) -> None:
+        """Wait until nothing is being saved any more; raise on every rank what went wrong on any."""
+        self._joined()
+        assert self._saving is not None
+        self._saving.wait("a save that was under way")
 
     def _facts(self, parent: str | None, reason: str) -> SaveFacts:
         return SaveFacts(

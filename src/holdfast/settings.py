@@ -7,6 +7,7 @@ Building these classes by hand checks nothing; `holdfast.config.load` does.
 
 from __future__ import annotations
 
+import json
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,6 +114,12 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "staging buffer, `skip` leaves it out, `wait` holds training up until the other is done. Use `skip` "
         "or `wait` when memory is short: they need one buffer.",
     ] = "queue"
+    snapshot: Annotated[
+        Literal["auto", "clone", "overlap", "block"],
+        "How an asynchronous save takes the state off a CUDA device: `clone` copies it within the device "
+        "first, `overlap` copies it to the host during the next step, `block` holds training up for that "
+        "copy; `auto` chooses from free memory, copy time and step time. Change it to override that choice.",
+    ] = "auto"
     ckpt_format: Annotated[
         Literal["torch_dist"],
         "How checkpoints are stored: `torch_dist` is a sharded DCP directory, the one format that can be "
@@ -252,7 +259,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         if self.key == KEEP_LAST:
             return f"a whole number, 0 or 2 or more, at most {self.bounds.le:.0f}"
         if self.words:
-            return f"text: {' or '.join(repr(word).replace(chr(39), chr(34)) for word in self.words)}"
+            return f"text: {', '.join(json.dumps(word) for word in self.words)}"
         if self.kind is str:
             return "text: a path, not empty" if self.bounds.min_length else "text: a path, or empty"
         if self.kind is bool:

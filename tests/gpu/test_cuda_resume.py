@@ -27,8 +27,9 @@ def record(out: Path) -> dict[str, str]:
     return found
 
 
-def train(directory: Path, name: str, *, launcher: bool, die_at: int = 0) -> int:
+def train(directory: Path, name: str, *, launcher: bool, die_at: int = 0, **settings: str) -> int:
     env = {"CUDA_OUT": name, "CUDA_RUN": f"run-{name}", "CUDA_DIE_AT": str(die_at)}
+    env |= {f"HOLDFAST_CHECKPOINT_{key.upper()}": value for key, value in settings.items()}
     argv = (
         holdfast("run", "--nproc-per-node", "1", "--run-dir", f"run-{name}", SCRIPT)
         if launcher
@@ -62,6 +63,19 @@ def test_a_killed_run_on_the_gpu_resumes_bitwise_equal(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=newest, no_dist=True)
     assert state["model"]["0.weight"].abs().sum() > 0
+
+
+def test_asynchronous_saves_on_the_gpu_resume_bitwise_equal(tmp_path: Path) -> None:
+    """Scenario 29 too: what was staged when the trainer died is committed by its writer."""
+    assert train(tmp_path, "whole", launcher=False) == 0
+    whole = record(tmp_path / "whole")
+    for way in ("clone", "overlap", "block"):
+        chosen = {"async_save": "true", "snapshot": way, "handover_timeout": "60"}
+        assert train(tmp_path, way, launcher=False, die_at=21, **chosen) == -9
+        assert train(tmp_path, way, launcher=False, die_at=21, **chosen) == 0
+        assert record(tmp_path / way) == whole, way
+        for path in (tmp_path / f"run-{way}" / "checkpoints").glob("step_*"):
+            assert verify(path).sound, (way, path)
 
 
 def test_the_example_trains_and_resumes_on_the_gpu(tmp_path: Path) -> None:

@@ -9,22 +9,30 @@ the plan still fit) is settled in the one exchange that a snapshot takes.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
-import torch
 
 from holdfast.checkpoint.handoff import Job, JobDone, JobFailed, Start
 from holdfast.checkpoint.identity import CheckpointName
+from holdfast.checkpoint.plan import Plan
 from holdfast.checkpoint.save import SaveContext, SaveFacts
-from holdfast.checkpoint.snapshot import Snapshot, Snapshotter
-from holdfast.checkpoint.staging import Buffer, stage_from_host
+from holdfast.checkpoint.snapshot import Snapshotter
+from holdfast.checkpoint.stage import Staged, Stager
+from holdfast.checkpoint.staging import Buffer
 from holdfast.checkpoint.state import Tracked
 from holdfast.checkpoint.writer_client import WriterClient, writing_threads
 from holdfast.errors import LeaseLostError, SaveFailedError
+
+CARRY_POLL = 0.002
+"""Seconds between two looks at a copy from a device; small beside the copy, rare beside a training step."""
+ABANDON_WAIT = 30.0
+"""Seconds that a trainer which ends by an error gives a copy from a device to be completed."""
 
 WhenBusy = Literal["queue", "skip", "wait"]
 
@@ -56,6 +64,17 @@ class _Under(msgspec.Struct, frozen=True, kw_only=True):
     diagnostic: bool
 
 
+class _Flight(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot that is still being copied from a device."""
+
+    job: Job
+    plan: Plan
+    buffer: Buffer
+    new_buffer: bool
+    staged: Staged | None
+    """None if staging failed at once."""
+
+
 class BackgroundSaver:
     """Saves through a writer process, for one attempt."""
 
@@ -64,18 +83,27 @@ class BackgroundSaver:
         context: SaveContext,
         snapshots: Snapshotter,
         *,
+        stager: Stager,
         when_busy: WhenBusy,
         timeout: float,
         lease_ttl: float,
     ) -> None:
         self._context = context
         self._snapshots = snapshots
+        self._stager = stager
         self._when_busy = when_busy
         self._timeout = timeout
         self._buffers = [Buffer(index) for index in range(2 if when_busy == "queue" else 1)]
         self._serial = 0
         self._under_way: dict[int, _Under] = {}
         self._ended: list[Ended] = []
+        self._flights: dict[int, _Flight] = {}
+        """Snapshots that a thread of their own hands over when they are copied, by serial, in order."""
+        self._copied: dict[int, Job] = {}
+        """Those of them that are copied, or will never be, and wait only for the ones before."""
+        self._lock = threading.RLock()
+        """Held for the writer and the flights, which those threads use too."""
+        self._landed = threading.Condition(self._lock)
         self._writer = WriterClient(
             Start(
                 run_dir=str(context.control.path),
@@ -87,6 +115,7 @@ class BackgroundSaver:
                 rank=context.group.rank,
                 world=context.group.world_size,
                 threads=writing_threads(),
+                trainer=os.getpid(),
             )
         )
 
@@ -96,7 +125,7 @@ class BackgroundSaver:
 
     @property
     def outstanding(self) -> int:
-        return self._writer.outstanding
+        return len(self._under_way)
 
     @property
     def writer_pid(self) -> int | None:
@@ -121,7 +150,7 @@ class BackgroundSaver:
         if snapshot is None:
             if self._when_busy == "skip" and not must:
                 return None
-            self._writer.await_buffer(self._timeout)
+            self._await_buffer(started + self._timeout)
             waited = time.monotonic() - started
             snapshot = self._snapshots.take(tracked, own, facts.step, prepare=self._need_buffer)
             assert snapshot is not None
@@ -141,36 +170,89 @@ class BackgroundSaver:
             if self._context.group.is_coordinator
             else None,
         )
-        buffer = next(b for b in self._buffers if self._writer.is_free(b.index))
-        new_buffer = False
+        buffer = next(b for b in self._buffers if self._is_free(b))
+        staged, new_buffer, failed = None, False, ""
         try:
             new_buffer = buffer.prepare(snapshot.plan)
-            job = msgspec.structs.replace(job, prints=self._stage(snapshot, buffer))
+            staged = self._stager.stage(snapshot, buffer, tracked)
         except Exception as error:  # noqa: BLE001 - the other ranks have staged: they must learn of it
-            told = "".join(traceback.format_exception(error))
-            job = msgspec.structs.replace(job, failed=told)
+            failed = "".join(traceback.format_exception(error))
         blocked = time.monotonic() - started
-        job = msgspec.structs.replace(job, buffer=buffer.index, blocked=blocked)
-        self._writer.hand_over(job, snapshot.plan, buffer, new_buffer=new_buffer)
+        job = msgspec.structs.replace(job, buffer=buffer.index, blocked=blocked, failed=failed)
         begun = Begun(name=snapshot.name, serial=self._serial, blocked=blocked, waited=waited)
         self._under_way[self._serial] = _Under(begun=begun, diagnostic=diagnostic)
+        flight = _Flight(job=job, plan=snapshot.plan, buffer=buffer, new_buffer=new_buffer, staged=staged)
+        with self._lock:
+            self._flights[job.serial] = flight
+        if staged is None or staged.done():
+            self._land(flight)
+        else:
+            threading.Thread(target=self._carry, args=(flight,), name="holdfast-carry", daemon=True).start()
         return begun
+
+    def _carry(self, flight: _Flight) -> None:
+        """On a thread of its own: hand a snapshot over as soon as it is copied, also amid a step."""
+        deadline = time.monotonic() + self._timeout
+        assert flight.staged is not None
+        while not flight.staged.done() and time.monotonic() < deadline:
+            time.sleep(CARRY_POLL)
+        self._land(flight)
+
+    def _land(self, flight: _Flight) -> None:
+        """A snapshot is copied, or will never be: hand it over, but none before those that came before it."""
+        job = flight.job
+        if flight.staged is not None:
+            prints, failed = self._result(flight.staged)
+            job = msgspec.structs.replace(job, prints=prints, failed=failed)
+        with self._lock:
+            self._copied[job.serial] = job
+            while self._flights and (serial := next(iter(self._flights))) in self._copied:
+                first = self._flights.pop(serial)
+                ready = self._copied.pop(serial)
+                self._writer.hand_over(ready, first.plan, first.buffer, new_buffer=first.new_buffer)
+            self._landed.notify_all()
+
+    def _result(self, staged: Staged) -> tuple[list[str], str]:
+        """The fingerprints, and why the snapshot must not be used, if so."""
+        try:
+            if not staged.done():
+                raise SaveFailedError(f"the copy from the device did not end within {self._timeout:g} s")
+            prints = staged.finish()
+            self._stager.note(staged)
+            return prints, staged.torn()
+        except Exception as error:  # noqa: BLE001 - the other ranks have staged: they must learn of it
+            return [], "".join(traceback.format_exception(error))
+
+    def boundary(self) -> None:
+        """The next step is about to begin: nothing may change under a copy that is still going on."""
+        if self._flights:
+            with self._lock:
+                for flight in self._flights.values():
+                    if flight.staged is not None:
+                        flight.staged.boundary()
 
     def _busy(self) -> bool:
         self._take(0.0)
         if self._when_busy == "queue":
-            return not any(self._writer.is_free(buffer.index) for buffer in self._buffers)
-        return self._writer.outstanding > 0
+            return not any(map(self._is_free, self._buffers))
+        return bool(self._under_way)
+
+    def _is_free(self, buffer: Buffer) -> bool:
+        with self._lock:
+            in_flight = any(flight.buffer is buffer for flight in self._flights.values())
+            return not in_flight and self._writer.is_free(buffer.index)
+
+    def _await_buffer(self, deadline: float) -> None:
+        with self._lock:
+            while self._flights and (left := deadline - time.monotonic()) > 0:
+                self._landed.wait(left)
+            self._writer.await_buffer(max(0.0, deadline - time.monotonic()))
 
     def _need_buffer(self, name: CheckpointName) -> None:
-        if not any(self._writer.is_free(buffer.index) for buffer in self._buffers):
+        if not any(map(self._is_free, self._buffers)):
             raise SaveFailedError(
                 f"{name}: the save before it still holds the staging memory after {self._timeout:g} s"
             )
-
-    def _stage(self, snapshot: Snapshot, buffer: Buffer) -> list[str]:
-        threads = min(4, torch.get_num_threads())
-        return stage_from_host(buffer, snapshot.plan, snapshot.tensors, snapshot.prints, threads)
 
     # --- how it went ----------------------------------------------------------------------------------------
 
@@ -189,7 +271,12 @@ class BackgroundSaver:
         return self.poll()
 
     def _take(self, timeout: float) -> None:
-        for outcome in self._writer.poll(timeout):
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            while self._flights and (left := deadline - time.monotonic()) > 0:
+                self._landed.wait(left)
+            outcomes = self._writer.poll(max(0.0, deadline - time.monotonic()))
+        for outcome in outcomes:
             under = self._under_way.pop(outcome.serial)
             self._ended.append(
                 Ended(
@@ -203,7 +290,11 @@ class BackgroundSaver:
 
     def abandon(self) -> None:
         """The trainer is about to end: the writer finishes by itself what it was handed."""
-        self._writer.abandon()
+        with self._lock:
+            deadline = time.monotonic() + ABANDON_WAIT
+            while self._flights and (left := deadline - time.monotonic()) > 0:
+                self._landed.wait(left)
+            self._writer.abandon()
         self._let_go()
 
     def close(self) -> None:

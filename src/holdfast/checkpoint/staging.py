@@ -8,6 +8,7 @@ memory is taken at once and in full: too little of it is an error at that moment
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Sequence
@@ -17,9 +18,12 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint import fingerprint as fingerprints
+from holdfast.checkpoint.pinned import Pinned, pin, prefault
 from holdfast.checkpoint.plan import Plan
 from holdfast.checkpoint.writer import check_size, plain
 from holdfast.errors import SaveFailedError
+
+log = logging.getLogger("holdfast.checkpoint")
 
 SLICE = 512 * 1024
 """Fingerprinted and copied at a time, so that the copy finds the bytes in the processor's cache."""
@@ -35,6 +39,7 @@ class Buffer:
         """The plan whose frames it holds."""
         self.descriptor = os.memfd_create(f"holdfast-staging-{index}", os.MFD_CLOEXEC)
         self._map: mmap.mmap | None = None
+        self._pinned: Pinned | None = None
         self.bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
     def prepare(self, plan: Plan) -> bool:
@@ -53,9 +58,14 @@ class Buffer:
 
     def _grow(self, size: int) -> None:
         size += -size % mmap.PAGESIZE
+        self._unpin()
         try:
-            os.posix_fallocate(self.descriptor, 0, size)
-            self._map = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            os.ftruncate(self.descriptor, size)
+            mapped = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED)
+            # On several cores; where the kernel cannot or there is too little, the second says so.
+            if not prefault(torch.frombuffer(mapped, dtype=torch.uint8)):
+                os.posix_fallocate(self.descriptor, 0, size)
+            self._map = mapped
         except OSError as error:
             raise SaveFailedError(
                 f"no memory for a staging buffer of {size} bytes: {error.strerror}. Asynchronous saves need "
@@ -64,11 +74,21 @@ class Buffer:
         self.size, self.plan = size, 0
         self.bytes = np.frombuffer(self._map, np.uint8)
 
-    def tensor(self) -> torch.Tensor:
-        """The same memory, for copies from a device."""
-        return torch.from_numpy(self.bytes)
+    def pinned(self) -> torch.Tensor:
+        """The same memory, page-locked for copies from a device; locked at the first call, which is slow."""
+        if self._pinned is None:
+            self._pinned = pin(torch.from_numpy(self.bytes))
+            if self._pinned.note:
+                log.warning("holdfast: %s", self._pinned.note)
+        return self._pinned.buffer
+
+    def _unpin(self) -> None:
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None and (problem := pinned.release()):
+            log.warning("holdfast: %s", problem)
 
     def close(self) -> None:
+        self._unpin()
         self.bytes = np.empty(0, np.uint8)
         self._map = None  # unmapped with the last view of it
         if self.descriptor >= 0:
@@ -78,8 +98,9 @@ class Buffer:
 
 def stage_from_host(
     buffer: Buffer, plan: Plan, tensors: Sequence[torch.Tensor], known: dict[int, str], threads: int
-) -> list[str]:
-    """Copy tensors on the host into a buffer; their fingerprints, taken from them in the same pass."""
+) -> dict[int, str]:
+    """Copy the tensors that are on the host into a buffer; their fingerprints, taken in the same pass."""
+    here = [at for at, tensor in enumerate(tensors) if tensor.is_cpu]
 
     def one(at: int) -> str:
         item = plan.layout.items[at]
@@ -97,6 +118,6 @@ def stage_from_host(
         return hasher.done()
 
     if threads == 1:
-        return [one(at) for at in range(len(tensors))]
+        return {at: one(at) for at in here}
     with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-stage") as pool:
-        return list(pool.map(one, range(len(tensors))))
+        return dict(zip(here, pool.map(one, here), strict=True))

@@ -79,6 +79,10 @@ class Tracked:
                 return model
         return None
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The tracked optimizers that are torch's own kind."""
+        return [thing for thing in self._objects.values() if isinstance(thing, torch.optim.Optimizer)]
+
     def collect(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(tensors by part, everything else by part). The tensors alias live state; they are not copies."""
         tensors: dict[str, Any] = {}

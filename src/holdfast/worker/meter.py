@@ -7,6 +7,7 @@ does not make the loop wait for the device at every step.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -111,6 +112,16 @@ class Meter:
         self._first = self.step + 1
         self._pending_loss, self._pending_norm = [], []
         self._pending_seconds, self._pending_samples = [], []
+
+    def flush_at_once(self, journal: JournalWriter) -> None:
+        """Flush, unless that would make the loop wait for a device."""
+        if all(isinstance(value, float | None) for value in (*self._pending_loss, *self._pending_norm)):
+            self.flush(journal)
+
+    def median_step(self) -> float | None:
+        """Seconds that a step takes; None while none was measured."""
+        seconds = [*self._seconds, *self._pending_seconds][-WINDOW:]
+        return statistics.median(seconds) if seconds else None
 
     def windows(self) -> Windows:
         return Windows(

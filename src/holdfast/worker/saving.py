@@ -17,11 +17,21 @@ from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.retention import Retainer
 from holdfast.checkpoint.save import SaveContext, SaveFacts, Saver
 from holdfast.checkpoint.snapshot import Snapshotter
+from holdfast.checkpoint.stage import Stager
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.exchange import add_up
 from holdfast.errors import LeaseLostError, SaveFailedError
-from holdfast.journal.events import Event, SaveCommitted, SaveFailed, SaveSkipped, SaveStarted, Warned
+from holdfast.journal.events import (
+    Decision,
+    Event,
+    SaveCommitted,
+    SaveFailed,
+    SaveSkipped,
+    SaveStarted,
+    Warned,
+)
 from holdfast.journal.writer import JournalWriter
+from holdfast.policy.snapshot import Choice
 from holdfast.settings import CheckpointSettings
 from holdfast.worker.schedule import SaveSchedule
 
@@ -44,6 +54,7 @@ class Saving:
         own: Callable[[], dict[str, Any]],
         facts: Facts,
         schedule: SaveSchedule,
+        step_seconds: Callable[[], float | None],
         retainer: Retainer | None,
         journal: JournalWriter,
     ) -> None:
@@ -64,6 +75,12 @@ class Saving:
             self._background = BackgroundSaver(
                 context,
                 self._snapshots,
+                stager=Stager(
+                    settings.snapshot,
+                    timeout=settings.timeout,
+                    step_seconds=step_seconds,
+                    tell=self._tell_way,
+                ),
                 when_busy=settings.when_busy,
                 timeout=settings.timeout,
                 lease_ttl=lease_ttl,
@@ -144,6 +161,12 @@ class Saving:
             self.saved_step = facts.step
         return begun.name
 
+    def _tell_way(self, choice: Choice) -> None:
+        self._write(Decision(about="snapshot", chosen=choice.way, evidence=choice.evidence))
+        if choice.warning:
+            self._write(Warned(message=choice.warning))
+            log.warning("holdfast: %s", choice.warning)
+
     def _tell_doubts(self) -> None:
         for doubt in self._snapshots.take_doubts() if self._group.is_coordinator else ():
             self._write(Warned(message=doubt))
@@ -153,7 +176,8 @@ class Saving:
 
     def at_boundary(self) -> None:
         """Between two steps: take in what has ended. Raises after too many failures in a row."""
-        if self._background is not None and self._background.outstanding:
+        if self._background is not None:
+            self._background.boundary()
             for ended in self._background.poll():
                 self._take(ended)
 

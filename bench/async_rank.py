@@ -1,0 +1,118 @@
+"""One of two ranks that save side by side, by Holdfast, by dcp.async_save, and by a bare copy.
+
+`async_rank.py RANK WORLD PORT DIRECTORY MIB REPEAT`. Rank 0 prints JSON: for every turn the seconds for which
+each held training up (the slower rank's), and those until the checkpoint was complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from workload import PIECE_MIB
+
+import holdfast
+
+Timed = tuple[float, float]
+
+
+class Sharded(nn.Module):
+    """`size_mib` MiB a rank, in tensors of 16 MiB a rank, sharded over all ranks."""
+
+    def __init__(self, size_mib: int, rank: int, world: int) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (world,))
+        for number in range(max(1, size_mib // PIECE_MIB)):
+            generator = torch.Generator().manual_seed(7 + 1000 * rank + number)
+            local = torch.empty(PIECE_MIB * 256, 1024).uniform_(-1, 1, generator=generator)
+            whole = DTensor.from_local(local, mesh, [Shard(0)])
+            self.register_parameter(f"large_{number:03d}", nn.Parameter(whole, requires_grad=False))
+
+
+def slowest(seconds: float) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def timed(begin: Callable[[], object], end: Callable[[], object]) -> Timed:
+    if dist.get_rank() == 0:
+        os.sync()  # nobody pays for what was left to write back before
+    dist.barrier()
+    started = time.perf_counter()
+    begin()
+    blocked = time.perf_counter() - started
+    end()
+    return slowest(blocked), slowest(time.perf_counter() - started)
+
+
+def main(rank: int, world: int, port: int, directory: Path, size_mib: int, repeat: int) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    model = Sharded(size_mib, rank, world)
+    pairs = [(p.to_local(), torch.zeros_like(p.to_local())) for p in model.parameters()]  # type: ignore[attr-defined]
+    run = holdfast.Run(
+        run_dir=str(directory / "run"),
+        checkpoint_interval=0,
+        checkpoint_save_at_end=False,
+        checkpoint_async_save=True,
+        checkpoint_keep_last=2,
+    )
+    run.track(model=model)
+    run.start()
+    group = dist.new_group(backend="gloo")
+
+    def ours() -> Timed:
+        return timed(lambda: run.save(wait=False), run.wait_for_saves)
+
+    def theirs() -> Timed:
+        target = directory / "dcp"
+        pending = []
+
+        def begin() -> None:
+            state = {"model": model.state_dict()}
+            pending.append(dcp.async_save(state, checkpoint_id=target, process_group=group))
+
+        try:
+            return timed(begin, lambda: pending[0].result())
+        finally:
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(target)
+
+    def bare() -> Timed:
+        def copy() -> None:
+            for source, target in pairs:
+                target.copy_(source)
+
+        return timed(copy, lambda: None)
+
+    found: dict[str, list[Timed]] = {"ours": [], "dcp": [], "copy": []}
+    for turn in range(repeat + 2):
+        for name, measure in (("ours", ours), ("dcp", theirs), ("copy", bare)):
+            value = measure()
+            if turn > 1:  # both staging buffers are in use after two saves: the steady state
+                found[name].append(value)
+    run.close()
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    number, world, port, directory, size, repeat = sys.argv[1:]
+    main(int(number), int(world), int(port), Path(directory), int(size), int(repeat))

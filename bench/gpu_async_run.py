@@ -1,0 +1,143 @@
+"""Asynchronous saves of a whole Run on a CUDA device: what they cost training, and how soon they are committed.
+
+`python bench/gpu_async_run.py --dir /dev/shm/x`. The workload is 72 linear layers of 4096 x 4096 with AdamW, about
+14.5 GB of state. For each way to take a snapshot: steps with a save among them against steps without, and the
+time from the call to the commit. One line of JSON for each, as it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.journal.events import SaveCommitted
+from holdfast.journal.reader import read_journal
+
+
+def say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def build(layers: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).cuda()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+
+def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Optimizer, args: Any) -> None:
+    run = holdfast.Run(
+        run_dir=str(where / way),
+        checkpoint_interval=0,
+        checkpoint_save_at_end=False,
+        checkpoint_async_save=True,
+        checkpoint_when_busy="wait",
+        checkpoint_snapshot=way,
+        checkpoint_keep_last=2,
+        journal_step_flush=1000.0,
+    )
+    run.track(model=model, optimizer=optimizer)
+    run.start()
+    batch = torch.randn(args.batch, args.width, device="cuda")
+
+    def step() -> None:
+        run.begin_step()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.end_step()
+
+    def steps(count: int, *, save: bool) -> tuple[float, float]:
+        """Seconds of so many steps with the device idle before and after; and those the call of save took."""
+        torch.cuda.synchronize()
+        started, call = time.perf_counter(), 0.0
+        for number in range(count):
+            step()
+            if save and number == 0:
+                called = time.perf_counter()
+                run.save(wait=False)
+                call = time.perf_counter() - called
+        torch.cuda.synchronize()
+        return time.perf_counter() - started, call
+
+    started = time.perf_counter()
+    step()
+    run.save()  # makes the plan, takes and locks the staging memory, compiles the fingerprint kernel
+    first = time.perf_counter() - started
+    for _ in range(args.repeat):
+        without, _ = steps(args.steps, save=False)
+        with_save, call = steps(args.steps, save=True)
+        run.wait_for_saves()
+        one = without / args.steps
+        committed = [
+            line.body
+            for line in read_journal(where / way / "journal")
+            if isinstance(line.body, SaveCommitted)
+        ][-1]
+        say(
+            way=way,
+            step=round(one, 4),
+            delay=round(with_save - without, 4),
+            delay_of_step=round((with_save - without) / one, 4),
+            in_flight_ratio=round(with_save / without, 4),
+            call=round(call, 4),
+            committed_after=round(committed.seconds, 3),
+            bytes=committed.bytes,
+            first_save=round(first, 2),
+        )
+    run.close()
+
+
+def pinned_copy(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Seconds of the bare copy of all state into page-locked memory, one tensor's worth of it reused."""
+    tensors = [p for p in model.parameters()]
+    tensors += [t for state in optimizer.state.values() for t in state.values() if t.is_cuda]
+    target = torch.empty(max(t.nbytes for t in tensors), dtype=torch.uint8, pin_memory=True)
+    best = 1e9
+    for _ in range(3):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for tensor in tensors:
+            raw = tensor.detach().reshape(-1).view(torch.uint8)
+            target[: raw.numel()].copy_(raw, non_blocking=True)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=72)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=3072)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--ways", default="clone,overlap,block")
+    parser.add_argument("--dir", type=Path, default=None)
+    args = parser.parse_args()
+    model, optimizer = build(args.layers, args.width)
+    model(torch.randn(8, args.width, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    say(pinned_copy=round(pinned_copy(model, optimizer), 4))
+    with tempfile.TemporaryDirectory(prefix="holdfast-gpu-", dir=args.dir) as work:
+        for way in args.ways.split(","):
+            try:
+                measure(way, Path(work), model, optimizer, args)
+            except Exception as error:  # noqa: BLE001 - the next way is measured all the same
+                say(way=way, error=f"{type(error).__name__}: {error}"[:2000])
+            shutil.rmtree(Path(work) / way, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

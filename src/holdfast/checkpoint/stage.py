@@ -1,0 +1,121 @@
+"""Staging one rank's snapshot: from live tensors, wherever they are, into a buffer.
+
+Tensors on the host are copied at once. Those on a device are copied in the way that the policy chooses
+(policy/snapshot.py), which may go on while training does; `Staged` then says when it is complete, and whether
+it can be believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from holdfast.checkpoint.device_stage import DeviceStager, InFlight, Owned, Piece
+from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.checkpoint.staging import Buffer, stage_from_host
+from holdfast.checkpoint.state import Tracked
+from holdfast.policy.snapshot import Choice, Setting, Way, choose, owned_enough
+
+Tell = Callable[[Choice], None]
+"""Called with a choice that differs from the one before."""
+
+
+class Staged:
+    """A snapshot on its way into a buffer."""
+
+    def __init__(self, prints: dict[int, str], at: list[int], flight: InFlight | None) -> None:
+        self._prints = prints
+        self._at = at
+        """The positions of what is in flight."""
+        self._flight = flight
+
+    def done(self) -> bool:
+        """Whether the buffer holds all of it. Never blocks."""
+        return self._flight is None or self._flight.done()
+
+    def boundary(self) -> None:
+        """The next step is about to begin: nothing may change under the copy."""
+        if self._flight is not None:
+            self._flight.boundary()
+
+    def torn(self) -> str:
+        """Why it must not be used; empty if it may. Final once `done`."""
+        return self._flight.torn() if self._flight is not None else ""
+
+    def finish(self) -> list[str]:
+        """Let go of the device; the fingerprints, in the layout's order. Waits until it is done."""
+        if self._flight is not None:
+            self._flight.release()
+            self._prints.update(zip(self._at, self._flight.fingerprints(), strict=True))
+        return [self._prints[at] for at in range(len(self._prints))]
+
+    @property
+    def copy_seconds(self) -> float:
+        return self._flight.copy_seconds() if self._flight is not None else 0.0
+
+
+class Stager:
+    """Stages the snapshots of one rank."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        timeout: float,
+        step_seconds: Callable[[], float | None],
+        tell: Tell,
+        devices: DeviceStager | None = None,
+    ) -> None:
+        self._setting = setting
+        self._step_seconds = step_seconds
+        self._tell = tell
+        self._told: Choice | None = None
+        self._devices = devices or DeviceStager(timeout=timeout)
+        self._copy_seconds: float | None = None
+        self._torn = False
+
+    def stage(self, snapshot: Snapshot, buffer: Buffer, tracked: Tracked) -> Staged:
+        """Begin to copy a snapshot into a buffer that was prepared for its plan."""
+        tensors, items = snapshot.tensors, snapshot.plan.layout.items
+        elsewhere = [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
+        flight = None
+        if elsewhere:  # first: what training may change soonest
+            pieces = [Piece(tensors[at], items[at].raw_offset, items[at].raw_length, items[at].name)
+                      for at in elsewhere]  # fmt: skip
+            owned = Owned(tracked.optimizers())
+            flight = self._devices.begin(pieces, buffer.pinned(), self._choose(pieces, owned), owned)
+        prints = stage_from_host(
+            buffer,
+            snapshot.plan,
+            tensors,
+            snapshot.prints,
+            threads=min(4, torch.get_num_threads()),
+        )
+        return Staged(prints, elsewhere, flight)
+
+    def note(self, staged: Staged) -> None:
+        """A snapshot is done: what it took counts for the next choice."""
+        self._copy_seconds = staged.copy_seconds or self._copy_seconds
+        self._torn = self._torn or bool(staged.torn())
+
+    def _choose(self, pieces: list[Piece], owned: Owned) -> Way:
+        needed: dict[torch.device, int] = {}
+        for piece in pieces:
+            needed[piece.tensor.device] = needed.get(piece.tensor.device, 0) + piece.nbytes
+        memory = {device: self._devices.memory(device) for device in needed}
+        tightest = min(needed, key=lambda device: memory[device].free - needed[device])
+        choice = choose(
+            self._setting,
+            free_bytes=memory[tightest].free,
+            needed_bytes=needed[tightest],
+            device_bytes=memory[tightest].total,
+            copy_seconds=self._copy_seconds,
+            step_seconds=self._step_seconds(),
+            has_owned=owned_enough(owned.nbytes(pieces), sum(needed.values())),
+            torn_before=self._torn,
+        )
+        if self._told is None or (choice.way, choice.warning) != (self._told.way, self._told.warning):
+            self._told = choice
+            self._tell(choice)
+        return choice.way
