@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-# A red test must mean that the change under test broke something, so `make test` tries the same examples every
-# time; `make drill` searches for new ones (a find becomes an @example of its test).
+# A red test must mean that the change under test broke something, so `make test` tries the same examples
+# every time; `make drill` searches for new ones (a find becomes an @example of its test).
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("search", max_examples=500, deadline=None, print_blob=True)
 settings.load_profile("repeatable")

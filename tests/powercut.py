@@ -25,9 +25,9 @@ Operation = tuple[str, tuple[Any, ...]]
 
 
 @contextmanager
-def recording(trace: list[Operation]) -> Iterator[None]:
+def recording(trace: list[Operation], *, any_thread: bool = False) -> Iterator[None]:
     """Record this thread's file operations, with descriptors and relative names resolved to paths."""
-    names = ("open", "write", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir")
+    names = ("open", "write", "pwrite", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir")
     original = {name: getattr(os, name) for name in names}
     caller = threading.current_thread()
 
@@ -39,17 +39,19 @@ def recording(trace: list[Operation]) -> Iterator[None]:
 
     def wrap(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() is not caller:
+            if not any_thread and threading.current_thread() is not caller:
                 return original[name](*args, **kwargs)
             dir_fd = kwargs.get("dir_fd")
             before = not os.path.lexists(full(args[0], dir_fd)) if name == "open" else False
-            data = bytes(args[1]) if name == "write" else b""
+            data = bytes(args[1]) if name in ("write", "pwrite") else b""
             result = original[name](*args, **kwargs)
             if name == "open":
                 if before:
                     trace.append(("create", (full(args[0], dir_fd),)))
             elif name == "write":
                 trace.append(("write", (opened(args[0]), data[:result])))
+            elif name == "pwrite":
+                trace.append(("pwrite", (opened(args[0]), data[:result], args[2])))
             elif name == "fsync":
                 trace.append(("fsync", (opened(args[0]),)))
             elif name in ("rename", "replace", "link"):
@@ -118,6 +120,12 @@ class Disk:
             file = parent.now[last]
             assert isinstance(file, File)
             file.now += args[1]
+        elif name == "pwrite":
+            file = parent.now[last]
+            assert isinstance(file, File)
+            data, at = args[1], args[2]
+            file.now.extend(bytes(max(0, at + len(data) - len(file.now))))
+            file.now[at : at + len(data)] = data
         elif name == "mkdir":
             parent.now[last] = Directory()
         elif name in ("unlink", "rmdir"):

@@ -22,6 +22,8 @@ SOURCES = ("file", "environment", "command line", "keyword")
 SAMPLES: dict[str, tuple[object, ...]] = {
     "run.dir": ("a", "b/c", "/d", "./e f"),
     "checkpoint.root": ("", "x", "/y", "z z"),
+    "checkpoint.remote_root": ("", "s3://bucket/runs", "file:///y", "file:///z z"),
+    "checkpoint.remote_retry_seconds": (0.5, 1.0, 60.0, 120.5),
     "checkpoint.interval": (0, 1, "auto", 999_999_999_999),
     "checkpoint.mtbf_hours": (0.0, 0.5, 24.0, 1000.0),
     "checkpoint.save_at_end": (False, True, False, True),
@@ -29,6 +31,11 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "checkpoint.force": (True, False, True, False),
     "checkpoint.max_failed_saves": (1, 2, 5, 7),
     "checkpoint.timeout": (0.5, 60.0, 3600.0, 1.0),
+    "checkpoint.async_save": (True, False, True, False),
+    "checkpoint.when_busy": ("skip", "wait", "queue", "skip"),
+    "checkpoint.snapshot": ("clone", "overlap", "block", "auto"),
+    "checkpoint.ckpt_format": ("torch_dist", "torch_dist", "torch_dist", "torch_dist"),
+    "checkpoint.handover_timeout": (0.0, 0.5, 60.0, 1000.0),
     "checkpoint.keep_last": (2, 3, 5, 999_999_999_999),
     "checkpoint.keep_every_steps": (0, 1, 500, 1000),
     "checkpoint.keep_every_hours": (0.0, 0.5, 12.0, 24.0),
@@ -186,6 +193,7 @@ WRONG_FOR = {
     "checkpoint.keep_last": (1,),
     "control.lease_ttl": (1.99, 0),
     "checkpoint.timeout": (0, -0.0),
+    "checkpoint.remote_retry_seconds": (0,),
     "control.decision_timeout": (0, 0.0),
 }
 CASES = [

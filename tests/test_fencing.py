@@ -11,7 +11,7 @@ import pytest
 
 import holdfast
 from harness import wait_until
-from holdfast.checkpoint.commit import Owner, commit, open_staged, sweep_staging
+from holdfast.checkpoint.commit import STALE_DAYS, Owner, commit, open_root, open_staged, sweep_staging
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence, claim
@@ -94,6 +94,7 @@ def test_an_old_epoch_can_neither_commit_nor_sweep(tmp_path: Path) -> None:
     old = Fence(control, claim(control, "old", 5.0).epoch)
     name = CheckpointName(6, "0123abcd")
     owner = Owner(run=control.run_id, attempt=1, epoch=old.epoch)
+    open_root(root)
     (open_staged(root, name, owner) / "file").write_text("staged")
     newer = Fence(control, claim(control, "old", 5.0).epoch)
     before = tree(root.path)
@@ -106,4 +107,22 @@ def test_an_old_epoch_can_neither_commit_nor_sweep(tmp_path: Path) -> None:
     assert not root.latest.exists()
     assert commits_of(control, 1) == []
     assert sweep_staging(root, control.run_id, newer) == [str(name)]
-    assert tree(root.path) == {}
+    assert set(tree(root.path)) == {".holdfast-root"}
+
+
+def test_what_another_run_has_staged_is_swept_only_when_it_is_long_abandoned(tmp_path: Path) -> None:
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    fence = Fence(control, claim(control, "launch", 5.0).epoch)
+    root = CheckpointRoot(tmp_path / "root")
+    open_root(root)
+    name = CheckpointName(6, "0123abcd")
+    staged = open_staged(root, name, Owner(run="another", attempt=1, epoch=1))
+    (staged / "shard").write_text("bytes")
+    now = (staged / "shard").stat().st_mtime
+    week = STALE_DAYS * 86400
+    assert sweep_staging(root, control.run_id, fence, now=now + week - 60) == []
+    os.utime(staged / "shard", (now + week, now + week))  # somebody is still writing
+    assert sweep_staging(root, control.run_id, fence, now=now + week + 60) == []
+    assert (staged / "shard").read_text() == "bytes"
+    assert sweep_staging(root, control.run_id, fence, now=now + 2 * week + 60) == [str(name)]
+    assert set(tree(root.path)) == {".holdfast-root"}

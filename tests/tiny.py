@@ -131,11 +131,26 @@ def around_scheduled_save(run: holdfast.Run, context: Callable[[], AbstractConte
     saving.scheduled = scheduled  # type: ignore[method-assign]
 
 
-FILE_OPERATIONS = ("open", "write", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir")
+def let_saves_end(run: holdfast.Run, timeout: float = 60.0) -> None:
+    """Wait until nothing is under way, as the loop would notice it: failures are reported, not raised."""
+    saving = run._saving
+    assert saving is not None
+    deadline = time.monotonic() + timeout
+    while saving._background is not None and saving._background.outstanding:
+        assert time.monotonic() < deadline, "a save is still under way"
+        saving.at_boundary()
+        time.sleep(0.005)
+
+
+FILE_OPERATIONS = (
+    "open", "write", "pwrite", "ftruncate", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
-def counting_file_operations(on_operation: Callable[[int, str, tuple[Any, ...]], None]) -> Iterator[None]:
+def counting_file_operations(
+    on_operation: Callable[[int, str, tuple[Any, ...]], None], *, any_thread: bool = False
+) -> Iterator[None]:
     """Call `on_operation(number, name, arguments)` before every file operation made through `os`."""
     originals = {name: getattr(os, name) for name in FILE_OPERATIONS}
     number = 0
@@ -147,7 +162,7 @@ def counting_file_operations(on_operation: Callable[[int, str, tuple[Any, ...]],
         def operation(*args: Any, **kwargs: Any) -> Any:
             nonlocal number
             changes = name != "open" or args[1] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)
-            if changes and threading.current_thread() is caller:
+            if changes and (any_thread or threading.current_thread() is caller):
                 on_operation(number, name, args)
                 number += 1
             return original(*args, **kwargs)

@@ -64,6 +64,10 @@ class SaveFailedError(HoldfastError):
     exit_code = ExitCode.SAVE_FAILED
 
 
+class TornSnapshotError(SaveFailedError):
+    """What was staged is not what was on the device when the snapshot was taken."""
+
+
 class IncompleteStateError(HoldfastError):
     """State does not match the checkpoint: a part or key is missing, extra, or of another shape."""
 

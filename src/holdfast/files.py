@@ -41,6 +41,10 @@ def _write_new(path: Path, data: bytes, *, durable: bool) -> None:
                 os.fsync(fd)
         finally:
             os.close(fd)  # may fail too: network file systems report a full disk here
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        _discard(path)
+        raise
     except BaseException:
         _discard(path)
         raise

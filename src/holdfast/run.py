@@ -56,6 +56,9 @@ from holdfast.worker.versions import changes_since, current_versions
 
 log = logging.getLogger("holdfast")
 
+EXCHANGE_SLACK = 30.0
+"""Seconds that ranks wait for each other beyond a save's own limit: who sees that pass must get to say so."""
+
 T = TypeVar("T")
 
 
@@ -110,7 +113,7 @@ class Run:
         if not self._tracked.names():
             raise UsageError("nothing is tracked: call run.track(model=…, optimizer=…) before the first step")
         chosen = self.settings
-        self._group = join_group(chosen.checkpoint.timeout)
+        self._group = join_group(chosen.checkpoint.timeout + EXCHANGE_SLACK)
         self._member = join_attempt(
             Path(chosen.run.dir),
             self._root.path,

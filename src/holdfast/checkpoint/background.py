@@ -27,7 +27,7 @@ from holdfast.checkpoint.stage import Staged, Stager
 from holdfast.checkpoint.staging import Buffer
 from holdfast.checkpoint.state import Tracked
 from holdfast.checkpoint.writer_client import WriterClient, writing_threads
-from holdfast.errors import LeaseLostError, SaveFailedError
+from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
 
 CARRY_POLL = 0.002
 """Seconds between two looks at a copy from a device; small beside the copy, rare beside a training step."""
@@ -99,6 +99,8 @@ class BackgroundSaver:
         self._ended: list[Ended] = []
         self._flights: dict[int, _Flight] = {}
         """Snapshots that a thread of their own hands over when they are copied, by serial, in order."""
+        self._to_release: list[Staged] = []
+        """Copied, and still to be let go of, which is for the thread that trains."""
         self._copied: dict[int, Job] = {}
         """Those of them that are copied, or will never be, and wait only for the ones before."""
         self._lock = threading.RLock()
@@ -206,6 +208,8 @@ class BackgroundSaver:
             job = msgspec.structs.replace(job, prints=prints, failed=failed)
         with self._lock:
             self._copied[job.serial] = job
+            if flight.staged is not None:
+                self._to_release.append(flight.staged)
             while self._flights and (serial := next(iter(self._flights))) in self._copied:
                 first = self._flights.pop(serial)
                 ready = self._copied.pop(serial)
@@ -217,7 +221,7 @@ class BackgroundSaver:
         try:
             if not staged.done():
                 raise SaveFailedError(f"the copy from the device did not end within {self._timeout:g} s")
-            prints = staged.finish()
+            prints = staged.fingerprints()
             self._stager.note(staged)
             return prints, staged.torn()
         except Exception as error:  # noqa: BLE001 - the other ranks have staged: they must learn of it
@@ -225,11 +229,15 @@ class BackgroundSaver:
 
     def boundary(self) -> None:
         """The next step is about to begin: nothing may change under a copy that is still going on."""
-        if self._flights:
+        if self._flights or self._to_release:
             with self._lock:
                 for flight in self._flights.values():
                     if flight.staged is not None:
                         flight.staged.boundary()
+                for staged in self._to_release:
+                    staged.boundary()
+                    staged.release()
+                self._to_release = []
 
     def _busy(self) -> bool:
         self._take(0.0)
@@ -277,6 +285,8 @@ class BackgroundSaver:
                 self._landed.wait(left)
             outcomes = self._writer.poll(max(0.0, deadline - time.monotonic()))
         for outcome in outcomes:
+            if isinstance(outcome, JobFailed) and outcome.error.startswith(TornSnapshotError.__name__):
+                self._stager.was_torn()
             under = self._under_way.pop(outcome.serial)
             self._ended.append(
                 Ended(
@@ -303,6 +313,7 @@ class BackgroundSaver:
         self._let_go()
 
     def _let_go(self) -> None:
+        self.boundary()
         for buffer in self._buffers:
             buffer.close()
         self._buffers = []

@@ -12,9 +12,11 @@ make either. Nothing that was committed is ever opened for writing again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +33,10 @@ from holdfast.errors import SaveFailedError
 from holdfast.files import fsync_dir, make_dirs, read_regular, replace_atomic, write_durable
 
 log = logging.getLogger("holdfast.checkpoint")
+
+
+STALE_DAYS = 7.0
+"""Days without any change after which what another run has staged is taken to be abandoned."""
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +72,24 @@ def _owner_path(root: CheckpointRoot, name: str) -> Path:
     return root.staging / f"{name}.owner"
 
 
+def open_root(root: CheckpointRoot) -> None:
+    """Make the root ready for saves, at a start, and mark it as the one that was meant."""
+    make_dirs(root.staging)
+    root.marker.touch()
+
+
+def check_root(root: CheckpointRoot) -> None:
+    """Refuse to save into what an unmounted file system leaves: an empty directory of the same name."""
+    if not root.marker.exists():
+        raise SaveFailedError(
+            f"{root.marker.parent} is not what the run started with: it has no {root.marker.name}. "
+            "Its file system was unmounted, or it was emptied; bring it back, or start the run again"
+        )
+
+
 def open_staged(root: CheckpointRoot, name: CheckpointName, owner: Owner, *, again: bool = False) -> Path:
     """Make the staged directory, for rank 0, before any rank writes. `again`: it may be there already."""
+    check_root(root)
     make_dirs(root.staging)
     replace_atomic(_owner_path(root, str(name)), msgspec.json.encode(owner), durable=False)
     staged = root.staged(name)
@@ -84,6 +106,15 @@ def leave_part(
     replace_atomic(_part_path(staged, rank), msgspec.json.encode(record), durable=False)
 
 
+def part_is_left(staged: Path, name: CheckpointName, rank: int) -> bool:
+    """Whether this rank's part was written, to its end, by an earlier writer."""
+    try:
+        read_part(staged, name, rank)
+    except SaveFailedError:
+        return False
+    return True
+
+
 def _part_path(staged: Path, rank: int) -> Path:
     return staged / PARTS / f"{rank}.json"
 
@@ -97,19 +128,24 @@ def read_parts(
     """
     parts: list[list[FileEntry]] = []
     for rank in range(world):
-        path = _part_path(staged, rank)
-        while wait is not None and not path.exists():
+        while wait is not None and not _part_path(staged, rank).exists():
             wait(rank)
-        try:
-            record = msgspec.json.decode(read_regular(path, manifests.MAX_MANIFEST_BYTES), type=PartRecord)
-        except (OSError, msgspec.DecodeError) as error:
-            raise SaveFailedError(f"rank {rank} left no readable part record for {name}: {error}") from error
-        if record.rank != rank or record.checkpoint != str(name):
-            raise SaveFailedError(f"{path} belongs to rank {record.rank} of {record.checkpoint}")
-        if record.failed:
-            raise SaveFailedError(f"rank {rank}: {record.failed}")
-        parts.append(record.files)
+        parts.append(read_part(staged, name, rank))
     return parts
+
+
+def read_part(staged: Path, name: CheckpointName, rank: int) -> list[FileEntry]:
+    """One rank's files; an error if it left no record, or one that says that it failed."""
+    path = _part_path(staged, rank)
+    try:
+        record = msgspec.json.decode(read_regular(path, manifests.MAX_MANIFEST_BYTES), type=PartRecord)
+    except (OSError, msgspec.DecodeError) as error:
+        raise SaveFailedError(f"rank {rank} left no readable part record for {name}: {error}") from error
+    if record.rank != rank or record.checkpoint != str(name):
+        raise SaveFailedError(f"{path} belongs to rank {record.rank} of {record.checkpoint}")
+    if record.failed:
+        raise SaveFailedError(f"rank {rank}: {record.failed}")
+    return record.files
 
 
 def check_declared_is_written(staged: Path, declared: Declared, parts: list[list[FileEntry]]) -> None:
@@ -239,8 +275,19 @@ def discard_staged(root: CheckpointRoot, name: str) -> Path:
     return trashed
 
 
-def sweep_staging(root: CheckpointRoot, run: str, fence: Fence) -> list[str]:
-    """Remove what earlier attempts of this run left under `.staging`; other runs' work is left alone.
+def _is_stale(staged: Path, owner: Path, now: float) -> bool:
+    """Whether nothing in a staged directory was touched for so long that nobody can be at work there."""
+    newest = 0.0
+    for path in (owner, staged, staged / PARTS, *staged.glob("*"), *staged.glob(f"{PARTS}/*")):
+        with contextlib.suppress(OSError):
+            newest = max(newest, path.stat().st_mtime)
+    return now - newest > STALE_DAYS * 86400
+
+
+def sweep_staging(root: CheckpointRoot, run: str, fence: Fence, *, now: float | None = None) -> list[str]:
+    """Remove what earlier attempts of this run left under `.staging`.
+
+    Other runs that save under the same root are left alone, unless nothing was changed there for STALE_DAYS.
 
     Only the rename needs the fence. Deleting may take long and is done without it, so that no other guard
     has to wait; a cut in between leaves only trash, which the next sweep deletes.
@@ -250,10 +297,11 @@ def sweep_staging(root: CheckpointRoot, run: str, fence: Fence) -> list[str]:
         try:
             owner = msgspec.json.decode(read_regular(path, 4096), type=Owner)
         except (OSError, msgspec.DecodeError) as error:
-            log.warning("holdfast: %s does not say whose it is (%s); left where it is", path, error)
-            continue
-        if owner.run == run and owner.epoch < fence.epoch:
-            name = path.name.removesuffix(".owner")
+            log.warning("holdfast: %s does not say whose it is (%s)", path, error)
+            owner = Owner(run="", attempt=0, epoch=0)
+        name = path.name.removesuffix(".owner")
+        ours = owner.run == run and owner.epoch < fence.epoch
+        if ours or (owner.run != run and _is_stale(root.staging / name, path, now or time.time())):
             with fence.guard(f"sweep {name}"):
                 discard_staged(root, name)
             swept.append(name)

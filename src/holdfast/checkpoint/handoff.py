@@ -37,6 +37,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     rank: int
     world: int
     threads: int
+    trainer: int = 0
+    """Its process id, which the writer's parent has for as long as the trainer lives; 0: not told."""
 
 
 class UseBuffer(msgspec.Struct, frozen=True, tag="buffer"):
@@ -171,13 +173,10 @@ class Channel:
             self._received += data
 
     def other_side_is_gone(self) -> bool:
-        """Never blocks; takes nothing off the stream."""
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Never blocks; takes nothing off the stream. What it had said may still be there to be received."""
+        ready = select.poll()
+        ready.register(self._socket, select.POLLRDHUP)
+        return bool(ready.poll(0))
 
     def _wait_for(self, event: int, seconds: float | None) -> None:
         ready = select.poll()  # not select(), which knows only the first 1024 descriptors of a process

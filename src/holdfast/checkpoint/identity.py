@@ -18,6 +18,7 @@ STAGING = ".staging"
 TRASH = ".trash"
 LATEST = "latest"
 PARTS = "parts"
+MARKER = ".holdfast-root"
 
 _NAME = re.compile(r"step_(\d{8,12})-([0-9a-f]{8})")
 
@@ -49,10 +50,14 @@ class CheckpointRoot:
         self.staging = path / STAGING
         self.trash = path / TRASH
         self.latest = path / LATEST
+        self.marker = path / MARKER
+        """Made once, at a start; a root without it is not the directory that the run started with."""
 
     def diagnostic(self) -> CheckpointRoot:
         """Where diagnostic saves live: apart, so that no resume and no retention ever meets one."""
-        return CheckpointRoot(self.path / "diagnostic")
+        beneath = CheckpointRoot(self.path / "diagnostic")
+        beneath.marker = self.marker
+        return beneath
 
     def committed(self, name: CheckpointName) -> Path:
         return self.path / str(name)

@@ -19,7 +19,7 @@ from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.digesting import SLICE, WRITE_BACK, start_write_back
 from holdfast.checkpoint.layout import Item, Layout, torn
 from holdfast.checkpoint.manifest import Chunk, FileEntry
-from holdfast.errors import SaveFailedError
+from holdfast.errors import TornSnapshotError
 
 RUN = 16 * 1024 * 1024
 """Bytes of items that a thread takes at a time, at least one item."""
@@ -45,6 +45,9 @@ def write_image(
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         os.fsync(fd)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         os.close(fd)
     return FileEntry(path=layout.path, size=layout.size, digest=digest, chunks=chunks)
@@ -97,7 +100,7 @@ def _write_run(fd: int, image: memoryview, items: Sequence[Item], prints: Sequen
         _in_slices(image[item.raw_offset : raw_end], take_raw)
         take(image[raw_end : item.offset + item.length])
         if check.done() != expected:
-            raise SaveFailedError(torn(item.name))
+            raise TornSnapshotError(torn(item.name))
         chunks.append(Chunk(item.offset, item.length, digest.hexdigest(), expected))
         if at - handed_over >= WRITE_BACK:
             start_write_back(fd, handed_over, at - handed_over)

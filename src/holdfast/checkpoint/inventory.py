@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
-from holdfast.checkpoint.identity import METADATA, CheckpointRoot, parse_name
+from holdfast.checkpoint.identity import METADATA, CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.ladder import Ladder, Rung, build_ladder
 from holdfast.checkpoint.structure import Inspection, check_structure
 from holdfast.checkpoint.verify import verify
@@ -17,21 +18,32 @@ from holdfast.journal.events import RejectedOption
 
 
 def take_inventory(
-    control: ControlDirectory, root: CheckpointRoot, resume_from: str, *, force: bool
+    control: ControlDirectory,
+    root: CheckpointRoot,
+    resume_from: str,
+    *,
+    force: bool,
+    copies: Collection[CheckpointName] = (),
 ) -> Ladder:
-    """The ladder for `resume_from`: "auto", "fresh", a step number, or a path."""
+    """The ladder for `resume_from`: "auto", "fresh", a step number, or a path.
+
+    `copies` are checkpoints that a remote holds. One of this line that is not here is a rung all the same: it
+    can be fetched. One that retention deleted is not, nor is anybody else's.
+    """
     if resume_from == "fresh":
         return Ladder([], [], True)
     timeline = read_timeline(control)
     if resume_from == "auto" or resume_from.isdigit():
         book = StandingBook(control)
         records = timeline.on_line + timeline.abandoned
+        deleted = deleted_ids(control)
+        line = {CheckpointName(r.step, r.id) for r in timeline.on_line if r.id not in deleted}
         ladder = build_ladder(
             timeline,
             {record.id: book.of(record.id) for record in records},
-            root.names(),
+            sorted({*root.names(), *line.intersection(copies)}, reverse=True),
             frozenset(record.id for record in records if was_committed(control, record)),
-            deleted=deleted_ids(control),
+            deleted=deleted,
             step=int(resume_from) if resume_from.isdigit() else None,
             force=force,
         )

@@ -80,23 +80,37 @@ def _kind(value: object) -> str:
 def make_plan(
     group: Group, number: int, planner: SnapshotPlanner, signature: str, digests: Digests, frames: Frames
 ) -> Plan:
-    """All ranks together. A failure on rank 0 reaches every rank as the same error."""
-    plans = gather(group, planner.local_plan(digests))
+    """All ranks together. A failure on any rank reaches every rank as the same error."""
+    local: SavePlan | str
+    try:
+        local = planner.local_plan(digests)
+    except Exception as error:
+        if group.world_size == 1:
+            raise
+        local = f"rank {group.rank} could not plan its part of the save: {type(error).__name__}: {error}"
+    plans = gather(group, local)
     replies: list[tuple[SavePlan | None, list[Sharing], str]] | None = None
     declared: Declared | None = None
     if plans is not None:
         try:
-            replies, declared = _plan_for_all(planner, plans, frames)
+            replies, declared = _plan_for_all(planner, [_require(plan) for plan in plans], frames)
         except Exception as error:
             if group.world_size == 1:
                 raise
-            replies = [(None, [], f"{type(error).__name__}: {error}")] * group.world_size
+            told = str(error) if isinstance(error, SaveFailedError) else f"{type(error).__name__}: {error}"
+            replies = [(None, [], f"the save could not be planned: {told}")] * group.world_size
     mine, sharings, problem = scatter(group, replies)
     if mine is None:
-        raise SaveFailedError(f"rank 0 could not plan the save: {problem}")
+        raise SaveFailedError(problem)
     items = planner.finish_plan(mine).items
     layout, used = lay_out(items, group.rank, frames)
     return Plan(number, signature, items, used, layout, sharings, declared)
+
+
+def _require(plan: SavePlan | str) -> SavePlan:
+    if isinstance(plan, str):
+        raise SaveFailedError(plan)
+    return plan
 
 
 def _plan_for_all(

@@ -11,16 +11,20 @@ decide, and a rank that dies is noticed by the deadline of whoever waits for it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from holdfast.checkpoint.commit import open_root
 from holdfast.checkpoint.identity import CheckpointRoot
 from holdfast.checkpoint.inventory import look_at, take_inventory
 from holdfast.checkpoint.ladder import Ladder, Rung
 from holdfast.checkpoint.load import LoadedState, load, load_stock
 from holdfast.checkpoint.reading import reading
+from holdfast.checkpoint.remote import Remote, is_url
+from holdfast.checkpoint.remote_fetch import Fetcher
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.attempts import HeadRecord, write_head
 from holdfast.control.decisions import Decisions, read_key
@@ -30,7 +34,6 @@ from holdfast.control.lease import Fence
 from holdfast.control.lineage import read_timeline
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
-from holdfast.files import make_dirs
 from holdfast.journal.events import Decision, RejectedOption, Resumed, RungRejected
 from holdfast.journal.writer import JournalWriter
 
@@ -84,7 +87,10 @@ class Resumer:
         journal: JournalWriter,
         load_timeout: float,
         decision_timeout: float,
+        remote: Callable[[], Remote] | None = None,
+        retry_seconds: float = 120.0,
     ) -> None:
+        """`remote` opens, on rank 0, where a rung is fetched from whose local copy is missing or bad."""
         self._control = control
         self._fence = fence
         self._group = group
@@ -95,6 +101,16 @@ class Resumer:
         self._load_timeout = load_timeout
         self._decision_timeout = decision_timeout
         self._decisions = Decisions(control, fence, attempt, group.store)
+        self._fetcher = Fetcher(
+            remote=remote,
+            root=root,
+            run=control.run_id,
+            fence=fence,
+            attempt=attempt,
+            journal=journal,
+            timeout=load_timeout,
+            retry_seconds=retry_seconds,
+        )
 
     def resume(self, resume_from: str, *, force: bool) -> tuple[ResumeDecision, LoadedState | None]:
         """The group's choice, and this rank's verified state (None for a fresh start)."""
@@ -118,19 +134,24 @@ class Resumer:
         rejected = list(ladder.rejected)
         number = 0
         for rung in ladder.rungs:
-            path, inspection = look_at(rung, self._root, self._control.run_id)
-            problems = [str(problem) for problem in inspection.problems]
-            if not problems:
-                self._propose(number, Proposal(rung=rung, path=str(path)))
-                state, mine = self._try(rung, path)
-                problems, unfit = self._gather(number, mine)
-                if unfit:
-                    self._conclude(number, Verdict(go_on=False, unfit=unfit))
-                    raise IncompleteStateError(unfit)
-                if not problems and state is not None:
-                    return self._fix(number, rung, rejected, resume_from), state
-                self._conclude(number, Verdict(go_on=True))
-                number += 1
+            while True:
+                path, inspection = look_at(rung, self._root, self._control.run_id)
+                problems = [str(problem) for problem in inspection.problems]
+                if not problems:
+                    self._propose(number, Proposal(rung=rung, path=str(path)))
+                    state, mine = self._try(rung, path)
+                    problems, unfit = self._gather(number, mine)
+                    if unfit:
+                        self._conclude(number, Verdict(go_on=False, unfit=unfit))
+                        raise IncompleteStateError(unfit)
+                    if not problems and state is not None:
+                        return self._fix(number, rung, rejected, resume_from), state
+                    self._conclude(number, Verdict(go_on=True))
+                    number += 1
+                why_not = self._fetcher.fetch(rung, problems)
+                if why_not is not None:
+                    problems += why_not
+                    break
             rejected.append(RejectedOption(rung.name, problems))
             self._journal.write(RungRejected(checkpoint=rung.name, step=rung.step, reasons=problems))
         if ladder.may_start_fresh:
@@ -146,8 +167,12 @@ class Resumer:
     def _look(self, resume_from: str, *, force: bool) -> Ladder:
         """The ladder, after making sure that the root can be written: better now than at the first save."""
         try:
-            make_dirs(self._root.staging)
-            return take_inventory(self._control, self._root, resume_from, force=force)
+            open_root(self._root)
+            self._fetcher.open()
+            if is_url(resume_from):
+                resume_from = str(self._fetcher.named(resume_from))
+            copies = self._fetcher.names() if resume_from != "fresh" else ()
+            return take_inventory(self._control, self._root, resume_from, force=force, copies=copies)
         except OSError as error:
             raise UsageError(
                 f"the checkpoint root {self._root.path} cannot be used: {error}. "

@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -262,8 +263,11 @@ class Retainer:
         fence: Fence,
         attempt: int,
         journal: JournalWriter,
+        on_deleted: Callable[[list[str]], None] | None = None,
     ) -> None:
+        """`on_deleted` is told the names of what was taken away, so that their other copies can go too."""
         self._retention = Retention(control, root, rules)
+        self._on_deleted = on_deleted
         self._idle = rules.keep_last == 0
         self._fence = fence
         self._attempt = attempt
@@ -282,7 +286,10 @@ class Retainer:
         if outcome.error is not None:
             self._warn(outcome.error)
         if not all(item.keep for item in outcome.items):
-            self._journal.write(deletion_event(outcome.items))
+            event = deletion_event(outcome.items)
+            self._journal.write(event)
+            if self._on_deleted is not None:
+                self._on_deleted(event.names)
         if outcome.trashed:
             self._deleting = threading.Thread(
                 target=empty, args=(outcome.trashed,), name="holdfast-retention", daemon=True

@@ -7,6 +7,7 @@ it can be believed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,8 @@ from holdfast.checkpoint.snapshot import Snapshot
 from holdfast.checkpoint.staging import Buffer, stage_from_host
 from holdfast.checkpoint.state import Tracked
 from holdfast.policy.snapshot import Choice, Setting, Way, choose, owned_enough
+
+log = logging.getLogger("holdfast.checkpoint")
 
 Tell = Callable[[Choice], None]
 """Called with a choice that differs from the one before."""
@@ -43,12 +46,17 @@ class Staged:
         """Why it must not be used; empty if it may. Final once `done`."""
         return self._flight.torn() if self._flight is not None else ""
 
-    def finish(self) -> list[str]:
-        """Let go of the device; the fingerprints, in the layout's order. Waits until it is done."""
+    def fingerprints(self) -> list[str]:
+        """In the layout's order; once it is done. May be called from any thread, unlike all else here."""
+        found = dict(self._prints)
+        if self._flight is not None:
+            found.update(zip(self._at, self._flight.fingerprints(), strict=True))
+        return [found[at] for at in range(len(found))]
+
+    def release(self) -> None:
+        """Let go of the device; waits until it is done."""
         if self._flight is not None:
             self._flight.release()
-            self._prints.update(zip(self._at, self._flight.fingerprints(), strict=True))
-        return [self._prints[at] for at in range(len(self._prints))]
 
     @property
     def copy_seconds(self) -> float:
@@ -75,6 +83,11 @@ class Stager:
         self._copy_seconds: float | None = None
         self._torn = False
 
+    def prepare(self, devices: set[torch.device]) -> None:
+        """Pay at the start for what the first snapshot from a device would."""
+        for device in devices:
+            self._devices.prepare(device)
+
     def stage(self, snapshot: Snapshot, buffer: Buffer, tracked: Tracked) -> Staged:
         """Begin to copy a snapshot into a buffer that was prepared for its plan."""
         tensors, items = snapshot.tensors, snapshot.plan.layout.items
@@ -84,7 +97,11 @@ class Stager:
             pieces = [Piece(tensors[at], items[at].raw_offset, items[at].raw_length, items[at].name)
                       for at in elsewhere]  # fmt: skip
             owned = Owned(tracked.optimizers())
-            flight = self._devices.begin(pieces, buffer.pinned(), self._choose(pieces, owned), owned)
+            way = self._choose(pieces, owned)
+            trusted = None if self._torn else owned
+            flight = self._devices.begin(pieces, buffer.pinned(), way, trusted)
+            for note in flight.notes:
+                log.warning("holdfast: %s", note)
         prints = stage_from_host(
             buffer,
             snapshot.plan,
@@ -97,7 +114,12 @@ class Stager:
     def note(self, staged: Staged) -> None:
         """A snapshot is done: what it took counts for the next choice."""
         self._copy_seconds = staged.copy_seconds or self._copy_seconds
-        self._torn = self._torn or bool(staged.torn())
+        if staged.torn():
+            self.was_torn()
+
+    def was_torn(self) -> None:
+        """A snapshot was changed while it was copied: from now on nothing is copied from live tensors."""
+        self._torn = True
 
     def _choose(self, pieces: list[Piece], owned: Owned) -> Way:
         needed: dict[torch.device, int] = {}

@@ -83,6 +83,12 @@ class Tracked:
         """The tracked optimizers that are torch's own kind."""
         return [thing for thing in self._objects.values() if isinstance(thing, torch.optim.Optimizer)]
 
+    def devices(self) -> set[torch.device]:
+        """The devices other than the host that tracked models are on."""
+        models = [thing for thing in self._objects.values() if isinstance(thing, nn.Module)]
+        found = {parameter.device for model in models for parameter in model.parameters()}
+        return {device for device in found if device.type not in ("cpu", "meta")}
+
     def collect(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(tensors by part, everything else by part). The tensors alias live state; they are not copies."""
         tensors: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from holdfast.checkpoint.digesting import DigestingFile
 from holdfast.checkpoint.layout import Layout, torn
 from holdfast.checkpoint.manifest import FileEntry
 from holdfast.checkpoint.plan import Plan
-from holdfast.errors import SaveFailedError
+from holdfast.errors import SaveFailedError, TornSnapshotError
 
 
 def write_shard(
@@ -31,7 +31,7 @@ def write_shard(
             raw = host_bytes(tensor)
             check_size(plan.layout, item.name, item.raw_length, raw.nbytes)
             if not fingerprints.matches(raw, expected):
-                raise SaveFailedError(torn(item.name))
+                raise TornSnapshotError(torn(item.name))
             file.begin_chunk()
             file.write(frame.before)
             file.write(raw)

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +32,7 @@ from holdfast.checkpoint.handoff import (
 )
 from holdfast.checkpoint.plan import Plan
 from holdfast.checkpoint.staging import Buffer
+from holdfast.control.writing import give_up
 from holdfast.errors import SaveFailedError
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -40,6 +42,16 @@ LATE = 30.0
 """Seconds past a job's own deadline after which the writer is taken to be stuck, and ended."""
 
 Outcome = JobDone | JobFailed
+
+
+def spawn(descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a writer process that talks over this socket."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "holdfast.checkpoint.writer_process", str(descriptor)],
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # what ends a trainer's session or group must not end its writer
+    )
 
 
 class _Handed(NamedTuple):
@@ -65,21 +77,18 @@ class WriterClient:
         self._told: set[int] = set()
         """Numbers of the plans that the writer knows."""
         self._outcomes: list[Outcome] = []
+        self._committed: str | None = None
+        """Id of the last checkpoint that was committed: the next one's parent."""
 
     # --- handing over ---------------------------------------------------------------------------------------
 
     def launch(self) -> None:
         """Start the process, if it does not run. Returns at once."""
-        if self._process is not None and self._process.poll() is None:
-            return
+        if self._process is not None:
+            return  # if it has died, that shows in the next exchange, and is seen to there
         ours, theirs = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "holdfast.checkpoint.writer_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # what ends a trainer's session or group must not end its writer
-            )
+            self._process = spawn(theirs.fileno())
         except OSError as error:
             ours.close()
             raise SaveFailedError(f"the writer process cannot be started: {error}") from error
@@ -92,24 +101,37 @@ class WriterClient:
             self._tell_buffer(buffer)
 
     def hand_over(self, job: Job, plan: Plan, buffer: Buffer, *, new_buffer: bool) -> None:
-        """A job is staged: from here on it is the writer's."""
+        """A job is staged: from here on it is the writer's. Whatever goes wrong becomes its outcome."""
         known = buffer.index in self._buffers and not new_buffer
         self._buffers[buffer.index] = buffer
         self._jobs[job.serial] = _Handed(job, plan, time.monotonic() + job.timeout + LATE)
         self._holding[buffer.index] = job.serial
         try:
-            running = self._process is not None and self._process.poll() is None
-            self.launch()
-            if running and not known:
+            if self._process is None:
+                self.launch()
+            elif not known:
                 self._tell_buffer(buffer)
             self._send(job, plan)
         except Gone:
-            self._replace()
+            self._drain()
+        except SaveFailedError as error:
+            self._end_stuck(str(error))
+
+    def _drain(self) -> None:
+        """The writer is gone: hear what it had still said; hearing its end, `_receive` replaces it."""
+        process = self._process
+        while self._process is process and self._receive(0.0):
+            pass
 
     def _tell_buffer(self, buffer: Buffer) -> None:
-        self._channel_now().send(UseBuffer(buffer.index, buffer.size), buffer.descriptor)
+        if buffer.size:  # without memory there is nothing to map, only a failure to be told
+            self._channel_now().send(UseBuffer(buffer.index, buffer.size), buffer.descriptor)
 
     def _send(self, job: Job, plan: Plan) -> None:
+        if self._committed is not None and job.manifest is not None and not job.diagnostic:
+            # The save before it may have been committed, or have failed, since this one was taken.
+            parent = msgspec.structs.replace(job.manifest, parent=self._committed)
+            job = msgspec.structs.replace(job, manifest=parent)
         if plan.number not in self._told:
             self._channel_now().send(UsePlan(plan.number, plan.layout, plan.declared))
             self._told.add(plan.number)
@@ -155,7 +177,7 @@ class WriterClient:
         """Take one message, or notice that the writer is dead or stuck; whether there was one."""
         late = min((handed.late for handed in self._jobs.values()), default=None)
         if late is not None and time.monotonic() > late:
-            self._end_stuck()
+            self._end_stuck("the writer process did not answer in time and was ended")
             return True
         limit = timeout if late is None else min(timeout, max(0.0, late - time.monotonic()))
         try:
@@ -179,6 +201,8 @@ class WriterClient:
         if ended is not None:
             if self._holding.get(ended.job.buffer) == outcome.serial:
                 del self._holding[ended.job.buffer]
+            if isinstance(outcome, JobDone) and not ended.job.diagnostic:
+                self._committed = ended.job.id
             self._outcomes.append(outcome)
 
     # --- a writer that died or hangs ------------------------------------------------------------------------
@@ -198,17 +222,22 @@ class WriterClient:
                 code = self._reap()
                 self._deaths += 1
             except SaveFailedError as error:
-                self._fail_all(str(error))
+                self._end_stuck(str(error))
         self._fail_all(f"the writer process ended {self._deaths} times ({code})")
 
-    def _end_stuck(self) -> None:
+    def _end_stuck(self, why: str) -> None:
         if self._process is not None:
             with contextlib.suppress(OSError):
                 self._process.kill()
         self._reap()
-        self._fail_all("the writer process did not answer in time and was ended")
+        self._fail_all(why)
 
     def _fail_all(self, why: str) -> None:
+        """No writer will see to what is under way; the other ranks' writers must not wait for this one's."""
+        self._deaths = 0
+        start = self._start
+        if self._jobs and start.world > 1:
+            give_up(Path(start.run_dir), start.epoch, start.rank, max(self._jobs), f"SaveFailedError: {why}")
         for serial in list(self._jobs):
             self._end(JobFailed(serial=serial, error=f"SaveFailedError: {why}", trace=""))
 

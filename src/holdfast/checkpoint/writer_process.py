@@ -3,7 +3,8 @@
 One process a rank, started by the trainer in a session of its own, so that nothing that ends a trainer ends
 its writer. It takes jobs over a socket, writes this rank's shard and leaves its part record; the writer of
 rank 0 also waits for the others' parts and commits. It talks to other ranks through files only and never
-joins a process group.
+joins a process group. A signal that asks a whole job to end does not end it: it ends by itself, soon after
+its trainer.
 
 Guarantee: a job that was handed over is carried to its end also when the trainer is gone: committed, or
 cleared away by its deadline. Then, when its trainer is gone and nothing is left, this process exits.
@@ -43,18 +44,21 @@ from holdfast.checkpoint.identity import PARTS, CheckpointName, CheckpointRoot
 from holdfast.checkpoint.image import write_image
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence
-from holdfast.control.writing import Writing
+from holdfast.control.writing import Writing, give_up, given_up, is_busy
 from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal.events import SaveCommitted, Warned
+from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 
 log = logging.getLogger("holdfast.checkpoint")
 
 POLL = 0.01
+LOOK = 1.0
+"""Seconds between two looks at whether the trainer lives, where its end of the socket does not tell."""
 KEPT_PLANS = 4
 """More than there can be jobs under way."""
 ORPHAN_GRACE = 10.0
-"""Once its own trainer is gone, how long rank 0's writer waits for a rank to show that it has staged."""
+"""Once its own trainer is gone, how long a writer waits for another rank's to show that it has staged."""
 
 
 class Writer:
@@ -80,8 +84,11 @@ class Writer:
         """Until the trainer is gone and everything it handed over is done."""
         with contextlib.suppress(Gone):
             while True:
-                received = self._channel.receive(None)
-                assert received is not None
+                received = self._channel.receive(LOOK)
+                if received is None:
+                    if self._trainer_is_gone():
+                        break
+                    continue
                 message, descriptor = received
                 if isinstance(message, UseBuffer):
                     assert descriptor is not None
@@ -94,6 +101,17 @@ class Writer:
         if self._writing is not None:
             self._writing.close()
         self._journal.close()
+
+    def _trainer_is_gone(self) -> bool:
+        """A child that the trainer forked may hold its end of the socket open: then only our parent tells."""
+        known = self._start.trainer
+        return self._channel.other_side_is_gone() or (known > 0 and os.getppid() != known)
+
+    def _is_orphan_for(self, seconds: float) -> bool:
+        now = time.monotonic()
+        if self._orphaned_at is None and self._trainer_is_gone():
+            self._orphaned_at = now
+        return self._orphaned_at is not None and now > self._orphaned_at + seconds
 
     def _map(self, message: UseBuffer, descriptor: int) -> None:
         self._buffers[message.index] = mmap.mmap(descriptor, message.size, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -117,9 +135,7 @@ class Writer:
     ) -> commits.Committed | None:
         plan = self._plans[job.plan]
         staged = root.staged(name)
-        sealed = self._leads and commits.is_sealed(root, name) is not None
-        if not sealed:
-            self._enter(job, root, name, deadline)
+        if self._enter(job, root, name, deadline):
             if job.failed:
                 raise SaveFailedError(job.failed)
             files = []
@@ -141,60 +157,91 @@ class Writer:
         control = None if job.diagnostic else self._control
 
         def wait(rank: int) -> None:
-            self._await_part(rank, staged, name, deadline)
+            self._await_part(rank, job, staged, name, deadline)
 
         committed = commits.finish(root, plan.declared, manifest, self._fence, control, wait=wait)
         if not job.diagnostic:
             self._parent = job.id
-        self._journal.write(
-            SaveCommitted(
-                checkpoint=str(name),
-                step=job.step,
-                parent=manifest.parent,
-                bytes=committed.bytes,
-                files=committed.files,
-                seconds=time.time() - job.called,
-                blocked_seconds=job.blocked,
+        if not (job.again and self._was_told(name)):
+            self._journal.write(
+                SaveCommitted(
+                    checkpoint=str(name),
+                    step=job.step,
+                    parent=manifest.parent,
+                    bytes=committed.bytes,
+                    files=committed.files,
+                    seconds=time.time() - job.called,
+                    blocked_seconds=job.blocked,
+                )
             )
-        )
         return committed
 
-    def _enter(self, job: Job, root: CheckpointRoot, name: CheckpointName, deadline: float) -> None:
-        """Rank 0's writer makes the staged directory; the others wait for it; all show that they are here."""
-        staged = root.staged(name)
+    def _was_told(self, name: CheckpointName) -> bool:
+        """Whether the writer before this one got as far as the journal."""
+        told = (line.body for line in read_journal(self._control.journal))
+        return any(isinstance(body, SaveCommitted) and body.checkpoint == str(name) for body in told)
+
+    def _enter(self, job: Job, root: CheckpointRoot, name: CheckpointName, deadline: float) -> bool:
+        """Rank 0's writer makes the staged directory; the others wait for it; all show that they are here.
+
+        False: an earlier writer has written this rank's part to its end. It must not be touched then, since
+        the commit may be going on.
+        """
+        start, staged = self._start, root.staged(name)
+        if job.again and (why := self._given_up(start.rank, job)):
+            raise SaveFailedError(why)
         if self._leads:
             self._fence.check(f"stage {name}")
-            start = self._start
+            if job.again and self._is_written(root, name):
+                return False
             owner = commits.Owner(run=start.run, attempt=start.attempt, epoch=start.epoch)
             commits.open_staged(root, name, owner, again=job.again)
-        while not (staged / PARTS).is_dir():
+        while True:
+            if job.again and self._is_written(root, name):
+                return False
+            with contextlib.suppress(FileNotFoundError):
+                _here(staged, start.rank).touch()
+                return True
+            if why := self._given_up(0, job):
+                raise SaveFailedError(f"rank 0: {why}")
             if time.monotonic() > deadline:
                 raise SaveFailedError(f"rank 0's writer did not make {staged} within {job.timeout:g} s")
+            if self._is_orphan_for(ORPHAN_GRACE) and not is_busy(self._control.path, start.epoch):
+                raise SaveFailedError(f"the trainers ended before rank 0 had staged its part of {name}")
             self._fence.check(f"stage {name}")
             time.sleep(POLL)
-        _here(staged, self._start.rank).touch()
 
-    def _await_part(self, rank: int, staged: Path, name: CheckpointName, deadline: float) -> None:
+    def _is_written(self, root: CheckpointRoot, name: CheckpointName) -> bool:
+        """In this order: part records are dropped only once the checkpoint is sealed."""
+        if commits.part_is_left(root.staged(name), name, self._start.rank):
+            return True
+        return commits.is_sealed(root, name) is not None
+
+    def _given_up(self, rank: int, job: Job) -> str:
+        return given_up(self._control.path, self._start.epoch, rank, job.serial)
+
+    def _await_part(self, rank: int, job: Job, staged: Path, name: CheckpointName, deadline: float) -> None:
         """Called while a rank's part is missing: wait a moment, or give up."""
-        now = time.monotonic()
-        if now > deadline:
+        if time.monotonic() > deadline:
             raise SaveFailedError(f"rank {rank} left no part of {name} before the deadline")
-        if self._orphaned_at is None and self._channel.other_side_is_gone():
-            self._orphaned_at = now
-        orphaned = self._orphaned_at is not None and now > self._orphaned_at + ORPHAN_GRACE
-        if orphaned and not _here(staged, rank).exists():
+        if self._is_orphan_for(ORPHAN_GRACE) and not _here(staged, rank).exists():
             raise SaveFailedError(f"the trainers ended before rank {rank} had staged its part of {name}")
+        # It may have left its part after we looked, and then given a later save up: so look again.
+        if (why := self._given_up(rank, job)) and not commits.part_is_left(staged, name, rank):
+            raise SaveFailedError(f"rank {rank}: {why}")
         self._fence.check(f"commit {name}")
         time.sleep(POLL)
 
     def _failed(self, job: Job, root: CheckpointRoot, name: CheckpointName, error: Exception) -> None:
         trace = "".join(traceback.format_exception(error))
+        told = f"{type(error).__name__}: {error}" if isinstance(error, HoldfastError) else trace
+        if self._start.world > 1:
+            give_up(self._control.path, self._start.epoch, self._start.rank, job.serial, told)
         if self._leads:
             with contextlib.suppress(OSError):
                 shutil.rmtree(commits.discard_staged(root, str(name)), ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
-                told = f"{type(error).__name__}: {error}" if isinstance(error, HoldfastError) else trace
                 commits.leave_part(root.staged(name), name, self._start.rank, [], failed=told)
         message = JobFailed(
             serial=job.serial,
@@ -222,7 +269,8 @@ def _here(staged: Path, rank: int) -> Path:
 
 
 def main(descriptor: int) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what they mean, the trainer decides
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel.of_writer(socket.socket(fileno=descriptor))
     try:
         received = channel.receive(60.0)

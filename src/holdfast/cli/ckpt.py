@@ -6,11 +6,11 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from holdfast.cli import ckpt_inspect, ckpt_judge, gc
+from holdfast.cli import ckpt_inspect, ckpt_judge, ckpt_remote, gc
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.structure import Inspection
@@ -29,7 +29,12 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 @app.command(name="ls")
 def list_checkpoints(
-    root: Annotated[Path, typer.Argument(help="A run directory, or a directory that holds checkpoints.")],
+    root: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH|URL", help="A run directory, a directory that holds checkpoints, or a remote root."
+        ),
+    ],
     as_json: _JSON = False,
 ) -> None:
     """List checkpoints, newest step first. Looks at names and sizes; digests are not read.
@@ -38,7 +43,9 @@ def list_checkpoints(
     """
     from holdfast.checkpoint.identity import STAGING
 
-    folder, standings = _resolve(_existing(root))
+    if ckpt_remote.is_url(root):
+        _list_remote(root, as_json=as_json)
+    folder, standings = _resolve(_existing(Path(root)))
     rows: list[dict[str, Any]] = []
     latest = _latest(folder)
     for directory in _checkpoints(folder):
@@ -57,7 +64,11 @@ def list_checkpoints(
 @app.command(name="verify")
 def verify_checkpoints(
     paths: Annotated[
-        list[Path], typer.Argument(help="Checkpoints, or run or checkpoint directories: then all in them.")
+        list[str],
+        typer.Argument(
+            metavar="PATH|URL…",
+            help="Checkpoints, or run or checkpoint directories: then all in them. Or URLs of remote copies.",
+        ),
     ],
     as_json: _JSON = False,
     run: Annotated[str | None, typer.Option(help="The run id that they must be of.")] = None,
@@ -72,7 +83,9 @@ def verify_checkpoints(
     from holdfast.errors import UsageError
 
     directories: list[Path] = []
-    for path in map(_existing, paths):
+    if any(map(ckpt_remote.is_url, paths)):
+        _verify_remote(paths, as_json=as_json)
+    for path in map(_existing, map(Path, paths)):
         found = _checkpoints(_resolve(path)[0])
         if not found:
             raise UsageError(f"{path}: there are no checkpoints here; give a checkpoint, its root or its run")
@@ -96,6 +109,35 @@ def verify_checkpoints(
         )
     else:
         _print_inspections(inspections, seconds)
+    raise typer.Exit(0 if sound else 1)
+
+
+# --- remote copies -----------------------------------------------------------------------------------------
+
+
+def _list_remote(url: str, *, as_json: bool) -> NoReturn:
+    rows = ckpt_remote.rows(url)
+    if as_json:
+        _print_json({"root": url, "latest": None, "digests_read": False, "checkpoints": rows})
+    else:
+        _print_rows(url, rows, None, show_standing=False)
+    raise typer.Exit(1 if any(row["problems"] for row in rows) else 0)
+
+
+def _verify_remote(urls: list[str], *, as_json: bool) -> NoReturn:
+    from holdfast.errors import UsageError
+
+    if not all(map(ckpt_remote.is_url, urls)):
+        raise UsageError("give either paths or URLs, not both in one command")
+    rows, seconds = ckpt_remote.verify(urls)
+    sound = all(row["sound"] for row in rows)
+    if as_json:
+        total = sum(row["bytes_checked"] for row in rows)
+        _print_json(
+            {"sound": sound, "bytes_checked": total, "seconds": round(seconds, 6), "checkpoints": rows}
+        )
+    else:
+        ckpt_remote.print_verified(rows, seconds)
     raise typer.Exit(0 if sound else 1)
 
 
@@ -258,7 +300,9 @@ def _when(created: float | None) -> str:
         return "out of range"
 
 
-def _print_rows(folder: Path, rows: list[dict[str, Any]], latest: str | None, *, show_standing: bool) -> None:
+def _print_rows(
+    folder: Path | str, rows: list[dict[str, Any]], latest: str | None, *, show_standing: bool
+) -> None:
     if not rows:
         typer.echo(f"{folder}: no checkpoints")
         return

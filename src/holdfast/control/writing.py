@@ -7,6 +7,9 @@ ending one finish, for a bounded time.
 The sign of life is a lock on `writing/<epoch>.lock`, held for as long as the writer lives; the kernel lets go
 of it however the writer ends. What the file says is what the writer is doing; a writer whose trainer is gone
 takes up what it was handed within moments, or exits. So a writer that stays idle is not waited for.
+
+Writers of different ranks reach each other through files only. One that gives a save up says so here, in
+`writing/<epoch>.<rank>.failed`, so that the others need not wait for it until their deadline.
 """
 
 from __future__ import annotations
@@ -18,27 +21,91 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.control.directory import ControlDirectory
-from holdfast.files import make_dirs
+import msgspec
+
+from holdfast.control.directory import MAX_RECORD_BYTES, ControlDirectory
+from holdfast.errors import ControlError
+from holdfast.files import make_dirs, read_regular, replace_atomic
 
 IDLE_PATIENCE = 2.0
 """A writer that has nothing to do for so long, while it is watched, will not get anything to do."""
 POLL = 0.02
+LOCK_PATIENCE = 30.0
+"""Seconds for which the writer that replaces a dead one waits for the kernel to let go of its lock."""
 
 
-def _path(control: ControlDirectory, epoch: int) -> Path:
-    return control.path / "writing" / f"{epoch:08d}.lock"
+class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank does nothing more for its saves up to this one: they are done, or failed for this reason."""
+
+    serial: int
+    why: str
+
+
+def give_up(run_dir: Path, epoch: int, rank: int, serial: int, why: str) -> None:
+    """Say so as well as can be: where it cannot be written, the others find out at their deadline."""
+    path = _given_up_path(run_dir, epoch, rank)
+    with contextlib.suppress(OSError):
+        make_dirs(path.parent)
+        replace_atomic(path, msgspec.json.encode(GivenUp(serial=serial, why=why)), durable=False)
+
+
+def given_up(run_dir: Path, epoch: int, rank: int, serial: int) -> str:
+    """Why a rank has given that save up; empty if nothing says so."""
+    try:
+        raw = read_regular(_given_up_path(run_dir, epoch, rank), MAX_RECORD_BYTES)
+        found = msgspec.json.decode(raw, type=GivenUp)
+    except (OSError, msgspec.DecodeError):
+        return ""
+    return found.why if found.serial >= serial else ""
+
+
+def is_busy(run_dir: Path, epoch: int) -> bool:
+    """Whether the writer of rank 0 lives and has something to do."""
+    try:
+        fd = os.open(_path(run_dir, epoch), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return bool(os.pread(fd, 256, 0))
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _given_up_path(run_dir: Path, epoch: int, rank: int) -> Path:
+    return run_dir / "writing" / f"{epoch:08d}.{rank}.failed"
+
+
+def _path(run_dir: Path, epoch: int) -> Path:
+    return run_dir / "writing" / f"{epoch:08d}.lock"
 
 
 class Writing:
     """Held by the writer process of rank 0."""
 
     def __init__(self, control: ControlDirectory, epoch: int) -> None:
-        self._path = _path(control, epoch)
+        self._path = _path(control.path, epoch)
         make_dirs(self._path.parent)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         # A writer that replaces a dead one finds the lock free; one that is still dying lets go in a moment.
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_PATIENCE
+        while not self._locked():
+            if time.monotonic() > deadline:
+                raise ControlError(
+                    f"{self._path} stayed locked for {LOCK_PATIENCE:g} s: another writer of this attempt "
+                    "does not end"
+                )
+            time.sleep(POLL)
+
+    def _locked(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     @contextlib.contextmanager
     def busy_with(self, what: str) -> Iterator[None]:
@@ -49,8 +116,9 @@ class Writing:
             self._say("")
 
     def _say(self, what: str) -> None:
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, what.encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: then the next attempt does not wait, no more
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, what.encode(), 0)
 
     def close(self) -> None:
         """Nothing was left undone: take the file away, so that nobody needs to look at it."""
@@ -60,7 +128,7 @@ class Writing:
 
 def let_writer_finish(control: ControlDirectory, epoch: int, timeout: float) -> str:
     """Wait until the writer of an epoch is done or gone, at most `timeout`; what was seen, for the record."""
-    path = _path(control, epoch)
+    path = _path(control.path, epoch)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

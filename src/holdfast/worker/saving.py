@@ -72,15 +72,14 @@ class Saving:
         self._foreground = Saver(context, self._snapshots)
         self._background: BackgroundSaver | None = None
         if settings.async_save:
+            stager = Stager(
+                settings.snapshot, timeout=settings.timeout, step_seconds=step_seconds, tell=self._tell_way
+            )
+            stager.prepare(tracked.devices())
             self._background = BackgroundSaver(
                 context,
                 self._snapshots,
-                stager=Stager(
-                    settings.snapshot,
-                    timeout=settings.timeout,
-                    step_seconds=step_seconds,
-                    tell=self._tell_way,
-                ),
+                stager=stager,
                 when_busy=settings.when_busy,
                 timeout=settings.timeout,
                 lease_ttl=lease_ttl,

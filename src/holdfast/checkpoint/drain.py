@@ -1,0 +1,230 @@
+"""Drain: how rank 0's trainer has its committed checkpoints copied to the remote, without waiting for it.
+
+Guarantee: `push`, `delete` and `poll` never block, whatever the remote or the drain process does. The work is
+done by a process of its own (drain_process.py), in a session of its own, so that it outlives its trainer and
+cannot slow the loop. If it dies it is replaced, a few times, and told again what it had not answered for.
+What is lost all the same, the next start makes up for.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from holdfast.checkpoint.drain_messages import Delete, DrainOrder, Finish, Outcome, Push
+from holdfast.checkpoint.identity import CheckpointRoot
+from holdfast.control.directory import ControlDirectory
+from holdfast.files import make_dirs
+from holdfast.journal.events import Warned
+from holdfast.journal.writer import JournalWriter
+
+log = logging.getLogger("holdfast.checkpoint")
+
+REPLACEMENTS = 3
+PACKET = 65536
+
+
+class Drain:
+    """The trainer's end. `start` once; `poll` every now and then; `close` at the end."""
+
+    def __init__(
+        self,
+        *,
+        control: ControlDirectory,
+        root: CheckpointRoot,
+        remote_url: str,
+        epoch: int,
+        attempt: int,
+        journal: JournalWriter,
+        retry_seconds: float,
+        linger: float,
+    ) -> None:
+        self._order = DrainOrder(
+            control=str(control.path),
+            root=str(root.path),
+            url=remote_url,
+            epoch=epoch,
+            attempt=attempt,
+            retry_seconds=retry_seconds,
+            linger=linger,
+        )
+        self._log = control.attempt(attempt) / "drain.log"
+        self._journal = journal
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._unsent: collections.deque[Push | Delete] = collections.deque()
+        self._unanswered: dict[tuple[str, str], Push | Delete] = {}
+        self._replaced = 0
+        self._given_up = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def waiting(self) -> int:
+        """Jobs without an answer yet."""
+        return len(self._unsent) + len(self._unanswered)
+
+    def start(self) -> None:
+        """Start the process; a failure is journalled, and training goes on without remote copies."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        order = msgspec.json.encode(self._order).decode()
+        # -P: whatever lies in the directory that the training was started in must not be imported.
+        argv = [sys.executable, "-P", "-m", "holdfast.checkpoint.drain_process"]
+        try:
+            make_dirs(self._log.parent)
+            with self._log.open("ab") as log_file:
+                self._process = subprocess.Popen(
+                    [*argv, order, str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file,  # not the trainer's: whoever reads that to its end must not wait for us
+                    stderr=log_file,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            ours.setblocking(False)
+            self._line = ours
+        except OSError as error:
+            ours.close()
+            self._warn(
+                f"the drain process could not be started, nothing is copied to {self._order.url}: {error}"
+            )
+            self._given_up = True
+        finally:
+            theirs.close()
+
+    def push(self, name: str) -> None:
+        """Have a committed checkpoint copied."""
+        if self._given_up:
+            return
+        self._unsent.append(Push(name))
+        self._send()
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Have copies deleted, of checkpoints whose local directories are gone."""
+        if self._given_up:
+            return
+        self._unsent.extend(Delete(name) for name in names)
+        self._send()
+
+    def poll(self) -> list[Outcome]:
+        """What became of jobs since the last call. Replaces a drain process that has died."""
+        outcomes = self._receive()
+        if self._process is not None and self._process.poll() is not None:
+            outcomes += self._receive()  # what it said before it died
+            self._replace()
+        self._send()
+        return outcomes
+
+    def close(self, timeout: float) -> list[Outcome]:
+        """Say that nothing more will come, and wait for the rest; what is not done by then goes on alone."""
+        deadline = time.monotonic() + timeout
+        outcomes = self.poll()
+        told = False
+        while self._process is not None and self._process.poll() is None:
+            self._send()
+            if not told and not self._unsent and self._line is not None:
+                with contextlib.suppress(OSError):
+                    self._line.send(msgspec.json.encode(Finish()))
+                    told = True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if self._line is not None:
+                select.select([self._line], [], [], min(left, 0.05))
+            outcomes += self._receive()
+            if self._line is None:  # it has said all it had to say, and is about to end
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(min(left, 5.0))
+                break
+        outcomes += self._receive()
+        if self.waiting and not self._given_up:
+            self._warn(
+                f"{self.waiting} jobs for {self._order.url} are not done after {timeout:g} s; the drain "
+                f"process goes on, at most {self._order.linger:g} s, and the next start makes up for the rest"
+            )
+        self._hang_up()
+        self._given_up = True
+        return outcomes
+
+    # --- the line -------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        while self._unsent and self._line is not None:
+            job = self._unsent[0]
+            try:
+                self._line.send(msgspec.json.encode(job), socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return  # its inbox is full; the next poll tries again
+            except OSError:
+                self._hang_up()
+                return
+            self._unanswered[_key(job)] = self._unsent.popleft()
+
+    def _receive(self) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        while self._line is not None:
+            try:
+                packet = self._line.recv(PACKET)
+            except BlockingIOError:
+                break
+            except OSError:
+                packet = b""
+            if not packet:
+                self._hang_up()
+                break
+            outcome = msgspec.json.decode(packet, type=Outcome)
+            self._unanswered.pop((outcome.job, outcome.name), None)
+            if outcome.problem:
+                log.warning("holdfast: %s of %s: %s", outcome.job, outcome.name, outcome.problem)
+            outcomes.append(outcome)
+        return outcomes
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _replace(self) -> None:
+        assert self._process is not None
+        code = self._process.returncode
+        self._hang_up()
+        self._process = None
+        self._unsent.extendleft(reversed(self._unanswered.values()))
+        self._unanswered.clear()
+        if code == 0:  # it ended on purpose, because a newer attempt holds the run; the journal has its word
+            self._given_up = True
+        if self._given_up:
+            return
+        if self._replaced >= REPLACEMENTS:
+            self._given_up = True
+            self._warn(
+                f"the drain process ended {self._replaced + 1} times (code {code}, see {self._log}); "
+                f"nothing more is copied to {self._order.url} before the next start"
+            )
+            return
+        self._replaced += 1
+        self._warn(
+            f"the drain process ended with code {code} (see {self._log}); it is started anew, "
+            f"{self._replaced} of {REPLACEMENTS}"
+        )
+        self.start()
+
+    def _warn(self, message: str) -> None:
+        self._journal.write(Warned(message=message))
+        log.warning("holdfast: %s", message)
+
+
+def _key(job: Push | Delete) -> tuple[str, str]:
+    return ("push" if isinstance(job, Push) else "delete", job.name)
