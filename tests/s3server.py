@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from harness import wait_until
+from holdfast.launch.orphan_guard import guarded
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -40,7 +42,7 @@ def answers(port: int) -> bool:
 
 
 class S3Server:
-    """The server's process. `stop` and `start` again on the same port lose all that was stored."""
+    """The server's process, which dies with this one, however that ends."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -52,7 +54,7 @@ class S3Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        argv = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        argv = guarded([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)])
         environment = os.environ | {"S3_UPLOAD_PART_MIN_SIZE": "1024"}  # small parts, so that tests are quick
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -83,17 +85,21 @@ class S3Server:
         return boto3.client("s3", endpoint_url=self.endpoint)
 
 
+_started: list[S3Server] = []
+
+
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
-    server = S3Server(folder / "moto.log")
+    """The server, and credentials for it. One for all tests of this process: it ends with it."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CREDENTIALS.items():
             patch.setenv(name, value)
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+        if not _started:
+            server = S3Server(folder / "moto.log")
+            atexit.register(server.stop)
+            server.start()
+            _started.append(server)
+        yield _started[0]
 
 
 Fault = Callable[[bytes], bytes | None]

@@ -178,9 +178,9 @@ def test_while_nothing_changes_a_save_costs_one_exchange_of_a_few_numbers(tmp_pa
         def counted(module: Any, name: str) -> None:
             original = getattr(module, name)
 
-            def call(*args: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 calls[name] += 1
-                return original(*args)
+                return original(*args, **kwargs)
 
             setattr(module, name, call)
 

@@ -1,4 +1,4 @@
-"""What write_shard stores, VerifyingReader gives back bit for bit or refuses before a tensor is touched."""
+"""What write_shards stores, VerifyingReader gives back bit for bit or refuses before a tensor is touched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from holdfast.checkpoint.manifest import FileEntry, Manifest
 from holdfast.checkpoint.plan import make_plan, signature_of
 from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.reader import IN_PLACE, SLICE, VerifyingReader
-from holdfast.checkpoint.writer import plain, write_shard
+from holdfast.checkpoint.writer import plain, write_shards
 from holdfast.control.group import Group
 from holdfast.errors import CheckpointError, SaveFailedError
 
@@ -43,7 +43,7 @@ def write(directory: Path, state: dict[str, Any]) -> list[FileEntry]:
     alone = Group(0, 1, HashStore(), None)
     plan = make_plan(alone, 1, planner, signature_of(planner, 1), {}, Frames())
     tensors = [planner.tensor_of(item) for item in plan.items]
-    entries = write_shard(directory, plan, tensors, [of_tensor(plain(tensor)) for tensor in tensors])
+    entries = write_shards(directory, plan, tensors, [of_tensor(plain(tensor)) for tensor in tensors])
     assert plan.declared is not None
     return [*entries, write_metadata(directory, plan.declared.metadata_for(CheckpointName(1, "0" * 8)))]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -89,7 +90,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 def big_state(seed: int = 0) -> dict[str, Any]:
     """Enough for several parts."""
     generator = torch.Generator().manual_seed(seed)
-    return {**small_state(seed), "big": torch.randn(50_000, generator=generator)}
+    return {**small_state(seed), "big": torch.randn(40_000, generator=generator)}
 
 
 @pytest.fixture
@@ -243,33 +244,44 @@ def flipped(data: bytearray) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "reason"),
-    [
-        ("__0_0.distcp", flipped, Reason.ALTERED),
-        ("__0_0.distcp", lambda data: data[:-7], Reason.TRUNCATED),
-        ("__0_0.distcp", lambda data: data + b"x", Reason.ALTERED),
-        ("__0_0.distcp", lambda data: None, Reason.MISSING),
-        (".metadata", flipped, Reason.ALTERED),
-        (MANIFEST, flipped, Reason.UNREADABLE_MANIFEST),
-        (MANIFEST, lambda data: data[:-9], Reason.UNREADABLE_MANIFEST),
-        (MANIFEST, lambda data: None, Reason.NO_MANIFEST),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
+BAD = {
+    "flipped shard": ("__0_0.distcp", flipped, Reason.ALTERED),
+    "short shard": ("__0_0.distcp", lambda data: data[:-7], Reason.TRUNCATED),
+    "long shard": ("__0_0.distcp", lambda data: data + b"x", Reason.ALTERED),
+    "no shard": ("__0_0.distcp", lambda data: None, Reason.MISSING),
+    "flipped metadata": (".metadata", flipped, Reason.ALTERED),
+    "flipped marker": (MANIFEST, flipped, Reason.UNREADABLE_MANIFEST),
+    "short marker": (MANIFEST, lambda data: data[:-9], Reason.UNREADABLE_MANIFEST),
+    "no marker": (MANIFEST, lambda data: None, Reason.NO_MANIFEST),
+}
+
+
 def test_a_bad_remote_copy_is_rejected_with_its_reason_and_nothing_local_changes(
-    place: Place, local: Path, tmp_path: Path, fence: Fence, file: str, change: Any, reason: Reason
+    place: Place, local: Path, tmp_path: Path, fence: Fence
+) -> None:
+    remote = place()
+    root = CheckpointRoot(tmp_path / "root")
+    before = tree(root.path)
+    for what, (file, change, reason) in BAD.items():
+        remote.push(local)
+        spoil(remote, f"{NAME}/{file}", change)
+        with pytest.raises(BadCopyError, match=str(reason)) as caught:
+            pull(remote, NAME, root, fence=fence, owner=OWNER)
+        assert caught.value.problem.reason is reason, what
+        assert tree(root.path) == before, what
+        assert [problem.reason for problem in remote.verify(NAME)[1]] == [reason], what
+        remote.delete(NAME)
+
+
+def test_a_marker_that_cannot_be_read_vouches_for_nothing_and_the_copy_is_made_anew(
+    place: Place, local: Path
 ) -> None:
     remote = place()
     remote.push(local)
-    spoil(remote, f"{NAME}/{file}", change)
-    root = CheckpointRoot(tmp_path / "root")
-    before = tree(root.path)
-    with pytest.raises(BadCopyError, match=str(reason)) as caught:
-        pull(remote, NAME, root, fence=fence, owner=OWNER)
-    assert caught.value.problem.reason is reason
-    assert tree(root.path) == before
-    assert [problem.reason for problem in remote.verify(NAME)[1]] == [reason]
+    spoil(remote, f"{NAME}/{MANIFEST}", lambda data: data[:-9])
+    spoil(remote, f"{NAME}/.metadata", flipped)
+    assert remote.push(local).bytes > 0
+    assert remote.verify(NAME)[1] == []
 
 
 def test_a_copy_with_another_manifest_than_the_run_remembers_is_rejected(
@@ -374,7 +386,9 @@ def test_a_push_to_s3_cut_at_any_request_leaves_no_half_copy_and_the_next_one_su
     assert remote.verify(NAME)[1] == []
 
 
-@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "done", [False, pytest.param(True, marks=pytest.mark.drill)], ids=["before", "after"]
+)
 def test_a_deletion_cut_at_any_request_never_leaves_a_marker_without_its_files(
     s3: Place, local: Path, done: bool
 ) -> None:
@@ -484,10 +498,8 @@ def test_a_marker_that_lists_a_path_outside_is_not_believed(
     remote.push(local)
     manifest, _ = manifests.read(local)
     entry = list_file(local, "__0_0.distcp")
-    forged = manifests.Manifest(
-        **{name: getattr(manifest, name) for name in manifest.__struct_fields__ if name != "files"},
-        files=[manifests.FileEntry(path="../out", size=entry.size, digest=entry.digest)],
-    )
+    outside = manifests.FileEntry(path="../out", size=entry.size, digest=entry.digest)
+    forged = msgspec.structs.replace(manifest, files=[outside])
     spoil(remote, f"{NAME}/{MANIFEST}", lambda data: manifests.encode(forged)[0])
     with pytest.raises(BadCopyError, match="not allowed"):
         pull(remote, NAME, CheckpointRoot(tmp_path / "r"), fence=fence, owner=OWNER)

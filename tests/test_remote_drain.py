@@ -198,7 +198,7 @@ def test_its_time_after_the_trainer_is_bounded(lab: Lab, s3: Proxy, server: S3Se
     name = lab.commit(3)
 
     def trainer() -> None:
-        drain = lab.drain(linger=1.5, retry_seconds=60.0)
+        drain = lab.drain(linger=0.5, retry_seconds=60.0)
         drain.push(name)
         (tmp_path / "pid").write_text(str(drain.pid))
 
@@ -341,7 +341,7 @@ def test_nothing_blocks_when_the_process_is_stuck_or_the_server_does_not_answer(
         slowest = max(slowest, time.monotonic() - began)
     assert drain.waiting == 3000
     assert drain._unsent  # more than fits in its inbox
-    assert slowest < 0.25
+    assert slowest < 5  # a call that blocks would never return; the machine may be busy, though
     os.kill(drain.pid, signal.SIGCONT)
     outcomes_of(drain, 3000)
     assert drain.waiting == 0

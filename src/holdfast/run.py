@@ -371,14 +371,16 @@ class Run:
         self._meter.flush(self._member.journal, read_device=not failed)
         if self._launched is None and self._joined()[0].is_coordinator:
             self._member.journal.write(AttemptEnded(outcome=outcome, last_step=self.step))
-        self._leave(outcome, error.exit_code if isinstance(error, HoldfastError) else ExitCode.FAILED)
+        code = error.exit_code if isinstance(error, HoldfastError) else ExitCode.FAILED
+        # A loop that is left by an exception drops its generator before anyone can see that exception.
+        self._leave(outcome, code, unseen=isinstance(error, GeneratorExit))
 
-    def _leave(self, outcome: str, code: ExitCode) -> None:
+    def _leave(self, outcome: str, code: ExitCode, *, unseen: bool = False) -> None:
         assert self._member is not None
         self._closed = True
         try:
             if self._saving is not None:
-                self._saving.close(failed=outcome == "failed")
+                self._saving.close(failed=outcome == "failed", unseen=unseen)
         finally:
             head = self.head
             end = EndRecord(

@@ -298,13 +298,13 @@ class BackgroundSaver:
                 )
             )
 
-    def abandon(self) -> None:
+    def abandon(self, *, await_at_exit: float = 0.0) -> None:
         """The trainer is about to end: the writer finishes by itself what it was handed."""
         with self._lock:
             deadline = time.monotonic() + ABANDON_WAIT
             while self._flights and (left := deadline - time.monotonic()) > 0:
                 self._landed.wait(left)
-            self._writer.abandon()
+            self._writer.abandon(await_at_exit=await_at_exit)
         self._let_go()
 
     def close(self) -> None:

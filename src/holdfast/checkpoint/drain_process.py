@@ -13,7 +13,6 @@ process can do in between is harmless: every object is whole, and the same bytes
 from __future__ import annotations
 
 import collections
-import contextlib
 import os
 import select
 import socket
@@ -55,6 +54,8 @@ class DrainProcess:
         self._jobs: collections.deque[Push | Delete] = collections.deque()
         self._later: list[Push | Delete] = []
         """Jobs that failed for want of the store; tried again once it is seen to work."""
+        self._unsaid: collections.deque[bytes] = collections.deque()
+        """Outcomes for which there was no room in the trainer's inbox."""
         self._began = time.time()
         self._made_up = False
         self._last_message = False
@@ -68,6 +69,7 @@ class DrainProcess:
                 self._listen(wait=not self._jobs)
                 if self._jobs:
                     self._do(self._jobs.popleft())
+            self._say_the_rest()
         except LeaseLostError as error:
             left = len(self._jobs) + len(self._later)
             self._journal.write(
@@ -85,7 +87,10 @@ class DrainProcess:
         while not self._last_message:
             if os.getppid() != self._parent:
                 self._leave_behind()  # a fork of the trainer may still hold its end of the line
-            ready, _, _ = select.select([self._line], [], [], IDLE_LOOK if wait else 0)
+            speak = [self._line] if self._unsaid else []
+            ready, room, _ = select.select([self._line], speak, [], IDLE_LOOK if wait else 0)
+            if room:
+                self._speak()
             if not ready:
                 if wait and not self._last_message:
                     continue
@@ -131,8 +136,25 @@ class DrainProcess:
                 os._exit(1)
 
     def _say(self, outcome: Outcome) -> None:
-        with contextlib.suppress(OSError):
-            self._line.send(msgspec.json.encode(outcome), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        self._unsaid.append(msgspec.json.encode(outcome))
+        self._speak()
+
+    def _speak(self) -> None:
+        """Say what there is room for; never wait for the trainer, which may be in a long step."""
+        try:
+            while self._unsaid:
+                self._line.send(self._unsaid[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._unsaid.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsaid.clear()  # nobody is there any more
+
+    def _say_the_rest(self) -> None:
+        deadline = time.monotonic() + GRACE
+        while self._unsaid and time.monotonic() < deadline:
+            select.select([], [self._line], [], IDLE_LOOK)
+            self._speak()
 
     # --- doing ----------------------------------------------------------------------------------------------
 

@@ -28,10 +28,10 @@ from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.frames import Frame, Frames
 from holdfast.checkpoint.layout import (
     Declared,
-    DeclaredFile,
     Item,
     Layout,
     check_placeholder,
+    cut,
     placeholder,
 )
 from holdfast.checkpoint.planner import Digests, SnapshotPlanner
@@ -121,24 +121,23 @@ def _plan_for_all(
     layouts = [lay_out(plan.items, rank, frames)[0] for rank, plan in enumerate(final)]
     _check_all_is_laid_out(metadata, final)
     metadata.storage_data = {
-        item.index: _StorageInfo(layout.path, place.offset, place.length)
+        item.index: _StorageInfo(shard.path, place.offset - shard.start, place.length)
         for plan, layout in zip(final, layouts, strict=True)
-        for item, place in zip(plan.items, layout.items, strict=True)
+        for shard in layout.shards
+        for item, place in zip(plan.items[shard.first :], layout.items_of(shard), strict=False)
     }
     metadata.version = "1.0.0"
     metadata.storage_meta = StorageMeta(checkpoint_id=placeholder())
     data = pickle.dumps(metadata)
     check_placeholder(data)
     metadatas.parse(data)  # what our own reader would refuse at a resume must fail now
-    declared = Declared(
-        [[DeclaredFile(lay.path, lay.size, lay.table())] if lay.items else [] for lay in layouts], data
-    )
+    declared = Declared([layout.declared() for layout in layouts], data)
     replies = [(plan, [s for s in sharings if rank in s.ranks], "") for rank, plan in enumerate(final)]
     return list(replies), declared
 
 
 def lay_out(items: Sequence[WriteItem], rank: int, frames: Frames) -> tuple[Layout, list[Frame]]:
-    """Pure: the shard of a rank that stores these items, in their order."""
+    """Pure: the image of a rank that stores these items, in their order."""
     places: list[Item] = []
     used: list[Frame] = []
     at = 0
@@ -149,7 +148,7 @@ def lay_out(items: Sequence[WriteItem], rank: int, frames: Frames) -> tuple[Layo
         places.append(Item(item.index.fqn, at, frame.length, at + len(frame.before), frame.raw))
         used.append(frame)
         at += frame.length
-    return Layout(f"__{rank}_0.distcp", at, places), used
+    return cut(rank, places), used
 
 
 def _check_all_is_laid_out(metadata: Metadata, plans: Sequence[SavePlan]) -> None:

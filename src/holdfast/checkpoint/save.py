@@ -21,7 +21,7 @@ from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.manifest import FORMAT, Manifest, PartEntry, Versions, Windows, World
 from holdfast.checkpoint.snapshot import Snapshot, Snapshotter
 from holdfast.checkpoint.state import Tracked
-from holdfast.checkpoint.writer import write_shard
+from holdfast.checkpoint.writer import write_shards
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exchange import add_up
 from holdfast.control.group import Group
@@ -137,7 +137,7 @@ class Saver:
 
     def _write(self, root: CheckpointRoot, snapshot: Snapshot) -> commits.Committed:
         staged = root.staged(snapshot.name)
-        files = write_shard(staged, snapshot.plan, snapshot.tensors, snapshot.fingerprints())
+        files = write_shards(staged, snapshot.plan, snapshot.tensors, snapshot.fingerprints())
         commits.leave_part(staged, snapshot.name, self._group.rank, files)
         return commits.Committed(bytes=sum(file.size for file in files), files=len(files))
 

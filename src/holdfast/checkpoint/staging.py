@@ -105,7 +105,7 @@ def stage_from_host(
     def one(at: int) -> str:
         item = plan.layout.items[at]
         source = plain(tensors[at]).numpy()
-        check_size(plan.layout, item.name, item.raw_length, source.nbytes)
+        check_size(item, source.nbytes)
         target = buffer.bytes[item.raw_offset : item.raw_offset + item.raw_length]
         if at in known:
             target[:] = source

@@ -1,7 +1,7 @@
-"""Writing one rank's shard straight from live tensors, digesting it in the same pass.
+"""Writing one rank's shards straight from live tensors, digesting them in the same pass.
 
-This is how a save without background writing stores its bytes; the file it leaves is the same, byte for byte,
-as the one that a writer process makes from a staged snapshot (see image.py).
+This is how a save without background writing stores its bytes; the files it leaves are the same, byte for
+byte, as those that a writer process makes from a staged snapshot (see image.py).
 """
 
 from __future__ import annotations
@@ -13,36 +13,40 @@ import torch
 
 from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.digesting import DigestingFile
-from holdfast.checkpoint.layout import Layout, torn
+from holdfast.checkpoint.layout import Item, Shard, torn
 from holdfast.checkpoint.manifest import FileEntry
 from holdfast.checkpoint.plan import Plan
 from holdfast.errors import SaveFailedError, TornSnapshotError
 
 
-def write_shard(
+def write_shards(
     directory: Path, plan: Plan, tensors: Sequence[torch.Tensor], prints: Sequence[str]
 ) -> list[FileEntry]:
     """Write, digest and fsync; the files there are now, which is none for a rank with nothing to store."""
-    if not plan.items:
-        return []
-    with DigestingFile(directory / plan.layout.path) as file:
-        places = zip(plan.layout.items, plan.frames, tensors, prints, strict=True)
-        for item, frame, tensor, expected in places:
-            raw = host_bytes(tensor)
-            check_size(plan.layout, item.name, item.raw_length, raw.nbytes)
-            if not fingerprints.matches(raw, expected):
+    return [_write_one(directory, plan, shard, tensors, prints) for shard in plan.layout.shards]
+
+
+def _write_one(
+    directory: Path, plan: Plan, shard: Shard, tensors: Sequence[torch.Tensor], prints: Sequence[str]
+) -> FileEntry:
+    with DigestingFile(directory / shard.path) as file:
+        for at in range(shard.first, shard.first + shard.count):
+            item, frame = plan.layout.items[at], plan.frames[at]
+            raw = host_bytes(tensors[at])
+            check_size(item, raw.nbytes)
+            if not fingerprints.matches(raw, prints[at]):
                 raise TornSnapshotError(torn(item.name))
             file.begin_chunk()
             file.write(frame.before)
             file.write(raw)
             file.write(frame.after)
-            file.end_chunk(expected)
-        return [file.finish()]
+            file.end_chunk(prints[at])
+        return file.finish()
 
 
-def check_size(layout: Layout, name: str, expected: int, found: int) -> None:
-    if expected != found:
-        raise SaveFailedError(f"{layout.path}: {name} has {found} bytes, {expected} were planned")
+def check_size(item: Item, found: int) -> None:
+    if item.raw_length != found:
+        raise SaveFailedError(f"{item.name} has {found} bytes, {item.raw_length} were planned")
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ without a finished job in between, its jobs count as failed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -255,11 +256,16 @@ class WriterClient:
             return "it does not end"  # stuck in the kernel; its socket is closed, so it will when it can
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
-    def abandon(self) -> None:
-        """Let the writer finish by itself what it was handed, and exit."""
+    def abandon(self, *, await_at_exit: float = 0.0) -> None:
+        """Let the writer finish by itself what it was handed, and exit.
+
+        `await_at_exit`: seconds for which the interpreter, if it ends without an error, waits for that.
+        """
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        if await_at_exit > 0 and self._process is not None and self._jobs:
+            atexit.register(_await_unless_crashed, self._process, await_at_exit)
         self._process = None
         self._jobs.clear()
 
@@ -281,7 +287,16 @@ class WriterClient:
         return self._process.pid if self._process is not None else None
 
 
+def _await_unless_crashed(process: subprocess.Popen[bytes], timeout: float) -> None:
+    if getattr(sys, "last_value", None) is not None:
+        return  # an exception ends this process: whoever started it should learn of that soon
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        log.error("holdfast: a save was still under way %g s after the run had stopped", timeout)
+
+
 def writing_threads() -> int:
     """How many threads a writer may use: its rank's share of this node's processors."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or "1")
-    return max(1, min(8, len(os.sched_getaffinity(0)) // max(1, local)))
+    return max(1, min(16, len(os.sched_getaffinity(0)) // max(1, local)))

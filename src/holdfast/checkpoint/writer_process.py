@@ -141,11 +141,7 @@ class Writer:
             files = []
             if plan.layout.items:
                 image = memoryview(self._buffers[job.buffer])
-                files = [
-                    write_image(
-                        staged / plan.layout.path, image, plan.layout, job.prints, self._start.threads
-                    )
-                ]
+                files = write_image(staged, image, plan.layout, job.prints, self._start.threads)
             commits.leave_part(staged, name, self._start.rank, files)
         self._tell(BufferFree(job.serial, job.buffer))
         if job.manifest is None or plan.declared is None:

@@ -251,15 +251,19 @@ class Saving:
         if self._settings.save_at_end and add_up(self._group, [self.saved_step != step])[0]:
             self.save("final")
 
-    def close(self, *, failed: bool) -> None:
-        """Give everything back. After a failure the writer finishes alone what it was handed."""
+    def close(self, *, failed: bool, unseen: bool = False) -> None:
+        """Give everything back. After a failure the writer finishes alone what it was handed.
+
+        `unseen`: an error may be on its way out that cannot be seen from here, and must not be held up. Then
+        too the writer finishes alone, and the interpreter waits for it at its end if there was none.
+        """
         if self._retainer is not None:
             self._retainer.close()
         background, self._background = self._background, None
         if background is None:
             return
-        if failed:
-            background.abandon()
+        if failed or unseen:
+            background.abandon(await_at_exit=0.0 if failed else self._settings.timeout)
             return
         errors = [ended.error for ended in background.wait(self._settings.timeout) if ended.error is not None]
         if background.outstanding:

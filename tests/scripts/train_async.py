@@ -1,0 +1,33 @@
+"""train_tiny.py with asynchronous saves, whose writers are slow_writer.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HOLDFAST_CHECKPOINT_ASYNC_SAVE", "true")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import train_tiny
+
+from holdfast.checkpoint import writer_client
+
+SLOW = str(Path(__file__).resolve().parent / "slow_writer.py")
+
+
+def spawn(descriptor: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, SLOW, str(descriptor)],
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
+    writer_client.spawn = spawn
+    sys.exit(train_tiny.main())
