@@ -232,7 +232,7 @@ def test_a_root_that_is_replaced_by_a_file_and_comes_back(tmp_path: Path) -> Non
             root.rename(away)
             root.write_text("in the way")
         if step == 8:
-            with pytest.raises(SaveFailedError, match="is not what the run started with"):
+            with contextlib.suppress(SaveFailedError):  # it may have been told at an earlier step
                 run.wait_for_saves()
             assert root.read_text() == "in the way"
             root.unlink()
@@ -241,7 +241,9 @@ def test_a_root_that_is_replaced_by_a_file_and_comes_back(tmp_path: Path) -> Non
     with forked_writers():
         train(run_dir, until=9, at_step=at_step, checkpoint_root=str(root), **ASYNC)
     assert sorted(path.name[:13] for path in root.glob("step_*")) == ["step_00000003", "step_00000009"]
-    assert [event.step for event in told(run_dir, SaveFailed)] == [6]
+    (failed,) = told(run_dir, SaveFailed)
+    assert failed.step == 6
+    assert "is not what the run started with" in failed.error
 
 
 def test_a_staged_directory_that_is_removed_fails_one_save(tmp_path: Path) -> None:
@@ -407,15 +409,15 @@ def test_a_tensor_that_changes_while_it_is_saved_is_never_committed(
 
                 Stager.stage = torn_stage  # type: ignore[method-assign]
             else:
-                write_shard = save.write_shard
+                write_shards = save.write_shards
 
                 def torn_write(staged: Path, plan: Any, tensors: Any, prints: Any) -> Any:
-                    save.write_shard = write_shard
+                    save.write_shards = write_shards
                     tensors[-1].view(torch.uint8).view(-1)[0] ^= 1
                     (tmp_path / "name").write_text(plan.layout.items[-1].name)
-                    return write_shard(staged, plan, tensors, prints)
+                    return write_shards(staged, plan, tensors, prints)
 
-                save.write_shard = torn_write
+                save.write_shards = torn_write
 
         train(run_dir, until=6, at_step=at_step, checkpoint_async_save=asynchronous)
 

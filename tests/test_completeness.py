@@ -10,8 +10,10 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import holdfast
+from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.manifest import Versions
 from holdfast.checkpoint.roundtrip import check_round_trip, first_difference
 from holdfast.errors import IncompleteStateError
@@ -140,3 +142,43 @@ def test_a_change_since_the_save_is_told_and_no_change_is_not(tmp_path: Path) ->
     assert changes_since(same, same) == []
     other = Versions(holdfast="1", torch="2.1", python="3", code="e", config="")
     assert changes_since(same, other) == ["torch 2 → 2.1", "the main script is another"]
+
+
+def test_tensors_that_wrap_others_come_back_by_what_they_are_made_of(tmp_path: Path) -> None:
+    """A3: tensor subclasses, here one with two tensors inside, as a parameter and in an optimizer's state."""
+
+    def build(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 2)
+        model.register_buffer("pair", TwoTensor(torch.randn(4), torch.randn(4)))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def start(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> holdfast.Run:
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model, optimizer=optimizer)
+        run.start()
+        return run
+
+    model, optimizer = build(1)
+    run = start(model, optimizer)
+    model.weight.sum().backward()
+    optimizer.step()
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    optimizer.state[model.weight]["momentum_buffer"] = TwoTensor(momentum, momentum * 2)
+    run.begin_step()
+    run.end_step()
+    run.finish()
+    other, its_optimizer = build(2)
+    other.weight.sum().backward()
+    its_optimizer.step()
+    empty = torch.zeros_like(momentum)
+    its_optimizer.state[other.weight]["momentum_buffer"] = TwoTensor(empty, empty.clone())
+    start(other, its_optimizer).close()
+    for inner in ("a", "b"):
+        assert torch.equal(getattr(other.pair, inner), getattr(model.pair, inner))
+        found = its_optimizer.state[other.weight]["momentum_buffer"]
+        assert isinstance(found, TwoTensor)
+        kept = optimizer.state[model.weight]["momentum_buffer"]
+        assert torch.equal(getattr(found, inner), getattr(kept, inner))
+    metadata = metadatas.read(next((tmp_path / "run" / "checkpoints").glob("step_*")))
+    assert {"model.pair.a", "model.pair.b"} <= set(metadata.tensors)

@@ -476,14 +476,6 @@ def test_an_address_that_cannot_work_is_refused_with_the_reason(url: str, words:
     assert words in str(caught.value)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(UsageError, match=r"checkpoint\.remote_root .*pip install 'holdfast\[s3\]'"):
-        open_remote("s3://bucket/x")
-
-
 def test_a_url_of_one_checkpoint_is_told_from_its_root() -> None:
     assert split_copy_url(f"s3://b/x/{NAME}/") == ("s3://b/x", NAME)
     with pytest.raises(UsageError, match="must end in"):

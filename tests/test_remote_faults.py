@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from holdfast.checkpoint.remote_retry import (
     RemoteUnavailableError,
     Retrier,
 )
+from holdfast.errors import UsageError
 from holdfast.exit_codes import ExitCode
 from s3server import RESET, FirstN, Proxy, S3Server, answer, proxy, s3_server
 
@@ -164,6 +166,12 @@ def test_a_server_that_does_not_answer_ends_the_check_by_its_deadline(
         assert time.monotonic() - started < 3
     finally:
         server.go_on()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(UsageError, match=r"checkpoint\.remote_root .*pip install 'holdfast\[s3\]'"):
+        open_store("s3://bucket/x")
 
 
 def test_an_endpoint_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ def test_a_writer_that_dies_again_and_again_fails_the_save_and_the_next_one_work
     with forked_writers(around) as writers:
 
         def at_step(step: int, run: holdfast.Run) -> None:
-            if step == 5:  # everything of step 3 has failed by now
+            if step == 4:
                 with pytest.raises(SaveFailedError, match="the writer process ended 4 times"):
                     run.wait_for_saves()
 

@@ -17,6 +17,7 @@ tracked object, the RNG of every rank, the data position and the counters, all i
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -30,8 +31,10 @@ import torch
 
 from holdfast import config
 from holdfast.checkpoint.commit import sweep_staging
+from holdfast.checkpoint.drain import Drain
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.load import LoadedState
+from holdfast.checkpoint.remote_fetch import open_at_start
 from holdfast.checkpoint.resume import Resumer
 from holdfast.checkpoint.retention import Retainer
 from holdfast.checkpoint.save import SaveContext, SaveFacts
@@ -82,6 +85,7 @@ class Run:
         self._member: Membership | None = None
         self._saving: Saving | None = None
         self._lost = ""
+        self._drain: Drain | None = None
         self._closed = False
         self._in_step = False
         self._versions = current_versions(self.settings)
@@ -136,6 +140,17 @@ class Run:
         group, member = self._joined()
         chosen = self.settings.checkpoint
         retainer = None
+        if group.is_coordinator and chosen.remote_root:
+            self._drain = Drain(
+                control=member.control,
+                root=self._root,
+                remote_url=chosen.remote_root,
+                epoch=member.fence.epoch,
+                attempt=member.attempt,
+                journal=member.journal,
+                retry_seconds=chosen.remote_retry_seconds,
+                linger=chosen.timeout,
+            )
         if group.is_coordinator:
             retainer = Retainer(
                 control=member.control,
@@ -148,6 +163,7 @@ class Run:
                 fence=member.fence,
                 attempt=member.attempt,
                 journal=member.journal,
+                on_deleted=self._drain.delete if self._drain is not None else None,
             )
         return Saving(
             SaveContext(
@@ -165,11 +181,22 @@ class Run:
             schedule=self._schedule,
             step_seconds=self._meter.median_step,
             retainer=retainer,
+            drain=self._drain,
             journal=member.journal,
         )
 
     def _resume(self) -> None:
         group, member = self._joined()
+        chosen = self.settings.checkpoint
+        remote = None
+        if self._drain is not None:
+            remote = functools.partial(
+                open_at_start,
+                chosen.remote_root,
+                retry_seconds=chosen.remote_retry_seconds,
+                insist=not self._is_restart(),
+                journal=member.journal,
+            )
         resumer = Resumer(
             control=member.control,
             fence=member.fence,
@@ -180,6 +207,8 @@ class Run:
             journal=member.journal,
             load_timeout=self.settings.checkpoint.timeout,
             decision_timeout=self.settings.control.decision_timeout,
+            remote=remote,
+            retry_seconds=chosen.remote_retry_seconds,
         )
         wish = self.settings.checkpoint.resume_from
         if wish != "auto" and self._is_restart():
@@ -197,8 +226,12 @@ class Run:
         rung = decision.rung
         assert self._saving is not None
         self._saving.resumed_from(CheckpointName(rung.step, rung.id) if rung is not None else None)
+        if state is not None and state.own:
+            self._saving.prepare()
         if group.is_coordinator:
             self._sweep()
+        if self._drain is not None:
+            self._drain.start()
         self._schedule.start(
             self.step,
             leads=group.is_coordinator,
@@ -382,6 +415,8 @@ class Run:
             if self._saving is not None:
                 self._saving.close(failed=outcome == "failed", unseen=unseen)
         finally:
+            if self._drain is not None:
+                self._drain.close(self.settings.checkpoint.timeout if outcome == "finished" else 0.0)
             head = self.head
             end = EndRecord(
                 outcome=outcome,

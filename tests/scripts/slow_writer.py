@@ -1,4 +1,4 @@
-"""A writer process that waits before it writes, until <out>/release is there, where paths contain SLOW_HOLD."""
+"""A writer process that waits with what contains SLOW_HOLD in its path until <out>/release is there."""
 
 from __future__ import annotations
 

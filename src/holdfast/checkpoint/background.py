@@ -9,6 +9,7 @@ the plan still fit) is settled in the one exchange that a snapshot takes.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ from holdfast.checkpoint.staging import Buffer
 from holdfast.checkpoint.state import Tracked
 from holdfast.checkpoint.writer_client import WriterClient, writing_threads
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
+
+log = logging.getLogger("holdfast.checkpoint")
 
 CARRY_POLL = 0.002
 """Seconds between two looks at a copy from a device; small beside the copy, rare beside a training step."""
@@ -124,6 +127,20 @@ class BackgroundSaver:
     def launch(self) -> None:
         """Start the writer now rather than at the first save."""
         self._writer.launch()
+
+    def prepare(self, tracked: Tracked, own: Callable[[], dict[str, Any]]) -> None:
+        """Pay now for what the first save would: its plan, and staging memory, page-locked if need be."""
+        plan = self._snapshots.plan_ahead(tracked, own)
+        if plan is None:
+            return
+        for buffer in self._buffers:
+            try:
+                buffer.prepare(plan)
+                if tracked.devices():
+                    buffer.pinned()
+            except SaveFailedError as error:  # the first save will say so again, to all ranks
+                log.warning("holdfast: %s", error)
+                return
 
     @property
     def outstanding(self) -> int:

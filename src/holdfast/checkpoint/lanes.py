@@ -131,8 +131,12 @@ def _event() -> torch.cuda.Event:
 
 
 def is_locked(buffer: torch.Tensor) -> bool:
-    """Whether host memory is page-locked, from its first byte to its last."""
-    return buffer.is_pinned() and buffer.view(-1)[-1:].is_pinned()
+    """Whether host memory is page-locked, from its first byte to its last.
+
+    Asked of tensors made for the purpose, since torch looks at where a tensor's whole storage begins.
+    """
+    whole = buffer.view(-1).numpy()
+    return torch.from_numpy(whole).is_pinned() and torch.from_numpy(whole[-1:]).is_pinned()
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

@@ -7,6 +7,7 @@ structure, a tensor that ranks no longer hold alike, or a failure costs more.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ from holdfast.checkpoint.writer import plain
 from holdfast.control.exchange import add_up
 from holdfast.control.group import Group
 from holdfast.errors import UsageError
+
+log = logging.getLogger("holdfast.checkpoint")
 
 OWN_PARTS = {
     "rng": PartEntry(kind="rng"),
@@ -89,6 +92,22 @@ class Snapshotter:
         """What the first save found wrong with the state of tracked objects; told once."""
         doubts, self._doubts = self._doubts, []
         return doubts
+
+    def plan_ahead(self, tracked: Tracked, own: Callable[[], dict[str, Any]]) -> Plan | None:
+        """Plan before the first save is due, on all ranks; None if some rank cannot yet.
+
+        Only for state that is complete: collecting that of an optimizer which never stepped would change it.
+        """
+        collected: _Collected | None = None
+        try:
+            collected = self._collect(tracked, own)
+        except Exception as error:  # noqa: BLE001 - the first save will raise it, if it is still there then
+            log.warning("holdfast: the first save could not be planned ahead: %s", error)
+        if add_up(self._group, [collected is None])[0]:
+            return None
+        assert collected is not None
+        self._plan = self._make_plan(collected)
+        return self._plan
 
     def take(
         self,

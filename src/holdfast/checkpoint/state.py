@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.adapters import Stateful, as_stateful
 from holdfast.checkpoint.manifest import PartEntry
@@ -96,7 +98,7 @@ class Tracked:
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
                 state = get_model_state_dict(thing)
-                tensors[name] = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+                tensors[name] = {k: unwrapped(v) for k, v in state.items() if isinstance(v, torch.Tensor)}
                 others[name] = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
             elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 tensors[name], others[name] = _split_optimizer(get_optimizer_state_dict(owner, thing))
@@ -109,7 +111,7 @@ class Tracked:
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
                 if others[name]:
-                    set_model_state_dict(thing, {**tensors[name], **others[name]})
+                    set_model_state_dict(thing, {**rewrapped(tensors[name]), **others[name]})
             elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 merged = _merge_optimizer(tensors[name], others[name])
                 # Not torch's strictness but ours (check_strict): it refuses parameters without saved state.
@@ -124,18 +126,41 @@ class Tracked:
         }
 
 
+class Wrapped(dict[str, Any]):
+    """The tensors that a tensor subclass is made of, by name, and the subclass around them."""
+
+    def __init__(self, whole: torch.Tensor, inner: dict[str, Any]) -> None:
+        super().__init__(inner)
+        self.whole = whole
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor | Wrapped:
+    """A tensor that only wraps others, such as a quantized weight, has no bytes of its own: those have."""
+    whole: Any = tensor
+    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(whole):
+        return tensor
+    names, _ = whole.__tensor_flatten__()
+    return Wrapped(tensor, {name: unwrapped(getattr(tensor, name)) for name in names})
+
+
+def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The other way round: inner tensors were loaded in place, so what wraps them is up to date."""
+    return {key: value.whole if isinstance(value, Wrapped) else value for key, value in entries.items()}
+
+
 def _split_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, entries in state["state"].items():
-        tensors[name] = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+        tensors[name] = {k: unwrapped(v) for k, v in entries.items() if isinstance(v, torch.Tensor)}
         others[name] = {k: v for k, v in entries.items() if not isinstance(v, torch.Tensor)}
     return {"state": tensors}, {"state": others, "param_groups": state["param_groups"]}
 
 
 def _merge_optimizer(tensors: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     merged = {
-        name: {**entries, **others["state"].get(name, {})} for name, entries in tensors["state"].items()
+        name: {**rewrapped(entries), **others["state"].get(name, {})}
+        for name, entries in tensors["state"].items()
     }
     return {"state": merged, "param_groups": others["param_groups"]}
 
@@ -163,10 +188,8 @@ def drop_stateless(tensors: dict[str, Any], others: Mapping[str, Any], metadata:
             continue
         known = {parameter for group in saved["param_groups"] for parameter in group["params"]}
         for parameter in [p for p in tree["state"] if p in known]:
-            if not any(
-                f"{name}.state.{parameter}.{k}" in metadata.state_dict_metadata
-                for k in tree["state"][parameter]
-            ):
+            wanted = flatten(tree["state"][parameter], f"{name}.state.{parameter}.")
+            if not any(key in metadata.state_dict_metadata for key in wanted):
                 del tree["state"][parameter]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.checkpoint.background import BackgroundSaver, Ended
+from holdfast.checkpoint.drain import Drain
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.retention import Retainer
 from holdfast.checkpoint.save import SaveContext, SaveFacts, Saver
@@ -56,6 +57,7 @@ class Saving:
         schedule: SaveSchedule,
         step_seconds: Callable[[], float | None],
         retainer: Retainer | None,
+        drain: Drain | None,
         journal: JournalWriter,
     ) -> None:
         self._settings = settings
@@ -65,6 +67,7 @@ class Saving:
         self._facts = facts
         self._schedule = schedule
         self._retainer = retainer
+        self._drain = drain
         self._journal = journal
         self._snapshots = Snapshotter(
             run=context.control.run_id, attempt=context.attempt, group=context.group
@@ -94,6 +97,11 @@ class Saving:
     def resumed_from(self, head: CheckpointName | None) -> None:
         self.head = head
         self.saved_step = head.step if head is not None else None
+
+    def prepare(self) -> None:
+        """A run that goes on from a checkpoint: the first save finds its plan and memory ready."""
+        if self._background is not None:
+            self._background.prepare(self._tracked, self._own)
 
     # --- saving ---------------------------------------------------------------------------------------------
 
@@ -175,6 +183,8 @@ class Saving:
 
     def at_boundary(self) -> None:
         """Between two steps: take in what has ended. Raises after too many failures in a row."""
+        if self._drain is not None:
+            self._drain.poll()
         if self._background is not None:
             self._background.boundary()
             for ended in self._background.poll():
@@ -215,6 +225,8 @@ class Saving:
             self.head = name
         if self._group.is_coordinator:
             self._schedule.note(blocked=blocked, commit=seconds)
+        if self._drain is not None and not diagnostic:
+            self._drain.push(str(name))
         if self._retainer is not None and not diagnostic:
             self._retainer.after_commit()
 
