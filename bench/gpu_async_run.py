@@ -1,7 +1,7 @@
-"""Asynchronous saves of a whole Run on a CUDA device: what they cost training, and how soon they are committed.
+"""Asynchronous saves of a whole Run on a CUDA device: what they cost training, how soon they are committed.
 
-`python bench/gpu_async_run.py --dir /dev/shm/x`. The workload is 72 linear layers of 4096 x 4096 with AdamW, about
-14.5 GB of state. For each way to take a snapshot: steps with a save among them against steps without, and the
+`python bench/gpu_async_run.py --dir /dev/shm`. The workload is 72 linear layers of 4096 x 4096 with AdamW,
+about 14.5 GB of state. For each way to take a snapshot: steps with a save among them against steps without, and the
 time from the call to the commit. One line of JSON for each, as it is measured.
 """
 
@@ -100,7 +100,7 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
 
 def pinned_copy(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     """Seconds of the bare copy of all state into page-locked memory, one tensor's worth of it reused."""
-    tensors = [p for p in model.parameters()]
+    tensors: list[torch.Tensor] = list(model.parameters())
     tensors += [t for state in optimizer.state.values() for t in state.values() if t.is_cuda]
     target = torch.empty(max(t.nbytes for t in tensors), dtype=torch.uint8, pin_memory=True)
     best = 1e9

@@ -31,13 +31,11 @@ import torch
 
 from holdfast import config
 from holdfast.checkpoint.commit import sweep_staging
-from holdfast.checkpoint.drain import Drain
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.load import LoadedState
 from holdfast.checkpoint.remote_fetch import open_at_start
 from holdfast.checkpoint.resume import Resumer
-from holdfast.checkpoint.retention import Retainer
-from holdfast.checkpoint.save import SaveContext, SaveFacts
+from holdfast.checkpoint.save import SaveFacts
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.attempts import EndRecord, latest_head, read_attempt
 from holdfast.control.decisions import Decisions
@@ -46,7 +44,7 @@ from holdfast.control.handover import LaunchInfo
 from holdfast.errors import ConfigError, HoldfastError, LeaseLostError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, RunFinished, Warned
-from holdfast.policy.retention import Rules
+from holdfast.worker.assembly import make_saving
 from holdfast.worker.crash import install_crash_hook
 from holdfast.worker.data import DataFeed
 from holdfast.worker.measured import measured_before
@@ -85,7 +83,6 @@ class Run:
         self._member: Membership | None = None
         self._saving: Saving | None = None
         self._lost = ""
-        self._drain: Drain | None = None
         self._closed = False
         self._in_step = False
         self._versions = current_versions(self.settings)
@@ -129,67 +126,28 @@ class Run:
             on_lost=self._on_lease_lost,
         )
         try:
-            self._saving = self._make_saving()
+            self._saving = make_saving(
+                chosen,
+                self._root,
+                self._group,
+                self._member,
+                tracked=self._tracked,
+                own=self._own_state,
+                facts=self._facts,
+                schedule=self._schedule,
+                step_seconds=self._meter.median_step,
+            )
             self._resume()
         except BaseException:
             self.close()  # the lease must not stay with a run that could not start
             raise
         return self.step
 
-    def _make_saving(self) -> Saving:
-        group, member = self._joined()
-        chosen = self.settings.checkpoint
-        retainer = None
-        if group.is_coordinator and chosen.remote_root:
-            self._drain = Drain(
-                control=member.control,
-                root=self._root,
-                remote_url=chosen.remote_root,
-                epoch=member.fence.epoch,
-                attempt=member.attempt,
-                journal=member.journal,
-                retry_seconds=chosen.remote_retry_seconds,
-                linger=chosen.timeout,
-            )
-        if group.is_coordinator:
-            retainer = Retainer(
-                control=member.control,
-                root=self._root,
-                rules=Rules(
-                    keep_last=chosen.keep_last,
-                    keep_every_steps=chosen.keep_every_steps,
-                    keep_every_hours=chosen.keep_every_hours,
-                ),
-                fence=member.fence,
-                attempt=member.attempt,
-                journal=member.journal,
-                on_deleted=self._drain.delete if self._drain is not None else None,
-            )
-        return Saving(
-            SaveContext(
-                root=self._root,
-                control=member.control,
-                fence=member.fence,
-                group=group,
-                attempt=member.attempt,
-            ),
-            chosen,
-            lease_ttl=self.settings.control.lease_ttl,
-            tracked=self._tracked,
-            own=self._own_state,
-            facts=self._facts,
-            schedule=self._schedule,
-            step_seconds=self._meter.median_step,
-            retainer=retainer,
-            drain=self._drain,
-            journal=member.journal,
-        )
-
     def _resume(self) -> None:
         group, member = self._joined()
         chosen = self.settings.checkpoint
         remote = None
-        if self._drain is not None:
+        if chosen.remote_root and group.is_coordinator:
             remote = functools.partial(
                 open_at_start,
                 chosen.remote_root,
@@ -230,8 +188,7 @@ class Run:
             self._saving.prepare()
         if group.is_coordinator:
             self._sweep()
-        if self._drain is not None:
-            self._drain.start()
+        self._saving.start_draining()
         self._schedule.start(
             self.step,
             leads=group.is_coordinator,
@@ -413,10 +370,8 @@ class Run:
         self._closed = True
         try:
             if self._saving is not None:
-                self._saving.close(failed=outcome == "failed", unseen=unseen)
+                self._saving.close(outcome, unseen=unseen)
         finally:
-            if self._drain is not None:
-                self._drain.close(self.settings.checkpoint.timeout if outcome == "finished" else 0.0)
             head = self.head
             end = EndRecord(
                 outcome=outcome,

@@ -98,6 +98,11 @@ class Saving:
         self.head = head
         self.saved_step = head.step if head is not None else None
 
+    def start_draining(self) -> None:
+        """The run has resumed: from now on what is committed is copied to the remote, if there is one."""
+        if self._drain is not None:
+            self._drain.start()
+
     def prepare(self) -> None:
         """A run that goes on from a checkpoint: the first save finds its plan and memory ready."""
         if self._background is not None:
@@ -263,14 +268,21 @@ class Saving:
         if self._settings.save_at_end and add_up(self._group, [self.saved_step != step])[0]:
             self.save("final")
 
-    def close(self, *, failed: bool, unseen: bool = False) -> None:
+    def close(self, outcome: str, *, unseen: bool = False) -> None:
         """Give everything back. After a failure the writer finishes alone what it was handed.
 
         `unseen`: an error may be on its way out that cannot be seen from here, and must not be held up. Then
         too the writer finishes alone, and the interpreter waits for it at its end if there was none.
         """
-        if self._retainer is not None:
-            self._retainer.close()
+        try:
+            if self._retainer is not None:
+                self._retainer.close()
+            self._close_background(failed=outcome == "failed", unseen=unseen)
+        finally:
+            if self._drain is not None:  # only a run that has reached its end waits for its last copies
+                self._drain.close(self._settings.timeout if outcome == "finished" else 0.0)
+
+    def _close_background(self, *, failed: bool, unseen: bool) -> None:
         background, self._background = self._background, None
         if background is None:
             return

@@ -1,0 +1,83 @@
+"""Puts together what saves for a run, from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.checkpoint.drain import Drain
+from holdfast.checkpoint.identity import CheckpointRoot
+from holdfast.checkpoint.retention import Retainer
+from holdfast.checkpoint.save import SaveContext
+from holdfast.checkpoint.state import Tracked
+from holdfast.control.group import Group
+from holdfast.policy.retention import Rules
+from holdfast.settings import Settings
+from holdfast.worker.membership import Membership
+from holdfast.worker.saving import Facts, Saving
+from holdfast.worker.schedule import SaveSchedule
+
+
+def make_saving(
+    settings: Settings,
+    root: CheckpointRoot,
+    group: Group,
+    member: Membership,
+    *,
+    tracked: Tracked,
+    own: Callable[[], dict[str, Any]],
+    facts: Facts,
+    schedule: SaveSchedule,
+    step_seconds: Callable[[], float | None],
+) -> Saving:
+    """What saves for this rank; on rank 0 with what deletes, and what copies to a remote if there is one."""
+    drain = _drain(settings, root, member) if group.is_coordinator else None
+    retainer = _retainer(settings, root, member, drain) if group.is_coordinator else None
+    return Saving(
+        SaveContext(
+            root=root, control=member.control, fence=member.fence, group=group, attempt=member.attempt
+        ),
+        settings.checkpoint,
+        lease_ttl=settings.control.lease_ttl,
+        tracked=tracked,
+        own=own,
+        facts=facts,
+        schedule=schedule,
+        step_seconds=step_seconds,
+        retainer=retainer,
+        drain=drain,
+        journal=member.journal,
+    )
+
+
+def _drain(settings: Settings, root: CheckpointRoot, member: Membership) -> Drain | None:
+    chosen = settings.checkpoint
+    if not chosen.remote_root:
+        return None
+    return Drain(
+        control=member.control,
+        root=root,
+        remote_url=chosen.remote_root,
+        epoch=member.fence.epoch,
+        attempt=member.attempt,
+        journal=member.journal,
+        retry_seconds=chosen.remote_retry_seconds,
+        linger=chosen.timeout,
+    )
+
+
+def _retainer(settings: Settings, root: CheckpointRoot, member: Membership, drain: Drain | None) -> Retainer:
+    chosen = settings.checkpoint
+    return Retainer(
+        control=member.control,
+        root=root,
+        rules=Rules(
+            keep_last=chosen.keep_last,
+            keep_every_steps=chosen.keep_every_steps,
+            keep_every_hours=chosen.keep_every_hours,
+        ),
+        fence=member.fence,
+        attempt=member.attempt,
+        journal=member.journal,
+        on_deleted=drain.delete if drain is not None else None,
+    )
