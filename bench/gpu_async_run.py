@@ -1,8 +1,8 @@
 """Asynchronous saves of a whole Run on a CUDA device: what they cost training, how soon they are committed.
 
 `python bench/gpu_async_run.py --dir /dev/shm`. The workload is 72 linear layers of 4096 x 4096 with AdamW,
-about 14.5 GB of state. For each way to take a snapshot: steps with a save among them against steps without, and the
-time from the call to the commit. One line of JSON for each, as it is measured.
+about 14.5 GB of state. For each way to take a snapshot: steps with a save among them against steps without,
+and the time from the call to the commit. One line of JSON for each, as it is measured.
 """
 
 from __future__ import annotations
