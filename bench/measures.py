@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +99,51 @@ def load(work: Path, size_mib: int, repeat: int) -> Samples:
         return alternate(repeat, child("holdfast"), child("dcp"))
     finally:
         shutil.rmtree(directory)
+
+
+def blocked(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds for which an asynchronous save holds training up, and those of `dcp.async_save`."""
+    found = _two_ranks(work, size_mib, repeat)
+    return [blocked for blocked, _ in found["ours"]], [blocked for blocked, _ in found["dcp"]]
+
+
+def blocked_beside_copy(work: Path, size_mib: int, repeat: int) -> Samples:
+    """The same, beside a bare copy of the same tensors into memory that is there already."""
+    found = _two_ranks(work, size_mib, repeat)
+    return [blocked for blocked, _ in found["ours"]], [blocked for blocked, _ in found["copy"]]
+
+
+def committed(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds from the call of an asynchronous save to its commit, and to the end of `dcp.async_save`."""
+    found = _two_ranks(work, size_mib, repeat)
+    return [whole for _, whole in found["ours"]], [whole for _, whole in found["dcp"]]
+
+
+@functools.cache
+def _two_ranks(work: Path, size_mib: int, repeat: int) -> dict[str, list[tuple[float, float]]]:
+    """Two ranks that save side by side, the slower one's times; measured once for all that asks for it."""
+    directory = work / "ranks"
+    directory.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = str(Path(__file__).with_name("async_rank.py"))
+    arguments = [str(value) for value in (port, directory, size_mib, repeat)]
+    ranks = [
+        subprocess.Popen([sys.executable, script, str(rank), "2", *arguments], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=CHILD_DEADLINE)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        shutil.rmtree(directory)
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"{script} ended with {[rank.returncode for rank in ranks]}")
+    found: dict[str, list[tuple[float, float]]] = json.loads(told[0])
+    return found
 
 
 def step(work: Path, size_mib: int, repeat: int) -> Samples:

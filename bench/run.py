@@ -50,6 +50,30 @@ BENCHMARKS = {
     "load": Benchmark(
         "verified load, fresh process", measures.load, "torch.distributed.checkpoint.load", "s", 1.15, "ratio"
     ),
+    "async-blocked": Benchmark(
+        "asynchronous save, 2 ranks: training held up",
+        measures.blocked,
+        "torch.distributed.checkpoint.async_save",
+        "s",
+        0.2,
+        "ratio",
+    ),
+    "async-blocked-copy": Benchmark(
+        "the same, fingerprints included",
+        measures.blocked_beside_copy,
+        "bare copy of the same tensors",
+        "s",
+        2.0,
+        "ratio",
+    ),
+    "async-committed": Benchmark(
+        "asynchronous save, 2 ranks: until it is committed",
+        measures.committed,
+        "torch.distributed.checkpoint.async_save",
+        "s",
+        1.0,
+        "ratio",
+    ),
     "step": Benchmark(
         "cost of a step with nothing to do", measures.step, "bare for loop", "us", 50.0, "ours"
     ),

@@ -81,20 +81,28 @@ def arm_save(run: holdfast.Run) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tiny import counting_file_operations, die
 
-    save, point = run.save, int(KILL_SAVE.split(":")[1])
+    start, point = run.start, int(KILL_SAVE.split(":")[1])
 
     def on_operation(number: int, name: str, args: object) -> None:
         if number == point:
             (OUT / "killed-in-save").write_text(name)
             die()
 
-    def killed_save(**kwargs: object) -> object:
-        if run.step != 6:
-            return save(**kwargs)
-        with counting_file_operations(on_operation):
-            return save(**kwargs)
+    def start_and_arm() -> int:
+        done = start()
+        saving = run._saving
+        scheduled = saving.scheduled
 
-    run.save = killed_save
+        def killed_save() -> None:
+            if run.step != 6:
+                return scheduled()
+            with counting_file_operations(on_operation):
+                return scheduled()
+
+        saving.scheduled = killed_save
+        return done
+
+    run.start = start_and_arm
 
 
 def main() -> None:

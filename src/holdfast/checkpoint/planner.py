@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -54,6 +54,9 @@ class SnapshotPlanner(DefaultSavePlanner):
 
     def tensor_of(self, item: WriteItem) -> torch.Tensor:
         """The live tensor that an item stores: alias, not copy."""
+        value = self.state_dict.get(item.index.fqn.removeprefix(self._prefix))
+        if type(value) in (torch.Tensor, torch.nn.Parameter):  # the usual case, many times at every save
+            return cast("torch.Tensor", value).detach()
         data = self.resolve_data(item)
         assert isinstance(data, torch.Tensor)
         return data.detach()

@@ -1,9 +1,9 @@
 """Which tensors several ranks hold alike, and whether they still do.
 
-One rank stores such a tensor for all. That is right only while they are alike, so every save checks it:
-each rank adds one number to a sum over all ranks, and the sum is zero if nothing has drifted apart. For
-each set of ranks that share some tensors, their digests are weighted with odd coefficients that add up to
-nothing; one rank that differs always shows, and several that differ cancel out once in 2^63.
+One rank stores such a tensor for all. That is right only while they are alike, so every save checks it: each
+rank adds one number to a sum over all ranks, and the sum is zero if nothing has drifted apart. For each set
+of ranks that share some tensors, their digests are weighted with random coefficients that add up to nothing,
+so that a difference between them goes unseen about once in 2^60.
 """
 
 from __future__ import annotations

@@ -133,8 +133,11 @@ def claim(control: ControlDirectory, owner: str, ttl: float, *, handover: float 
             patience = max(patience, CLAIM_PATIENCE * held.ttl)
             lock_timeout = held.ttl
             evidence = _why_free(control, held, owner)
-            if evidence is not None and (seen := let_writer_finish(control, epoch, handover)):
-                evidence = f"{evidence}; {seen}"
+            if evidence is not None:
+                looked = time.monotonic()
+                if seen := let_writer_finish(control, epoch, handover):
+                    evidence = f"{evidence}; {seen}"
+                patience += time.monotonic() - looked  # nobody else's doing
         if evidence is not None:
             wanted = Claim(
                 epoch=epoch + 1, owner=owner, holder=this_process(), ttl=ttl, at=time.time(),
@@ -146,7 +149,7 @@ def claim(control: ControlDirectory, owner: str, ttl: float, *, handover: float 
                     return wanted
         # Somebody else took that epoch; look again. A listing may be old, but epoch + 1 does exist.
         epoch = max(current_epoch(control), epoch + 1)
-        if time.monotonic() - started > patience + handover:
+        if time.monotonic() - started > patience:
             raise RunIsLiveError(
                 f"run {control.run_id} in {control.path}: other launchers took every epoch up to {epoch} "
                 f"for {patience:g} s. Leave the run to one launcher, or use another run directory"
