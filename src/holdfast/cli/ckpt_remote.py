@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.remote import Remote
 
 
-def is_url(text: str) -> bool:
-    return "://" in text
+def is_url(text: str | Path) -> bool:
+    return "://" in str(text)
 
 
 def rows(url: str) -> list[dict[str, Any]]:

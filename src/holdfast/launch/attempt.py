@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 POLL = 0.05
 ANNOUNCEMENT = "holdfast/attempt"
 NOTICE = "holdfast/notice"
+LEAVING = "holdfast/leaving"
+FAREWELL = 60.0
+"""Seconds for which a node that cannot take part stays, until the leader has read why."""
 STORE_TIMEOUT = 60.0
 """Seconds for one answer of the store; its own calls may wait for ever for a host that was cut off."""
 
@@ -198,6 +201,15 @@ def refuse(store: Store, error: HoldfastError) -> None:
     store.set(ANNOUNCEMENT, msgspec.json.encode(told).decode())
 
 
+def _await_leader(store: Store) -> None:
+    """This node leaves, and may be the one that hosts the store: let the leader read why first, bounded."""
+    deadline = time.monotonic() + FAREWELL
+    leaving = within(lambda: store.add(LEAVING, 1), STORE_TIMEOUT, "the leading agent")
+    while leaving < 2 and time.monotonic() < deadline:
+        time.sleep(POLL)
+        leaving = within(lambda: store.add(LEAVING, 0), STORE_TIMEOUT, "the leading agent")
+
+
 def follow(control: ControlDirectory, place: Place, launch: str, store: Store, timeout: float) -> Attempt:
     """Learn what the leader announced, or raise."""
     raw = read_key(store, ANNOUNCEMENT, timeout, "the attempt that the leading agent begins")
@@ -212,5 +224,6 @@ def follow(control: ControlDirectory, place: Place, launch: str, store: Store, t
         code = int(ExitCode.CONTROL_UNUSABLE)
         notice = Notice(kind="stopped", node=place.node, detail=why, exit_code=code)
         store.compare_set(NOTICE, "", msgspec.json.encode(notice).decode())
+        _await_leader(store)
         raise StopRun(code, why)
     return Attempt(control, place, launch, told, store)
