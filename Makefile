@@ -23,7 +23,7 @@ demo: $(READY)
 	$(BIN)/holdfast demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not drill"
+	$(BIN)/python -m pytest -m "not drill" --numprocesses 2 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
