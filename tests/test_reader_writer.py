@@ -383,3 +383,66 @@ def test_a_shard_that_is_there_already_is_not_overwritten(tmp_path: Path) -> Non
     with pytest.raises(FileExistsError):
         write(tmp_path, small())
     assert (tmp_path / SHARD).read_text() == "someone else's"
+
+
+# --- fingerprints of what was loaded ------------------------------------------------------------------------
+
+
+def test_a_tensor_that_is_not_in_memory_what_was_saved_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stored bytes are right, and yet the live tensor is not: a bad copy, faulty memory, a wrong place."""
+    state = {"large": bits(300_000, torch.uint8, 1), "small": bits(50, torch.uint8, 2)}
+    entries = write(tmp_path / "saved", state)
+    manifest = msgspec.structs.replace(seal(tmp_path / "saved"), files=entries)
+    real = reading.fingerprints.Hasher.update
+
+    for name, length in (("large", 300_000), ("small", 50)):
+
+        def one_bit_flips(self: Any, view: memoryview, length: int = length) -> None:
+            seen = bytearray(view)
+            if len(seen) == length % SLICE or len(seen) == length:
+                seen[7] ^= 1
+            real(self, seen)
+
+        target = blank(state)
+        with monkeypatch.context() as patch:
+            patch.setattr(reading.fingerprints.Hasher, "update", one_bit_flips)
+            with pytest.raises(CheckpointError, match=f"wrong-in-memory {name}: its fingerprint"):
+                read(tmp_path / "saved", manifest, target)
+    target = blank(state)
+    read(tmp_path / "saved", manifest, target)
+    assert [name for name in state if not same_bits(target[name], state[name])] == []
+
+
+def test_a_part_of_a_tensor_is_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when resharding: no fingerprint of the part was stored, so the source's own is what counts."""
+    whole = torch.arange(4000, dtype=torch.float32)
+    entries = write(tmp_path / "saved", {"w": whole})
+    manifest = msgspec.structs.replace(seal(tmp_path / "saved"), files=entries)
+    reader = VerifyingReader(tmp_path / "saved", manifest)
+    target = torch.zeros(1000)
+    wanted = dcp.metadata.MetadataIndex("w", torch.Size([0]))
+    part = dcp.planner.ReadItem(
+        type=dcp.planner.LoadItemType.TENSOR,
+        dest_index=wanted,
+        dest_offsets=torch.Size([0]),
+        storage_index=wanted,
+        storage_offsets=torch.Size([500]),
+        lengths=torch.Size([1000]),
+    )
+    reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+
+    class Planner:
+        def resolve_tensor(self, item: Any) -> torch.Tensor:
+            return target
+
+        def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
+            pass
+
+    plan = dcp.planner.LoadPlan([part])
+    reader.read_data(plan, Planner())  # type: ignore[arg-type]
+    assert torch.equal(target, whole[500:1500])
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, source: self.fill_(1.0))
+    with pytest.raises(CheckpointError, match="wrong-in-memory w"):
+        reader.read_data(plan, Planner())  # type: ignore[arg-type]
