@@ -391,7 +391,7 @@ def test_a_shard_that_is_there_already_is_not_overwritten(tmp_path: Path) -> Non
 def test_a_tensor_that_is_not_in_memory_what_was_saved_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stored bytes are right, and yet the live tensor is not: a bad copy, faulty memory, a wrong place."""
+    """The stored bytes are right, and yet the live tensor is not: a bad copy, or faulty memory."""
     state = {"large": bits(300_000, torch.uint8, 1), "small": bits(50, torch.uint8, 2)}
     entries = write(tmp_path / "saved", state)
     manifest = msgspec.structs.replace(seal(tmp_path / "saved"), files=entries)

@@ -45,6 +45,10 @@ def main() -> None:
         run.record(loss=loss, samples=ids)
         log.write(f"{step} {loss.item()} {ids.tolist()}\n")
     dist.destroy_process_group()
+    log.close()
+    # The model keeps its mesh's gloo group alive until the interpreter goes, and about once in a hundred
+    # times on a busy machine a thread of that group then aborts the process, after all its work.
+    os._exit(0)
 
 
 if __name__ == "__main__":
