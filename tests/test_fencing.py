@@ -124,5 +124,6 @@ def test_what_another_run_has_staged_is_swept_only_when_it_is_long_abandoned(tmp
     os.utime(staged / "shard", (now + week, now + week))  # somebody is still writing
     assert sweep_staging(root, control.run_id, fence, now=now + week + 60) == []
     assert (staged / "shard").read_text() == "bytes"
-    assert sweep_staging(root, control.run_id, fence, now=now + 2 * week + 60) == [str(name)]
+    (root.staging / ".step_00000006-0123abcd.owner.abc.tmp").touch()
+    assert sweep_staging(root, control.run_id, fence, now=now + 3 * week) == [str(name)]
     assert set(tree(root.path)) == {".holdfast-root"}

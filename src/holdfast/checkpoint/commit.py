@@ -305,6 +305,9 @@ def sweep_staging(root: CheckpointRoot, run: str, fence: Fence, *, now: float | 
             with fence.guard(f"sweep {name}"):
                 discard_staged(root, name)
             swept.append(name)
+    for left in root.staging.glob(".*.tmp"):  # by a kill inside the write of an owner file
+        if _is_stale(left, left, now or time.time()):
+            left.unlink(missing_ok=True)
     for entry in root.trash.iterdir() if root.trash.is_dir() else ():
         fence.check(f"delete {entry.name}")
         shutil.rmtree(entry, ignore_errors=True)
