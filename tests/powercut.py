@@ -14,12 +14,16 @@ A rename is atomic, and durable once either of its two directories was fsynced.
 from __future__ import annotations
 
 import os
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from holdfast.checkpoint.verify import verify
+from tiny import Outcome, checkpoints, train
 
 Operation = tuple[str, tuple[Any, ...]]
 
@@ -169,3 +173,43 @@ class Disk:
                 lost = len(node.now) - len(node.durable)
                 torn = node.now[: len(node.durable) + lost // 2] if reading == "torn" else node.durable
                 (destination / name).write_bytes(bytes(torn))
+
+
+READINGS = ("strict", "names_first", "torn")
+
+
+def check_cuts(
+    directory: Path,
+    recorded: tuple[Path, list[Operation]],
+    cuts: Callable[[int], Iterable[int]],
+    reference: Outcome,
+) -> dict[str, set[int]]:
+    """Cut, resume, compare, for each of `cuts(operations)`; at which steps resumes started, by reading.
+
+    `recorded`: the run as it was before its save of step 6, and that save's operations.
+    """
+    before, trace = recorded
+    run = str(directory / "run")  # what was recorded there is done to the copy made before the save
+    moved = [
+        (name, tuple(a.replace(run, str(before), 1) if isinstance(a, str) else a for a in args))
+        for name, args in trace
+    ]
+    started: dict[str, set[int]] = {reading: set() for reading in READINGS}
+    for cut in cuts(len(moved)):
+        disk = Disk(before)
+        for operation in moved[:cut]:
+            disk.apply(operation)
+        for reading in READINGS:
+            run_dir = directory / f"{reading}-{cut}"
+            disk.write(run_dir, reading)
+            found = checkpoints(run_dir)
+            assert found, f"{reading}, cut {cut}: nothing is left"
+            assert found[-1].name.startswith("step_00000003"), "an older checkpoint was lost"
+            for path in found:
+                assert verify(path).sound, f"{reading}, cut {cut}: {verify(path).problems}"
+            outcome = train(run_dir, until=9, checkpoint_save_at_end=False, checkpoint_interval=0)
+            assert outcome.started_at == (6 if len(found) == 2 else 3)
+            assert outcome.parameters == reference.parameters
+            started[reading].add(outcome.started_at)
+            shutil.rmtree(run_dir)
+    return started

@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from harness import REPO, Job, finish, holdfast, job, wait_until
 from holdfast.control.attempts import EndRecord, FailureRecord, ends_of, failures_of
@@ -21,6 +23,7 @@ from holdfast.control.lease import Claim, current_epoch, read_beat, read_claim
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
+from holdfast.launch import attempt as attempts
 
 STEP = str(REPO / "tests" / "scripts" / "launch_step.py")
 GLOO = str(REPO / "tests" / "scripts" / "launch_gloo.py")
@@ -356,3 +359,28 @@ def test_the_hand_over_round_trips_and_refuses_what_it_did_not_write() -> None:
     assert LaunchInfo.from_environment({}) is None
     with pytest.raises(UsageError, match="HOLDFAST_LAUNCH"):
         LaunchInfo.from_environment({"HOLDFAST_LAUNCH": "{"})
+
+
+def test_a_node_that_cannot_take_part_stays_until_the_leader_has_read_why(tmp_path: Path) -> None:
+    """It may be the one that hosts the store: gone too soon, the leader would only see a lost store."""
+    mine, _ = ControlDirectory.open_or_create(tmp_path / "mine")
+    store = HashStore()
+    place = attempts.Place(node="b", group_rank=1, nodes=2, world_size=2)
+    told = attempts.Announcement(run="another", attempt=1, epoch=1)
+    store.set(attempts.ANNOUNCEMENT, msgspec.json.encode(told).decode())
+    ended: list[BaseException] = []
+
+    def take_part() -> None:
+        try:
+            attempts.follow(mine, place, "launch", store, 10.0)
+        except attempts.StopRun as stop:
+            ended.append(stop)
+
+    node = threading.Thread(target=take_part, daemon=True)
+    node.start()
+    wait_until(lambda: store.check([attempts.LEAVING]), 10, "the node waits for the leader")
+    assert b"another" in store.get(attempts.NOTICE)
+    assert not ended
+    store.add(attempts.LEAVING, 1)  # the leader has read it and leaves too
+    node.join(10)
+    assert [stop.code for stop in ended] == [ExitCode.CONTROL_UNUSABLE]  # type: ignore[attr-defined]

@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import pickle
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import holdfast
-from holdfast.checkpoint.verify import verify
-from powercut import Disk, Operation, recording
-from tiny import Outcome, around_scheduled_save, checkpoints, forked, train
-
-READINGS = ("strict", "names_first", "torn")
+from powercut import READINGS, Disk, Operation, check_cuts, recording
+from tiny import Outcome, around_scheduled_save, forked, train
 
 
 @pytest.fixture(scope="module")
@@ -51,48 +48,18 @@ def recorded_save(directory: Path) -> tuple[Path, list[Operation]]:
     return directory / "before", pickle.loads((directory / "trace").read_bytes())
 
 
-def check_cuts(directory: Path, cuts: Iterable[int], reference: Outcome) -> dict[str, set[int]]:
-    """Cut, resume, compare. Returns at which steps resumes started, by reading."""
-    before, trace = recorded_save(directory)
-    moved = [(name, tuple(_moved(a, directory) for a in args)) for name, args in trace]
-    started: dict[str, set[int]] = {reading: set() for reading in READINGS}
-    for cut in [c for c in cuts if c <= len(moved)]:
-        disk = Disk(before)
-        for operation in moved[:cut]:
-            disk.apply(operation)
-        for reading in READINGS:
-            run_dir = directory / f"{reading}-{cut}"
-            disk.write(run_dir, reading)
-            found = checkpoints(run_dir)
-            assert found, f"{reading}, cut {cut}: nothing is left"
-            assert found[-1].name.startswith("step_00000003"), "an older checkpoint was lost"
-            for path in found:
-                assert verify(path).sound, f"{reading}, cut {cut}: {verify(path).problems}"
-            outcome = train(run_dir, until=9, checkpoint_save_at_end=False, checkpoint_interval=0)
-            assert outcome.started_at == (6 if len(found) == 2 else 3)
-            assert outcome.parameters == reference.parameters
-            started[reading].add(outcome.started_at)
-            shutil.rmtree(run_dir)
-    return started
-
-
-def _moved(argument: Any, directory: Path) -> Any:
-    """The recorded paths are those of the run; the model starts from the copy made before the save."""
-    if isinstance(argument, str):
-        return argument.replace(str(directory / "run"), str(directory / "before"), 1)
-    return argument
-
-
 def test_power_cuts_all_over_a_save(tmp_path: Path, reference: Outcome) -> None:
     """Cases diffusion-pipe#159, nvidia-resiliency-ext#359; every fifth operation."""
-    started = check_cuts(tmp_path, [*range(0, 200, 5), 200, 10_000], reference)
+    started = check_cuts(
+        tmp_path, recorded_save(tmp_path), lambda count: [*range(0, count, 5), count], reference
+    )
     assert started["names_first"] == started["torn"] == {3, 6}, "both sides of the commit were cut"
     assert 3 in started["strict"]
 
 
 @pytest.mark.drill
 def test_a_power_cut_at_every_operation_of_a_save(tmp_path: Path, reference: Outcome) -> None:
-    started = check_cuts(tmp_path, range(10_000), reference)
+    started = check_cuts(tmp_path, recorded_save(tmp_path), lambda count: range(count + 1), reference)
     assert started == {reading: {3, 6} for reading in READINGS}
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from holdfast.checkpoint.verify import verify
 from holdfast.control.writing import give_up, given_up
 from holdfast.errors import SaveFailedError
 from holdfast.journal.events import SaveCommitted, SaveFailed
-from powercut import Disk, Operation, recording
+from powercut import READINGS, Operation, check_cuts, recording
 from tiny import Outcome, checkpoints, counting_file_operations, die, forked, train
 from writers import forked_writers, holding, killed_at, patched, ranks, told
 
@@ -556,8 +556,6 @@ def test_the_channel_carries_messages_of_any_size_and_tells_the_end(tmp_path: Pa
 
 # --- power cuts ---------------------------------------------------------------------------------------------
 
-READINGS = ("strict", "names_first", "torn")
-
 
 def recorded_save(directory: Path) -> tuple[Path, list[Operation]]:
     """A run before its save of step 6, and what the writer then did to the disk."""
@@ -589,47 +587,15 @@ def recorded_save(directory: Path) -> tuple[Path, list[Operation]]:
     return directory / "before", trace[first:]
 
 
-def check_cuts(
-    directory: Path, cuts: Callable[[int], Iterable[int]], reference: Outcome
-) -> dict[str, set[int]]:
-    before, trace = recorded_save(directory)
-    moved = [
-        (
-            name,
-            tuple(
-                a.replace(str(directory / "run"), str(before), 1) if isinstance(a, str) else a for a in args
-            ),
-        )
-        for name, args in trace
-    ]
-    started: dict[str, set[int]] = {reading: set() for reading in READINGS}
-    for cut in cuts(len(moved)):
-        disk = Disk(before)
-        for operation in moved[:cut]:
-            disk.apply(operation)
-        for reading in READINGS:
-            run_dir = directory / f"{reading}-{cut}"
-            disk.write(run_dir, reading)
-            found = checkpoints(run_dir)
-            assert found, f"{reading}, cut {cut}: nothing is left"
-            assert found[-1].name.startswith("step_00000003"), "an older checkpoint was lost"
-            for path in found:
-                assert verify(path).sound, f"{reading}, cut {cut}: {verify(path).problems}"
-            outcome = train(run_dir, until=9, checkpoint_save_at_end=False, checkpoint_interval=0)
-            assert outcome.started_at == (6 if len(found) == 2 else 3)
-            assert outcome.parameters == reference.parameters
-            started[reading].add(outcome.started_at)
-            shutil.rmtree(run_dir)
-    return started
-
-
 def test_power_cuts_all_over_the_work_of_a_writer(tmp_path: Path, reference: Outcome) -> None:
-    started = check_cuts(tmp_path, lambda count: [*range(0, count, 16), count], reference)
+    started = check_cuts(
+        tmp_path, recorded_save(tmp_path), lambda count: [*range(0, count, 16), count], reference
+    )
     assert started["names_first"] == started["torn"] == {3, 6}, "both sides of the commit were cut"
     assert 3 in started["strict"]
 
 
 @pytest.mark.drill
 def test_a_power_cut_at_every_operation_of_a_writer(tmp_path: Path, reference: Outcome) -> None:
-    started = check_cuts(tmp_path, lambda count: range(count + 1), reference)
+    started = check_cuts(tmp_path, recorded_save(tmp_path), lambda count: range(count + 1), reference)
     assert started == {reading: {3, 6} for reading in READINGS}

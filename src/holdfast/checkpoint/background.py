@@ -1,7 +1,9 @@
 """Saving in the background: training is held up only until the snapshot is in staging memory.
 
-Guarantee: when `begin` returns a name, this rank's snapshot is complete, outside the trainer, and in the
-hands of a process that outlives it. Whether it was committed is learnt later, from `poll`.
+Guarantee: once it is copied, this rank's snapshot is outside the trainer and in the hands of a process that
+outlives it. State on the host is copied when `begin` returns; a copy from a device may go on for a while, and
+is handed over by a thread as soon as it is complete. Snapshots are handed over in the order they were taken.
+Whether one was committed is learnt later, from `poll`.
 
 Every rank makes the same calls in the same order. All that ranks must agree on (is anyone still busy, does
 the plan still fit) is settled in the one exchange that a snapshot takes.
@@ -268,10 +270,16 @@ class BackgroundSaver:
             return not in_flight and self._writer.is_free(buffer.index)
 
     def _await_buffer(self, deadline: float) -> None:
+        """Wait until one is free, at most until then; on a rank that was not busy there is one already."""
         with self._lock:
-            while self._flights and (left := deadline - time.monotonic()) > 0:
-                self._landed.wait(left)
-            self._writer.await_buffer(max(0.0, deadline - time.monotonic()))
+            while not any(map(self._is_free, self._buffers)):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                if self._flights:
+                    self._landed.wait(left)
+                else:
+                    self._writer.await_buffer(left)
 
     def _need_buffer(self, name: CheckpointName) -> None:
         if not any(map(self._is_free, self._buffers)):

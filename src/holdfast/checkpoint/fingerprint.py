@@ -420,11 +420,6 @@ def of_live(tensor: torch.Tensor, kind: str) -> str:
     return begin([tensor], kinds=[kind]).result()[0]
 
 
-def live_matches(tensor: torch.Tensor, fingerprint: str) -> bool:
-    """Whether the tensor holds what the fingerprint was taken of, wherever that was."""
-    return of_live(tensor, kind_of(fingerprint)) == fingerprint
-
-
 def prepare(device: torch.device) -> None:
     """Pay now for what the first fingerprint on a device costs: the weights, and compiling the kernel."""
     import torch

@@ -23,6 +23,11 @@ MARKER = ".holdfast-root"
 _NAME = re.compile(r"step_(\d{8,12})-([0-9a-f]{8})")
 
 
+def is_url(text: str | Path) -> bool:
+    """Whether a text names something remote and not a path."""
+    return "://" in str(text)
+
+
 class CheckpointName(NamedTuple):
     step: int
     id: str

@@ -61,11 +61,6 @@ def _never() -> None:
     pass
 
 
-def is_url(text: str) -> bool:
-    """Whether a text names something remote and not a path."""
-    return "://" in text
-
-
 class Copied(msgspec.Struct, frozen=True, kw_only=True):
     """What a push or a pull did."""
 

@@ -18,12 +18,12 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.checkpoint.commit import open_root
-from holdfast.checkpoint.identity import CheckpointRoot
+from holdfast.checkpoint.identity import CheckpointRoot, is_url
 from holdfast.checkpoint.inventory import look_at, take_inventory
 from holdfast.checkpoint.ladder import Ladder, Rung
 from holdfast.checkpoint.load import LoadedState, load, load_stock
 from holdfast.checkpoint.reading import reading
-from holdfast.checkpoint.remote import Remote, is_url
+from holdfast.checkpoint.remote import Remote
 from holdfast.checkpoint.remote_fetch import Fetcher
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.attempts import HeadRecord, write_head

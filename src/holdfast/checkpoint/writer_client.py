@@ -145,10 +145,6 @@ class WriterClient:
 
     # --- what became of it ----------------------------------------------------------------------------------
 
-    @property
-    def outstanding(self) -> int:
-        return len(self._jobs)
-
     def is_free(self, buffer: int) -> bool:
         return buffer not in self._holding
 

@@ -14,7 +14,6 @@ It does not import torch: it starts in a fraction of a second and needs little m
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 import shutil
@@ -49,8 +48,6 @@ from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal.events import SaveCommitted, Warned
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
-
-log = logging.getLogger("holdfast.checkpoint")
 
 POLL = 0.01
 LOOK = 1.0

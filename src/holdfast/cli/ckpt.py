@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from holdfast.checkpoint.identity import is_url
 from holdfast.cli import ckpt_inspect, ckpt_judge, ckpt_remote, gc
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def list_checkpoints(
     """
     from holdfast.checkpoint.identity import STAGING
 
-    if ckpt_remote.is_url(root):
+    if is_url(root):
         _list_remote(root, as_json=as_json)
     folder, standings = _resolve(_existing(Path(root)))
     rows: list[dict[str, Any]] = []
@@ -83,7 +84,7 @@ def verify_checkpoints(
     from holdfast.errors import UsageError
 
     directories: list[Path] = []
-    if any(map(ckpt_remote.is_url, paths)):
+    if any(map(is_url, paths)):
         _verify_remote(paths, as_json=as_json)
     for path in map(_existing, map(Path, paths)):
         found = _checkpoints(_resolve(path)[0])
@@ -127,7 +128,7 @@ def _list_remote(url: str, *, as_json: bool) -> NoReturn:
 def _verify_remote(urls: list[str], *, as_json: bool) -> NoReturn:
     from holdfast.errors import UsageError
 
-    if not all(map(ckpt_remote.is_url, urls)):
+    if not all(map(is_url, urls)):
         raise UsageError("give either paths or URLs, not both in one command")
     rows, seconds = ckpt_remote.verify(urls)
     sound = all(row["sound"] for row in rows)

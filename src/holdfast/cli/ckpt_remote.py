@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,10 +10,6 @@ import typer
 if TYPE_CHECKING:
     from holdfast.checkpoint.identity import CheckpointName
     from holdfast.checkpoint.remote import Remote
-
-
-def is_url(text: str | Path) -> bool:
-    return "://" in str(text)
 
 
 def rows(url: str) -> list[dict[str, Any]]:
