@@ -15,6 +15,7 @@ help:
 	@echo "make gpu     the tests that need a CUDA device (uses the python3 that has torch)"
 
 $(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): the first time this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@touch $@
