@@ -116,9 +116,10 @@ def test_a_slow_disk_does_not_slow_training(tmp_path: Path, slow_io: Path, when_
     assert len(committed) + len(skipped) == len(begun) == 4
     assert min(body.seconds for body in committed) > 0.25, "the disk was not slow, so this shows nothing"
     steps = [s for line in lines if isinstance(line.body, StepsDone) for s in line.body.seconds]
-    assert sorted(steps)[len(steps) // 2] < 0.06
+    quickest = min(body.seconds for body in committed)
+    assert sorted(steps)[len(steps) // 2] < quickest / 2
     if when_busy == "skip":
         assert skipped
-        assert max(body.blocked_seconds for body in committed[:-1]) < 0.25
+        assert max(body.blocked_seconds for body in committed[:-1]) < quickest
     assert all(verify(path).sound for path in checkpoints(tmp_path / "run"))
     assert checkpoints(tmp_path / "run")[0].name.startswith("step_00000040")

@@ -18,10 +18,18 @@ from holdfast.drill import compare, demo_checks
 from holdfast.drill.demo import demo_directory
 from holdfast.drill.faults import FaultError, FlippedByte, Killed, flip_byte, kill_rank, payloads
 from holdfast.errors import UsageError
-from holdfast.journal.events import Line, Resumed, RungRejected, SaveCommitted, StepsDone, WorkersStarted
+from holdfast.journal.events import (
+    Line,
+    Resumed,
+    RungRejected,
+    SaveCommitted,
+    SaveStarted,
+    StepsDone,
+    WorkersStarted,
+)
 from holdfast.journal.reader import read_journal
 
-STEPS, RANKS = 40, 2
+STEPS, RANKS = 60, 2
 
 
 class Demo:
@@ -68,8 +76,8 @@ def test_the_incident_says_what_on_which_evidence_and_what_was_decided(demo: Dem
     assert str(demo.killed.pid) in evidence
     assert demo.flipped.checkpoint in evidence
     assert Path(demo.flipped.path).name in evidence
-    assert "step_00000010-" in incident["decision"]
-    assert incident["steps_lost"] > 10
+    assert "step_00000015-" in incident["decision"]
+    assert incident["steps_lost"] > 15
     assert 0 < incident["seconds_down"] <= incident["seconds_lost"] < demo.result["seconds"]["run"]
 
 
@@ -103,6 +111,21 @@ def test_a_kill_in_the_middle_of_a_save_is_not_one_in_mid_step(demo: Demo) -> No
     check = demo_checks.check_kill(lines, demo.killed)
     assert not check.holds
     assert "in the middle of saving" in check.found
+
+
+def test_a_rank_is_only_broken_where_no_save_can_be_cut(demo: Demo) -> None:
+    """At every line of the journal: never at a save's step, the one before it, or while a save is open."""
+    lines, fit = demo.lines("reference"), 0
+    for end in range(1, len(lines) + 1):
+        seen = lines[:end]
+        done = demo_checks.steps_done(seen, 1)
+        if demo_checks.amid_step(seen, 1, interval=STEPS // 4, last=STEPS):
+            fit += 1
+            assert done % 15 not in (0, 14)
+            assert done < STEPS - 1
+            begun = {line.body.checkpoint for line in seen if isinstance(line.body, SaveStarted)}
+            assert begun == {save.checkpoint for save in demo_checks.commits(seen)}
+    assert fit >= STEPS / 2
 
 
 def test_a_checkpoint_that_was_refused_for_another_reason_or_never_is_no_proof(demo: Demo) -> None:

@@ -492,9 +492,10 @@ def _command(process: Path) -> bytes:
 
 
 def test_the_writer_module_does_not_import_torch_and_starts_fast(tmp_path: Path) -> None:
+    """In processor time, so that other work here is not taken for its own."""
     code = (
-        "import sys, time; t = time.perf_counter(); import holdfast.checkpoint.writer_process;"
-        "assert 'torch' not in sys.modules; print(time.perf_counter() - t)"
+        "import sys, time; t = time.process_time(); import holdfast.checkpoint.writer_process;"
+        "assert 'torch' not in sys.modules; print(time.process_time() - t)"
     )
     taken = [
         float(

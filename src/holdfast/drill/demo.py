@@ -14,6 +14,7 @@ import fcntl
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -24,7 +25,7 @@ from holdfast.drill import compare, demo_checks
 from holdfast.drill.compare import Comparison
 from holdfast.drill.demo_checks import Check
 from holdfast.drill.demo_view import DemoView
-from holdfast.drill.faults import FaultError, FlippedByte, Killed, flip_in_checkpoint, kill_rank
+from holdfast.drill.faults import FaultError, FlippedByte, Killed, flip_in_checkpoint, kill_rank, stopped_rank
 from holdfast.drill.training import Training, TrainingFailedError, training
 from holdfast.errors import UsageError
 from holdfast.journal.events import Line, StepsDone
@@ -192,39 +193,50 @@ def _train(directory: Path, name: str, view: DemoView, result: DemoResult, *, di
 
 
 def _break(run: Training, view: DemoView, result: DemoResult) -> None:
-    """Wait for the second checkpoint; alter it; kill a rank in the middle of a later step."""
-    follow = {"timeout": START_TIMEOUT + STEP_TIMEOUT * result.steps, "quiet": QUIET_TIMEOUT}
+    """Wait for the second checkpoint; stop a rank in the middle of a later step; alter the newest; kill it.
+
+    The rank is stopped before anything is looked at: whoever gets no processor for a while still breaks the
+    run where it says. The other ranks wait for it, so nothing is committed between the look and the kill.
+    """
+    begun = time.monotonic()
+    limit = START_TIMEOUT + STEP_TIMEOUT * result.steps
+    follow = {"timeout": limit, "quiet": QUIET_TIMEOUT}
     run.follow(lambda: len(demo_checks.commits(run.lines)) >= 2, view.see, what="two checkpoints", **follow)
+    aim = demo_checks.commits(run.lines)[-1].step + max(2, result.interval // 3)
+    while True:
+        reached = partial(_reached, run, VICTIM, aim)
+        run.follow(reached, view.see, what=f"step {aim}", **follow)
+        time.sleep(_to_mid_step(run, VICTIM))
+        with stopped_rank(run.lines, VICTIM):
+            for line in run.poll():
+                view.see(line)
+            if demo_checks.amid_step(run.lines, VICTIM, interval=result.interval, last=result.steps):
+                result.flipped = _flip_newest(run, view)
+                result.killed = killed = kill_rank(run.lines, VICTIM)
+                break
+        if time.monotonic() - begun > limit:
+            raise FaultError(f"rank {VICTIM} was not found in the middle of a step within {limit:g} s")
+        aim = demo_checks.steps_done(run.lines, VICTIM) + 1
+    view.say(f"FAULT  {killed.signal} sent to rank {killed.rank}, pid {killed.pid}", "bold magenta")
+
+
+def _flip_newest(run: Training, view: DemoView) -> FlippedByte:
     newest = demo_checks.commits(run.lines)[-1]
     flipped = flip_in_checkpoint(run.run_dir / "checkpoints" / newest.checkpoint, seed=SEED)
-    result.flipped = flipped
     where = f"{newest.checkpoint}/{Path(flipped.path).name}"
     values = f"{number(flipped.value_before)} → {number(flipped.value_after)}"
     view.say(f"FAULT  bit {flipped.bit} of byte {flipped.offset:,} of {where} flipped", "bold magenta")
     view.say(f"  {flipped.tensor}: one number, {values}", "dim")
-    aim = newest.step + max(2, result.interval // 3)
-    run.follow(lambda: _reached(run, VICTIM) >= aim, view.see, what=f"step {aim}", **follow)
-    time.sleep(_to_mid_step(run, VICTIM))
-    killed = kill_rank(run.lines, VICTIM)
-    result.killed = killed
-    view.say(f"FAULT  {killed.signal} sent to rank {killed.rank}, pid {killed.pid}", "bold magenta")
+    return flipped
 
 
-def _last_step(run: Training, rank: int) -> Line | None:
-    own = (line for line in reversed(run.lines) if isinstance(line.body, StepsDone))
-    return next((line for line in own if line.who == f"rank-{rank}"), None)
-
-
-def _reached(run: Training, rank: int) -> int:
-    line = _last_step(run, rank)
-    if line is None or not isinstance(line.body, StepsDone):
-        return 0
-    return line.body.first + len(line.body.seconds) - 1
+def _reached(run: Training, rank: int, step: int) -> bool:
+    return demo_checks.steps_done(run.lines, rank) >= step
 
 
 def _to_mid_step(run: Training, rank: int) -> float:
     """Seconds until the rank is about half way through its next step, which follows its last one at once."""
-    line = _last_step(run, rank)
+    line = demo_checks.last_step(run.lines, rank)
     if line is None or not isinstance(line.body, StepsDone):
         return 0.0
     return min(1.0, max(0.0, line.at + line.body.seconds[-1] / 2 - time.time()))

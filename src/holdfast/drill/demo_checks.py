@@ -42,6 +42,30 @@ def commits(lines: list[Line], attempt: int | None = None) -> list[SaveCommitted
     ]
 
 
+def last_step(lines: list[Line], rank: int) -> Line | None:
+    """The line with which a rank last said that it ended a step."""
+    own = (line for line in reversed(lines) if isinstance(line.body, StepsDone))
+    return next((line for line in own if line.who == f"rank-{rank}"), None)
+
+
+def steps_done(lines: list[Line], rank: int) -> int:
+    line = last_step(lines, rank)
+    if line is None or not isinstance(line.body, StepsDone):
+        return 0
+    return line.body.first + len(line.body.seconds) - 1
+
+
+def amid_step(lines: list[Line], rank: int, *, interval: int, last: int) -> bool:
+    """Whether a rank that is stopped now is in the middle of a step, and the others cannot begin a save.
+
+    They may end the step that it is in, if it has sent its part already; so that must be no step of a save.
+    """
+    done = steps_done(lines, rank)
+    begun = {line.body.checkpoint for line in lines if isinstance(line.body, SaveStarted)}
+    saving = begun - {save.checkpoint for save in commits(lines)}
+    return done % interval != 0 and (done + 1) % interval != 0 and done + 1 < last and not saving
+
+
 def check_kill(lines: list[Line], killed: Killed) -> Check:
     """The rank died of our signal, between two steps' ends and outside of any save."""
     claim = f"rank {killed.rank} was killed by {killed.signal} in the middle of a step"

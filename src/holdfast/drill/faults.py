@@ -6,6 +6,7 @@ thing. Nothing is simulated: the process is killed, the bytes on disk are change
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import random
@@ -13,7 +14,7 @@ import signal
 import struct
 import time
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -58,6 +59,41 @@ class FlippedByte(msgspec.Struct, frozen=True, kw_only=True):
 
 def kill_rank(lines: Iterable[Line], rank: int, number: int = signal.SIGKILL) -> Killed:
     """Send a signal to a rank's process, as the newest `WorkersStarted` in the journal names it."""
+    newest, pid = _process_of(lines, rank)
+    at = time.time()
+    _send(pid, rank, number)
+    name = signal.Signals(number).name
+    assert isinstance(newest.body, WorkersStarted)
+    return Killed(rank=rank, pid=pid, node=newest.body.node, attempt=newest.attempt, signal=name, at=at)
+
+
+@contextlib.contextmanager
+def stopped_rank(lines: Iterable[Line], rank: int, *, timeout: float = 10.0) -> Iterator[int]:
+    """A rank's process stopped by SIGSTOP for as long as the block lasts, unless it is killed within it."""
+    _, pid = _process_of(lines, rank)
+    _send(pid, rank, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + timeout
+        while not _is_stopped(pid, rank):
+            if time.monotonic() > deadline:
+                raise FaultError(f"rank {rank}, pid {pid}, did not stop within {timeout:g} s of SIGSTOP")
+            time.sleep(0.001)
+        yield pid
+    finally:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _is_stopped(pid: int, rank: int) -> bool:
+    """All threads of it: the signal reaches them one after the other."""
+    try:
+        threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError as error:
+        raise FaultError(f"cannot stop rank {rank}: its process {pid} is gone: {error.strerror}") from error
+    return bool(threads) and all(stat.rpartition(")")[2].split()[0] == "T" for stat in threads)
+
+
+def _process_of(lines: Iterable[Line], rank: int) -> tuple[Line, int]:
     started = [line for line in lines if isinstance(line.body, WorkersStarted) and rank in line.body.pids]
     if not started:
         raise FaultError(f"cannot kill rank {rank}: no workers_started event in the journal names it")
@@ -65,13 +101,14 @@ def kill_rank(lines: Iterable[Line], rank: int, number: int = signal.SIGKILL) ->
     assert isinstance(newest.body, WorkersStarted)
     pid = newest.body.pids[rank]
     _check_identity(pid, rank)
-    at = time.time()
+    return newest, pid
+
+
+def _send(pid: int, rank: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except OSError as error:
         raise FaultError(f"cannot kill rank {rank}, pid {pid}: {error.strerror}") from error
-    name = signal.Signals(number).name
-    return Killed(rank=rank, pid=pid, node=newest.body.node, attempt=newest.attempt, signal=name, at=at)
 
 
 def _check_identity(pid: int, rank: int) -> None:
