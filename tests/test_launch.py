@@ -372,7 +372,7 @@ def test_a_node_that_cannot_take_part_stays_until_the_leader_has_read_why(tmp_pa
 
     def take_part() -> None:
         try:
-            attempts.follow(mine, place, "launch", store, 10.0)
+            attempts.follow(mine, place, "launch", store, timeout=10.0, node_timeout=5.0, given_up=str)
         except attempts.StopRun as stop:
             ended.append(stop)
 

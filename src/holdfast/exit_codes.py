@@ -21,6 +21,7 @@ class ExitCode(IntEnum):
     SAVE_FAILED = 23
     CONTROL_UNUSABLE = 24
     STATE_MISFIT = 25
+    STORE_LOST = 26
 
 
 MEANINGS: dict[ExitCode, tuple[str, str]] = {
@@ -72,5 +73,9 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ExitCode.STATE_MISFIT: (
         "The script's state does not fit the checkpoint; no other one would fit better.",
         "track what was saved, with the same shapes and ranks, or resume_from = 'fresh'",
+    ),
+    ExitCode.STORE_LOST: (
+        "The host of the rendezvous store is gone or cut off, and no other endpoint is left.",
+        "start the same command again; name several endpoints to survive this",
     ),
 }

@@ -30,8 +30,8 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def _write_new(path: Path, data: bytes, *, durable: bool) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+def _write_new(path: Path, data: bytes, *, durable: bool, mode: int = 0o644) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         try:
             view = memoryview(data)
@@ -84,7 +84,7 @@ def replace_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         fsync_dir(path.parent)
 
 
-def create_exclusive(path: Path, data: bytes) -> bool:
+def create_exclusive(path: Path, data: bytes, *, mode: int = 0o644) -> bool:
     """Create `path` complete, or return False if it exists. Among racing callers exactly one wins.
 
     Uses link(2), which is atomic on local file systems and NFS alike and never shows a partial file. A
@@ -92,7 +92,7 @@ def create_exclusive(path: Path, data: bytes) -> bool:
     """
     temporary = _beside(path)
     try:
-        _write_new(temporary, data, durable=True)
+        _write_new(temporary, data, durable=True, mode=mode)
         try:
             os.link(temporary, path)
         except OSError as error:

@@ -178,6 +178,17 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
         "Restarts without progress before the run stops with code 22; 0 means no restart. Raise it on "
         "machines that fail often.",
     ] = 3
+    node_name: Annotated[
+        str,
+        "Name of this node in the journal, in exclusions and among its peers; empty means its host name. Set "
+        "it when several agents share a host, or when host names change with every start.",
+    ] = ""
+    node_timeout: Annotated[
+        float,
+        Meta(ge=1, le=LONGEST_WAIT),
+        "Seconds of silence after which a node counts as lost; one whose connection closes is known at once. "
+        "Raise it when the network has longer outages that pass; it must be less than control.lease_ttl.",
+    ] = 15.0
     stop_grace: Annotated[
         float,
         Meta(ge=0, le=LONGEST_WAIT),

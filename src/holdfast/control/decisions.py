@@ -64,6 +64,22 @@ def read_key(store: Store, key: str, timeout: float, what: str) -> bytes:
     return found
 
 
+def await_key(store: Store, key: str, timeout: float, what: str, given_up: Callable[[], str]) -> bytes:
+    """Like `read_key`, but ends as soon as `given_up` says why the answer cannot come any more."""
+    deadline = time.monotonic() + timeout
+    while not within(lambda: store.check([key]), timeout, what):
+        why = given_up()
+        if why:
+            raise DecisionTimeoutError(f"gave up waiting for {what}: {why}")
+        if time.monotonic() >= deadline:
+            raise DecisionTimeoutError(
+                f"waited {timeout:g} s for {what} and did not learn it. The node that should have answered "
+                "is gone or stuck; this one ends rather than choose alone"
+            )
+        time.sleep(POLL_SECONDS)
+    return within(lambda: store.get(key), timeout, what)
+
+
 def within(call: Callable[[], R], timeout: float, what: str) -> R:
     """Call the store, but not for longer than `timeout`, whatever the store does.
 
@@ -142,9 +158,15 @@ class Decisions:
             )
         return winner
 
-    def await_decision(self, name: str, kind: type[D], timeout: float) -> D:
-        """Learn what was decided, or raise DecisionTimeoutError."""
-        raw = read_key(self._store, self._key(name), timeout, f"the decision {name!r}")
+    def await_decision(
+        self, name: str, kind: type[D], timeout: float, given_up: Callable[[], str] | None = None
+    ) -> D:
+        """Learn what was decided, or raise DecisionTimeoutError; at once when `given_up` says why."""
+        what = f"the decision {name!r}"
+        if given_up is None:
+            raw = read_key(self._store, self._key(name), timeout, what)
+        else:
+            raw = await_key(self._store, self._key(name), timeout, what, given_up)
         return self._decode(raw, name, kind)
 
     def _key(self, name: str) -> str:

@@ -21,15 +21,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from holdfast.control.lease import Claim
 from holdfast.errors import DecisionTimeoutError, HoldfastError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import LeaseLost, RunCreated, Warned, WorkersStarted
 from holdfast.launch.attempt import (
     Attempt,
+    LeaderLostError,
     Notice,
     Place,
     StopRun,
@@ -40,6 +48,7 @@ from holdfast.launch.attempt import (
 )
 from holdfast.launch.attempt_store import reachable_address
 from holdfast.launch.context import LaunchContext
+from holdfast.launch.endpoints import StoreLostError
 from holdfast.launch.evidence import (
     count_oom_kills,
     gather,
@@ -47,13 +56,15 @@ from holdfast.launch.evidence import (
     past_attempts,
     stop_and_see,
 )
-from holdfast.launch.incident import decide, learn, report
+from holdfast.launch.incident import decide, decide_lost, learn, report
+from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.signals import Interrupted
 from holdfast.launch.summary import describe, say
 from holdfast.launch.workers import Workers
 from holdfast.policy.budgets import may_regroup
 from holdfast.policy.classify import Cause
 from holdfast.policy.recovery import Action
+from holdfast.policy.rounds import ranks_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -75,6 +86,8 @@ class HoldfastAgent(LocalElasticAgent):
         self._signals = context.signals
         self._attempt: Attempt | None = None
         self._workers: Workers | None = None
+        handler = self._worker_group.spec.rdzv_handler
+        self._meeting = handler if isinstance(handler, MeetingHandler) else None
         self._rounds = 0
         self._oom_kills = 0
 
@@ -88,9 +101,8 @@ class HoldfastAgent(LocalElasticAgent):
         context, spec = self._context, worker_group.spec
         group: Any = worker_group  # torch declares what the rendezvous fills in as None
         store, nodes = group.store, int(group.group_world_size)
-        host = socket.gethostname()
         place = Place(
-            node=host if nodes == 1 else f"{host}.{group.group_rank}",
+            node=self._node_name(nodes, group.group_rank),
             group_rank=group.group_rank,
             nodes=nodes,
             world_size=worker_group.workers[0].world_size,
@@ -112,19 +124,67 @@ class HoldfastAgent(LocalElasticAgent):
 
     def _begin(self, place: Place, address: str, store: Store) -> Attempt:
         context = self._context
+        node_timeout = self._settings.launch.node_timeout
         if place.leads:
             try:
                 with self._signals.interruptible():
                     held = context.leadership.claim(context.launch)
-                self._attempt = lead(context.control, place, held, address, store, torch.__version__)
-            except HoldfastError as error:
+                self._settle_lost(held)
+                self._attempt = lead(
+                    context.control, place, held, address, store, torch.__version__, node_timeout
+                )
+            except (HoldfastError, StopRun) as error:
                 refuse(store, error)
                 raise
         else:
-            timeout = self._settings.control.decision_timeout
             with self._signals.interruptible():
-                self._attempt = follow(context.control, place, context.launch, store, timeout)
+                self._attempt = follow(
+                    context.control,
+                    place,
+                    context.launch,
+                    store,
+                    timeout=self._settings.control.decision_timeout,
+                    node_timeout=node_timeout,
+                    given_up=self._silent_leader,
+                )
         return self._attempt
+
+    def _settle_lost(self, held: Claim) -> None:
+        """The last attempt's leader died with it: decide about that now, before another one begins."""
+        incident = decide_lost(self._context.control, held, self._context.earlier_launches, self._settings)
+        if incident is None:
+            return
+        say(describe(incident, str(self._context.control.path)))
+        if incident.decision.action == Action.STOP:
+            raise StopRun(incident.decision.exit_code, incident.decision.reason)
+
+    def _node_name(self, nodes: int, group_rank: int) -> str:
+        if self._meeting is not None:
+            return self._meeting.node
+        host = self._settings.launch.node_name or socket.gethostname()
+        return host if nodes == 1 else f"{host}.{group_rank}"
+
+    def _silent_leader(self) -> str:
+        return self._meeting.silent_leader() if self._meeting is not None else ""
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Ranks in the order of the nodes, known from the meeting; torch would wait for each node again."""
+        if self._meeting is None:
+            found: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+            return found
+        ranks = ranks_of(self._meeting.members, group_rank)
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=ranks.first + local_rank,
+                role_rank=ranks.first_of_role + local_rank,
+                world_size=ranks.world_size,
+                role_world_size=ranks.role_world_size,
+            )
+            for local_rank in range(spec.local_world_size)
+        ]
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
@@ -184,8 +244,7 @@ class HoldfastAgent(LocalElasticAgent):
             while code is None:
                 self._attempt = None
                 self._signals.check()
-                self._initialize_workers(self._worker_group)
-                code = self._settle(self._watch())
+                code = self._live_once()
         except (Interrupted, SignalException) as interrupt:
             number = getattr(interrupt, "sigval", signal.SIGTERM)
             code = self._stopped(self._signals.received or number)
@@ -197,6 +256,47 @@ class HoldfastAgent(LocalElasticAgent):
         if code == ExitCode.OK:
             return RunResult(state=WorkerState.SUCCEEDED, return_values=ranks)
         return RunResult(state=WorkerState.FAILED)
+
+    def _live_once(self) -> int | None:
+        """One attempt: an exit code, or None for another one."""
+        try:
+            self._initialize_workers(self._worker_group)
+            return self._settle(self._watch())
+        except (StoreLostError, DecisionTimeoutError, LeaderLostError) as error:
+            meeting = self._meeting
+            if meeting is None:
+                raise
+            lost = meeting.look_at_store()
+            if lost:
+                self._move(lost)
+            elif (self._attempt is not None and self._attempt.lost_leader()) or meeting.silent_leader():
+                self._meet_again(str(error))
+            else:
+                raise
+            return None
+
+    def _meet_again(self, why: str) -> None:
+        """The leader is gone before or while this node followed it: the others are at the same point."""
+        assert self._meeting is not None
+        say(f"{why}; meeting the other nodes again")
+        self._meeting.see_gone(0, why)
+        self._shutdown()
+        if self._attempt is not None:
+            self._attempt.close()
+
+    def _move(self, why: str) -> None:
+        """The store's host is gone: end the workers, go to the next endpoint. Raises if there is none."""
+        assert self._meeting is not None
+        self._shutdown()
+        if self._attempt is not None:
+            self._attempt.close()
+        # Beyond the cut the old group may still be running. Under a new launch id the lease decides: nobody
+        # takes the run from a leader that is alive.
+        self._context.leadership.release()
+        self._context.rename_launch()
+        with self._signals.interruptible():
+            self._meeting.move(why)
+        say(f"the rendezvous store was lost: {why}. Meeting the other nodes at {self._meeting.endpoint}")
 
     def _watch(self) -> Notice:
         """Until something ends this attempt: the notice that all nodes act on."""
@@ -212,9 +312,14 @@ class HoldfastAgent(LocalElasticAgent):
                 return attempt.give(
                     Notice(kind="lease_lost", node=node, detail=self._context.leadership.lost)
                 )
+            if self._meeting is not None and self._meeting.lost:
+                raise StoreLostError(f"the rendezvous store is lost: {self._meeting.lost}")
             ended = workers.ended()
             if any(ended.values()):
                 return attempt.give(Notice(kind="failure", node=node))
+            lost = self._lost(attempt)
+            if lost is not None:
+                return attempt.give(lost)
             given = attempt.notice()
             if given is not None:
                 return given
@@ -229,6 +334,23 @@ class HoldfastAgent(LocalElasticAgent):
                     return attempt.give(Notice(kind="failure", node=node, detail=waited))
             elif self._newcomers(attempt):
                 return attempt.give(Notice(kind="regroup", node=node))
+
+    def _lost(self, attempt: Attempt) -> Notice | None:
+        """A notice of the nodes that this agent has just lost sight of."""
+        node = attempt.place.node
+        lost = attempt.lost_nodes()
+        if lost:
+            names = {rank: self._name_of(rank) for rank in lost}
+            detail = "; ".join(f"node {names[rank]} was lost: {why}" for rank, why in sorted(lost.items()))
+            return Notice(kind="node_lost", node=names[min(lost)], detail=detail)
+        leader = attempt.lost_leader()
+        if leader:
+            return Notice(kind="leader_lost", node=self._name_of(0), detail=f"seen by {node}: {leader}")
+        return None
+
+    def _name_of(self, group_rank: int) -> str:
+        members = self._meeting.members if self._meeting is not None else []
+        return members[group_rank].node if group_rank < len(members) else f"of group rank {group_rank}"
 
     def _newcomers(self, attempt: Attempt) -> bool:
         """Whether nodes wait that the group has room for.
@@ -256,6 +378,8 @@ class HoldfastAgent(LocalElasticAgent):
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
             say(f"attempt {attempt.number} lost the run's lease: {notice.detail}. Its workers were ended")
             return self._leave(attempt, ExitCode.LEASE_LOST)
+        if notice.kind == "leader_lost":
+            return self._without_leader(attempt, notice)
         if notice.kind == "stopped":
             say(f"attempt {attempt.number} was stopped on {notice.node}: {notice.detail}")
             return self._leave(attempt, notice.exit_code)
@@ -268,6 +392,22 @@ class HoldfastAgent(LocalElasticAgent):
             return None
         return self._recover(attempt, notice)
 
+    def _without_leader(self, attempt: Attempt, notice: Notice) -> int | None:
+        """The leader of the next round decides about this one; a leader that is still there was cut off."""
+        say(f"attempt {attempt.number} ends: the leading node {notice.node} was lost ({notice.detail})")
+        if attempt.place.leads:
+            why = f"{notice.detail}; the others go on without this node"
+            attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=why))
+            return self._leave(attempt, ExitCode.LEASE_LOST)
+        if self._meeting is None:
+            raise LeaderLostError(
+                f"the leading node {notice.node} was lost ({notice.detail}), and a static rendezvous cannot "
+                "replace it. Start the same command again, or use --rdzv-backend c10d"
+            )
+        self._meeting.see_gone(0, notice.detail)
+        attempt.close()
+        return None
+
     def _recover(self, attempt: Attempt, notice: Notice) -> int | None:
         if attempt.place.leads:
             with self._signals.interruptible():
@@ -276,6 +416,9 @@ class HoldfastAgent(LocalElasticAgent):
         else:
             with self._signals.interruptible():
                 incident = learn(attempt, self._settings.control.decision_timeout)
+        if self._meeting is not None:
+            for rank, why in attempt.lost_nodes().items():
+                self._meeting.see_gone(rank, why)
         say(describe(incident, str(attempt.control.path)))
         if incident.decision.action == Action.STOP:
             return self._leave(attempt, incident.decision.exit_code)
@@ -307,6 +450,9 @@ class HoldfastAgent(LocalElasticAgent):
 
     def _leave(self, attempt: Attempt, code: int, *, wait: bool = True) -> int:
         """The last thing of a launch: let the others read what they need before this process is gone."""
+        if wait and self._meeting is not None:
+            with contextlib.suppress(StoreLostError):
+                self._meeting.finish(code, f"attempt {attempt.number} ended with code {code}")
         if attempt.place.nodes > 1:
             with contextlib.suppress(DecisionTimeoutError):  # whoever hosts the store has left already
                 attempt.count_in("leaving")
@@ -325,6 +471,9 @@ class HoldfastAgent(LocalElasticAgent):
             with contextlib.suppress(DecisionTimeoutError):  # no store, nobody to tell
                 attempt.give(Notice(kind=kind, node=attempt.place.node, detail=detail, exit_code=code))
         self._shutdown()
+        if self._meeting is not None and (attempt is None or not attempt.place.leads):
+            with contextlib.suppress(StoreLostError):
+                self._meeting.leave(f"its agent got {number.name}")
         if attempt is not None:
             with contextlib.suppress(DecisionTimeoutError):
                 attempt.count_in("reported")  # or the leader would wait for this node
@@ -337,15 +486,27 @@ class HoldfastAgent(LocalElasticAgent):
         """Something around the group broke (the store, the control directory): end what can be ended."""
         attempt = self._attempt
         self._shutdown()
-        if attempt is None or attempt.ended:
-            return
         known = error.code if isinstance(error, StopRun) else getattr(error, "exit_code", None)
         code = int(known or ExitCode.DECISION_TIMEOUT)
+        self._tell_meeting(code, str(error).partition("\n")[0])
+        if attempt is None or attempt.ended:
+            return
         try:
             attempt.end("failed", exit_code=code, cause=Cause.INFRASTRUCTURE, highest_step=self._steps())
         except HoldfastError as refused:
             attempt.journal.write(Warned(message=f"attempt {attempt.number} has no end: {refused}"))
         attempt.close()
+
+    def _tell_meeting(self, code: int, why: str) -> None:
+        """The end of the leader's launch is everybody's; another node only takes its leave."""
+        meeting = self._meeting
+        if meeting is None:
+            return
+        with contextlib.suppress(StoreLostError):
+            if meeting.leads:
+                meeting.finish(code, why)
+            else:
+                meeting.leave(why)
 
 
 @contextlib.contextmanager

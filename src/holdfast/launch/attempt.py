@@ -17,19 +17,23 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from holdfast.control.attempts import EndRecord, begin_attempt, end_attempt, ends_of
-from holdfast.control.decisions import Decisions, read_key, within
+from holdfast.control.decisions import Decisions, await_key, within
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Claim, Fence
+from holdfast.control.secret import run_secret
 from holdfast.errors import HoldfastError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt_store import AttemptStore
+from holdfast.launch.watch import FollowerWatch, LeaderWatch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 POLL = 0.05
+CONNECT_PATIENCE = 30.0
+"""Seconds for the others to connect to a leader that has announced an attempt."""
 ANNOUNCEMENT = "holdfast/attempt"
 NOTICE = "holdfast/notice"
 LEAVING = "holdfast/leaving"
@@ -49,6 +53,12 @@ class StopRun(Exception):  # noqa: N818 - an end, not an error
         self.code = code
 
 
+class LeaderLostError(HoldfastError):
+    """The leading agent is gone before it could say what to do; the nodes meet again without it."""
+
+    exit_code = ExitCode.DECISION_TIMEOUT
+
+
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """What the leader tells the others at the start of an attempt."""
 
@@ -59,6 +69,8 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """Earlier attempts of this launch."""
     master_addr: str = ""
     master_port: int = 0
+    watch_port: int = 0
+    """Where the leader is watched and watches."""
     refused: str = ""
     """Why there is no attempt; empty if there is one."""
     exit_code: int = 0
@@ -68,7 +80,8 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     """Why an attempt ends; the first one given counts for all nodes."""
 
     kind: str
-    """failure, left (a node other than the leader's was told to stop), regroup, stopped, lease_lost."""
+    """failure, hang, node_lost, leader_lost, store_lost, left (a node other than the leader's was told to
+    stop), regroup, stopped, lease_lost, finished."""
     node: str
     detail: str = ""
     exit_code: int = 0
@@ -102,6 +115,10 @@ class Attempt:
         self.journal = JournalWriter(control.journal, f"agent-{place.node}", told.attempt)
         self.decisions = Decisions(control, self.fence, told.attempt, store)
         self.hosted: AttemptStore | None = None
+        self.watched: FollowerWatch | None = None
+        """How a follower sees the leader."""
+        self.watching: LeaderWatch | None = None
+        """How the leader sees the others."""
         self.ended = False
         self._store = store
 
@@ -132,13 +149,22 @@ class Attempt:
         return within(call, STORE_TIMEOUT, f"the other nodes of attempt {self.number}")
 
     def await_all(self, what: str, timeout: float) -> int:
-        """Wait until every node has got to `what`, at most `timeout` seconds; how many have."""
+        """Wait until every node that is not lost got to `what`, at most `timeout` seconds; how many have."""
         deadline = time.monotonic() + timeout
         while True:
             found = self.counted(what)
-            if found >= self.place.nodes or time.monotonic() >= deadline:
+            expected = self.place.nodes - len(self.lost_nodes())
+            if found >= expected or time.monotonic() >= deadline:
                 return found
             time.sleep(POLL)
+
+    def lost_nodes(self) -> dict[int, str]:
+        """Group rank → how it was lost, as the leader knows it."""
+        return self.watching.lost() if self.watching is not None else {}
+
+    def lost_leader(self) -> str:
+        """How the leader was lost, as a follower knows it; empty while it was not."""
+        return self.watched.lost if self.watched is not None else ""
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -154,6 +180,10 @@ class Attempt:
         self.journal.write(AttemptEnded(outcome=outcome, exit_code=exit_code, last_step=highest_step))
 
     def close(self) -> None:
+        for watch in (self.watching, self.watched):
+            if watch is not None:
+                watch.close()
+        self.watching = self.watched = None
         if self.hosted is not None:
             self.hosted.close()
         self.journal.close()
@@ -165,12 +195,28 @@ def agree_on_launch(store: Store, mine: str) -> str:
 
 
 def lead(
-    control: ControlDirectory, place: Place, held: Claim, address: str, store: Store, torch_version: str
+    control: ControlDirectory,
+    place: Place,
+    held: Claim,
+    address: str,
+    store: Store,
+    torch_version: str,
+    node_timeout: float,
 ) -> Attempt:
-    """Number the attempt, host its store, tell the others."""
+    """Number the attempt, host its store, watch over the others, tell them."""
     earlier = sum(record.launch == held.owner for record, _ in ends_of(control))
     begun = begin_attempt(control, Fence(control, held.epoch), held.owner, place.world_size)
     hosted = AttemptStore(address)
+    watching = None
+    if place.nodes > 1:
+        watching = LeaderWatch(
+            run_secret(control),
+            attempt=begun.number,
+            epoch=held.epoch,
+            nodes=place.nodes,
+            timeout=node_timeout,
+            patience=max(node_timeout, CONNECT_PATIENCE),
+        )
     told = Announcement(
         run=control.run_id,
         attempt=begun.number,
@@ -178,9 +224,10 @@ def lead(
         restarts=earlier,
         master_addr=address,
         master_port=hosted.port,
+        watch_port=watching.port if watching is not None else 0,
     )
     attempt = Attempt(control, place, held.owner, told, store)
-    attempt.hosted = hosted
+    attempt.hosted, attempt.watching = hosted, watching
     attempt.journal.write(LeaseClaimed(epoch=held.epoch, owner=held.owner, evidence=held.evidence))
     attempt.journal.write(
         AttemptStarted(
@@ -195,9 +242,10 @@ def lead(
     return attempt
 
 
-def refuse(store: Store, error: HoldfastError) -> None:
+def refuse(store: Store, error: HoldfastError | StopRun) -> None:
     """Tell the others why there is no attempt, so that they need not wait for one."""
-    told = Announcement(refused=str(error), exit_code=int(error.exit_code))
+    code = error.code if isinstance(error, StopRun) else int(error.exit_code)
+    told = Announcement(refused=str(error), exit_code=code)
     store.set(ANNOUNCEMENT, msgspec.json.encode(told).decode())
 
 
@@ -210,9 +258,18 @@ def _await_leader(store: Store) -> None:
         leaving = within(lambda: store.add(LEAVING, 0), STORE_TIMEOUT, "the leading agent")
 
 
-def follow(control: ControlDirectory, place: Place, launch: str, store: Store, timeout: float) -> Attempt:
-    """Learn what the leader announced, or raise."""
-    raw = read_key(store, ANNOUNCEMENT, timeout, "the attempt that the leading agent begins")
+def follow(
+    control: ControlDirectory,
+    place: Place,
+    launch: str,
+    store: Store,
+    *,
+    timeout: float,
+    node_timeout: float,
+    given_up: Callable[[], str],
+) -> Attempt:
+    """Learn what the leader announced, or raise. `given_up` says why nothing can come any more."""
+    raw = await_key(store, ANNOUNCEMENT, timeout, "the attempt that the leading agent begins", given_up)
     told = msgspec.json.decode(raw, type=Announcement)
     if told.refused:
         raise StopRun(told.exit_code or ExitCode.FAILED, f"the leading agent was refused: {told.refused}")
@@ -226,4 +283,31 @@ def follow(control: ControlDirectory, place: Place, launch: str, store: Store, t
         store.compare_set(NOTICE, "", msgspec.json.encode(notice).decode())
         _await_leader(store)
         raise StopRun(code, why)
-    return Attempt(control, place, launch, told, store)
+    attempt = Attempt(control, place, launch, told, store)
+    if told.watch_port:
+        attempt.watched = _watch_leader(control, told, place, node_timeout)
+    return attempt
+
+
+def _watch_leader(
+    control: ControlDirectory, told: Announcement, place: Place, node_timeout: float
+) -> FollowerWatch:
+    secret, deadline = run_secret(control), time.monotonic() + node_timeout
+    while True:
+        try:
+            return FollowerWatch(
+                (told.master_addr, told.watch_port),
+                secret,
+                attempt=told.attempt,
+                epoch=told.epoch,
+                rank=place.group_rank,
+                timeout=node_timeout,
+            )
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(POLL)
+                continue
+            raise LeaderLostError(
+                f"{place.node} cannot reach the leading agent at {told.master_addr}:{told.watch_port}: "
+                f"{error}. Give each node an address that the others reach with --local-addr"
+            ) from error

@@ -26,7 +26,7 @@ class AttemptStore:
     def __init__(self, address: str) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        listening = _listen()
+        listening = listen()
         self.address = address
         self.port: int = listening.getsockname()[1]
         try:
@@ -48,7 +48,8 @@ class AttemptStore:
         self._store = None
 
 
-def _listen() -> socket.socket:
+def listen() -> socket.socket:
+    """A listening socket on a free port, for both families where there are two."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=4096)

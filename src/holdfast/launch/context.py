@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 
 from holdfast.config import Settings
 from holdfast.control.directory import ControlDirectory
@@ -21,9 +22,16 @@ class LaunchContext:
     command_line: dict[str, str]
     launch: str
     """This agent's proposal, then what all agents of the launch agreed on."""
+    earlier_launches: list[str] = field(default_factory=list)
+    """Ids under which these agents met before the store's host was lost."""
     max_nodes: int
     signals: StopSignals
     leadership: Leadership
+
+    def rename_launch(self) -> None:
+        """A new id for what goes on after the loss of the store."""
+        self.earlier_launches.append(self.launch)
+        self.launch = uuid.uuid4().hex[:12]
 
     def handover(self, attempt: int, epoch: int, node: str) -> LaunchInfo:
         return LaunchInfo(

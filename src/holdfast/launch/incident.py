@@ -6,16 +6,32 @@ anybody acts on it, and every node acts on the same one or ends with a documente
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import msgspec
 
 from holdfast.config import Settings
-from holdfast.control.attempts import FailureRecord, failures_of, record_failure
+from holdfast.control.attempts import (
+    EndRecord,
+    FailureRecord,
+    end_attempt,
+    ends_of,
+    failures_of,
+    record_failure,
+)
+from holdfast.control.directory import ControlDirectory, create_record, read_record
+from holdfast.control.lease import Claim, Fence
 from holdfast.journal import events
+from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.evidence import highest_committed_step, past_attempts
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.classify import Cause, classify, evidence_of, is_symptom, root_cause
 from holdfast.policy.recovery import Decision, Situation, describe_end, recover
+
+WITHOUT_FAILURE = {"left": Cause.PREEMPTION, "node_lost": Cause.INFRASTRUCTURE}
+"""The cause when no worker is known to have failed by itself, by the kind of the notice."""
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +66,7 @@ def decide(attempt: Attempt, notice: Notice, settings: Settings, reported: int) 
     """The leader's part, after `reported` nodes did: choose, fix it, write it down, end the attempt."""
     failures = failures_of(attempt.control, attempt.number)
     root = root_cause(failures) if failures else None
-    cause = classify(evidence_of(root)) if root else Cause.PREEMPTION if notice.kind == "left" else Cause.HANG
+    cause = classify(evidence_of(root)) if root else WITHOUT_FAILURE.get(notice.kind, Cause.HANG)
     steps = highest_committed_step(settings.checkpoint_root())
     failed = PastAttempt(
         number=attempt.number,
@@ -85,9 +101,61 @@ def decide(attempt: Attempt, notice: Notice, settings: Settings, reported: int) 
     return Incident(attempt=attempt.number, cause=cause, root=root, decision=decision)
 
 
+def decide_lost(
+    control: ControlDirectory, held: Claim, earlier: list[str], settings: Settings
+) -> Incident | None:
+    """The new leader's part when the old one died: what it would have decided about its last attempt.
+
+    `earlier` are the launch's former ids. None if there is nothing to decide: the attempt has an end, or its
+    whole launch is gone and somebody started a new one.
+    """
+    lost = next(
+        (
+            record
+            for record, end in reversed(ends_of(control))
+            if end is None and record.launch in (held.owner, *earlier)
+        ),
+        None,
+    )
+    if lost is None:
+        return None
+    failures = failures_of(control, lost.number)
+    steps = highest_committed_step(settings.checkpoint_root())
+    failed = PastAttempt(
+        number=lost.number,
+        launch=lost.launch,
+        outcome="failed",
+        cause=Cause.INFRASTRUCTURE,
+        highest_step=steps,
+    )
+    facts = ["the leading node was lost before it could decide"]
+    facts += [f"rank {one.rank} on {one.node} then failed: {describe_end(one.exit_code)}" for one in failures]
+    situation = Situation(attempt=failed, max_restarts=settings.launch.max_restarts, facts=facts)
+    fence = Fence(control, held.epoch)
+    path = control.attempt(lost.number) / "decisions" / "recovery.json"
+    with fence.guard(f"decide about attempt {lost.number}"):
+        decision = read_record(path, Decision)
+        if decision is None:
+            decision = recover(past_attempts(control, before=lost.number), situation)
+            create_record(path, decision)
+    with contextlib.closing(JournalWriter(control.journal, f"agent-{held.owner}", lost.number)) as journal:
+        journal.write(
+            events.Decision(
+                about="recovery",
+                chosen=decision.action,
+                evidence=[*decision.evidence, decision.reason],
+                details={"cause": str(failed.cause), "restarts_left": decision.restarts_left},
+            )
+        )
+        end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
+        end_attempt(control, fence, lost.number, end)
+        journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
+    return Incident(attempt=lost.number, cause=failed.cause, root=None, decision=decision)
+
+
 def learn(attempt: Attempt, timeout: float) -> Incident:
     """The followers' part: the leader's decision, before the deadline."""
-    decision = attempt.decisions.await_decision("recovery", Decision, timeout)
+    decision = attempt.decisions.await_decision("recovery", Decision, timeout, attempt.lost_leader)
     failures = failures_of(attempt.control, attempt.number)
     root = root_cause(failures) if failures else None
     cause = str(classify(evidence_of(root))) if root else ""

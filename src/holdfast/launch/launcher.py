@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import uuid
@@ -24,6 +25,7 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
+    RendezvousHandler,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
@@ -39,7 +41,9 @@ from holdfast.launch import run_path
 from holdfast.launch.agent import HoldfastAgent
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
+from holdfast.launch.endpoints import Endpoints, parse_endpoints
 from holdfast.launch.leadership import Leadership
+from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.options import Options, parse
 from holdfast.launch.orphan_guard import guarded
 from holdfast.launch.signals import Interrupted, StopSignals
@@ -73,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
             assert signals.received is not None
             return 128 + signals.received
         except StopRun as stop:
-            say(f"stopped: {stop}\n  next:       {next_step(stop.code)}")
+            say(f"stopped: {stop}\n  next:       {next_step(stop.code)}" if stop.code else str(stop))
             return stop.code
         except HoldfastError as error:
             say(f"error: {error}")
@@ -112,7 +116,7 @@ def _run(config: LaunchConfig, command: Sequence[str], context: LaunchContext) -
     if getattr(config, "signals_to_handle", None):
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     with context.signals.interruptible():
-        handler = rendezvous_registry.get_rendezvous_handler(parameters)
+        handler = _make_handler(parameters, config, context)
     program, *arguments = guarded(command)
     wanted: dict[str, Any] = {
         "role": config.role,
@@ -154,10 +158,38 @@ def _run(config: LaunchConfig, command: Sequence[str], context: LaunchContext) -
                 handler.shutdown()
 
 
+def _make_handler(
+    parameters: RendezvousParameters, config: LaunchConfig, context: LaunchContext
+) -> RendezvousHandler:
+    """The meeting of the nodes; with a static rendezvous, whose ranks are fixed, torch's."""
+    if parameters.backend == "static":
+        return rendezvous_registry.get_rendezvous_handler(parameters)
+    launch = context.settings.launch
+    endpoints = Endpoints(
+        parse_endpoints(parameters.endpoint),
+        is_host=parameters.get_as_bool("is_host"),
+        timeout=float(parameters.get_as_int("read_timeout", 60) or 60),
+    )
+    return MeetingHandler(
+        endpoints,
+        parameters.run_id,
+        node=launch.node_name or socket.gethostname(),
+        slots=config.nproc_per_node,
+        role=config.role,
+        min_nodes=parameters.min_nodes,
+        max_nodes=parameters.max_nodes,
+        join_timeout=float(parameters.get_as_int("join_timeout", 600) or 600),
+        last_call=float(parameters.get_as_int("last_call_timeout", 30) or 0),
+        node_timeout=launch.node_timeout,
+        unfit=lambda: "",
+        say=say,
+    )
+
+
 def _explain_rendezvous(error: Exception, config: LaunchConfig) -> int:
     where = f"rendezvous {config.run_id}"
     if isinstance(error, RendezvousTimeoutError):
-        code, what = ExitCode.FAILED, f"fewer than {config.min_nodes} nodes joined {where} in time"
+        code, what = ExitCode.FAILED, f"fewer than {config.min_nodes} nodes joined {where} in time: {error}"
     elif isinstance(error, RendezvousClosedError):
         code, what = ExitCode.FAILED, f"{where} was closed by another node: the run has ended there"
     else:

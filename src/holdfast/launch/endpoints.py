@@ -1,0 +1,149 @@
+"""The store in which a launch's agents meet: hosted by the first endpoint's node, or by the next one's.
+
+Guarantee: connecting is bounded, and whoever cannot reach an endpoint says which. With several endpoints
+(`--rdzv-endpoint one:29400,two:29400`) the loss of the store's host moves everybody to the next one in the
+list, in the same order everywhere; with one, it ends the launch with a code that says "start it again".
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+DEFAULT_PORT = 29400
+
+
+class StoreLostError(HoldfastError):
+    """The store that the agents meet in cannot be reached, and there is no other one."""
+
+    exit_code = ExitCode.STORE_LOST
+
+
+def parse_endpoints(text: str) -> list[tuple[str, int]]:
+    """`host[:port]`, or several separated by commas; an address of IPv6 in brackets."""
+    found = []
+    for part in (part.strip() for part in text.split(",")):
+        host, colon, port = part.rpartition(":")
+        if not colon or "]" in port:
+            host, port = part, str(DEFAULT_PORT)
+        host = host.strip("[]")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise UsageError(
+                f"--rdzv-endpoint {text}: {part!r} is not HOST or HOST:PORT. Write host:port, or several "
+                "separated by commas"
+            )
+        found.append((host, int(port)))
+    if len(set(found)) < len(found):
+        raise UsageError(f"--rdzv-endpoint {text}: an endpoint is named twice")
+    return found
+
+
+class Endpoints:
+    """Connects to the endpoints of a launch, one after the other as they fail."""
+
+    def __init__(self, endpoints: list[tuple[str, int]], *, is_host: bool | None, timeout: float) -> None:
+        self.all = endpoints
+        self._is_host = is_host
+        self._timeout = timeout
+        self._next = 0
+        self.index = -1
+        """Which endpoint is in use; rises with every move."""
+        self.hosting = False
+        self.port = 0
+        self.failures: list[str] = []
+
+    @property
+    def name(self) -> str:
+        host, port = self.all[self.index]
+        return f"{host}:{port}"
+
+    @property
+    def exhausted(self) -> bool:
+        return self._next >= len(self.all)
+
+    def connect(self) -> TCPStore:
+        """The store of the next endpoint that answers. Raises StoreLostError when none is left."""
+        while not self.exhausted:
+            self.index = self._next
+            self._next += 1
+            host, port = self.all[self.index]
+            try:
+                return self._open(host, port)
+            except (RuntimeError, TimeoutError, OSError) as error:
+                first = str(error).partition("\n")[0]
+                self.failures.append(f"{host}:{port}: {first}")
+        tried = "; ".join(self.failures) or f"{self.name} was the only one"
+        raise StoreLostError(
+            f"no endpoint of the rendezvous is left ({tried}). Nothing of the run is lost: start the same "
+            "command again, and give several endpoints if the loss of one host must be survived"
+        )
+
+    def _open(self, host: str, port: int) -> TCPStore:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        ours = is_this_machine(host) if self._is_host is None else self._is_host
+        if ours:
+            try:
+                store = TCPStore(
+                    host,
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                    timeout=timedelta(seconds=self._timeout),
+                )
+            except (RuntimeError, TimeoutError):
+                if self._is_host:
+                    raise
+                # Several agents on one machine: the first one hosts it, this one is a client.
+            else:
+                self.hosting, self.port = True, store.port
+                return store
+        self.hosting = False
+        store = TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._timeout),
+        )
+        self.port = store.port
+        return store
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether an endpoint's host is this machine, so that the store is to be hosted here."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        address = None
+    if address is not None and address.is_loopback:
+        return True
+    if host in (socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return any(_can_bind(str(one)) for one in found)
+
+
+def _can_bind(address: str) -> bool:
+    """Whether an address is one of this machine's own, whatever its interfaces are called."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,363 @@
+"""Where a launch's agents meet: a rendezvous of our own, on torch's store and behind torch's interface.
+
+Guarantee: a round forms at once when everybody is there; whoever died is not waited for longer than
+`node_timeout`, and not at all when its end was seen; a node too many is parked; a node that may not take part
+is parked with the reason. Every wait has a deadline, except that of a parked node, which ends with the run.
+
+torch's own c10d rendezvous waits out a heartbeat timeout for a dead node, restarts a full group for ever when
+a spare waits beside it, and keeps no place for a node that must stay out. What is decided here is decided by
+`policy.rounds`; this module moves its state through the store by compare-and-set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+
+from holdfast.control.decisions import within
+from holdfast.errors import DecisionTimeoutError
+from holdfast.launch.attempt import StopRun
+from holdfast.launch.endpoints import Endpoints, StoreLostError
+from holdfast.policy import rounds
+from holdfast.policy.rounds import Meeting
+
+STATE = "meeting"
+POLL = 0.05
+SLOW_POLL = 0.5
+"""Between two looks of a parked node."""
+FAREWELL = 5.0
+"""Seconds for which the store's host waits, at the end, for those who still have to read that it is over."""
+
+R = TypeVar("R")
+
+
+class Pulse:
+    """Says through the store that this agent lives, and notices when the store does not answer any more."""
+
+    def __init__(self, store: Any, key: str, interval: float, timeout: float) -> None:
+        self.lost = ""
+        """Why the store counts as lost; empty while it answers."""
+        self._store, self._key = store, key
+        self._interval, self._timeout = interval, timeout
+        self._heard = time.monotonic()
+        self._stop = threading.Event()
+        self._beat()
+        for target in (self._run, self._look):
+            threading.Thread(target=target, name="holdfast-pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        self._store.add(self._key, 1)
+        self._heard = time.monotonic()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                self._beat()
+            except RuntimeError as error:  # torch's DistNetworkError and its like
+                if not self._stop.is_set():
+                    self.lost = str(error).partition("\n")[0] or type(error).__name__
+                return
+
+    def _look(self) -> None:
+        """The store's calls may hang for ever when its host is cut off: another thread watches the clock."""
+        while not self._stop.wait(self._interval) and not self.lost:
+            silent = time.monotonic() - self._heard
+            if silent > self._timeout:
+                self.lost = f"the store has not answered for {silent:.0f} s"
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+class MeetingHandler(RendezvousHandler):
+    """torch's rendezvous interface over `policy.rounds`."""
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        run_id: str,
+        *,
+        node: str,
+        slots: int,
+        role: str,
+        min_nodes: int,
+        max_nodes: int,
+        join_timeout: float,
+        last_call: float,
+        node_timeout: float,
+        unfit: Callable[[], str],
+        say: Callable[[str], None],
+    ) -> None:
+        self.node = node
+        """The node's name; after the first round the one that is unique among the others."""
+        self.shift = 0
+        """By how many places the last decision rotates the order of the nodes."""
+        self.gone: dict[str, str] = {}
+        """Agents whose end was seen by this one, and how; the next round does not wait for them."""
+        self._endpoints = endpoints
+        self._run_id = run_id
+        self._slots, self._role = slots, role
+        self._min, self._max = min_nodes, max_nodes
+        self._join_timeout, self._last_call = join_timeout, last_call
+        self._node_timeout = node_timeout
+        self._unfit, self._say = unfit, say
+        self._agent = uuid.uuid4().hex[:12]
+        self._round = 0
+        self._members: list[rounds.Member] = []
+        self._pulses: dict[str, tuple[int, float]] = {}
+        self._looked = 0.0
+        self._connect()
+
+    # -- the store ----------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        store = self._endpoints.connect()
+        self._store: Any = PrefixStore(f"holdfast.{self._run_id}.{self._endpoints.index}", store)
+        own = store.clone() if hasattr(store, "clone") else store
+        prefix = PrefixStore(f"holdfast.{self._run_id}.{self._endpoints.index}", own)
+        self._pulse = Pulse(prefix, f"pulse/{self._agent}", self._node_timeout / 6, self._node_timeout)
+
+    @property
+    def lost(self) -> str:
+        """Why the store counts as lost; empty while it answers."""
+        return self._pulse.lost
+
+    @property
+    def can_move(self) -> bool:
+        return not self._endpoints.exhausted
+
+    def move(self, why: str) -> None:
+        """The store's host is gone: go to the next endpoint, as the others do. Raises StoreLostError."""
+        self._pulse.stop()
+        self._endpoints.failures.append(f"{self._endpoints.name}: {why}")
+        self._agent, self._round, self._members, self.gone = uuid.uuid4().hex[:12], 0, [], {}
+        self._connect()
+
+    def _ask(self, call: Callable[[], R]) -> R:
+        try:
+            return within(call, self._node_timeout, "the nodes' meeting")
+        except DecisionTimeoutError as error:
+            raise StoreLostError(f"the store at {self._endpoints.name} is lost: {error}") from error
+
+    def _read(self) -> tuple[Meeting, str]:
+        raw = self._ask(lambda: self._store.get(STATE) if self._store.check([STATE]) else b"").decode()
+        return (msgspec.json.decode(raw, type=Meeting) if raw else Meeting()), raw
+
+    def _change(self, change: Callable[[Meeting], Meeting | None]) -> Meeting:
+        """Apply a change, again and again until nobody else changed the state meanwhile."""
+        while True:  # somebody else's change went through each time, and all of them end
+            meeting, raw = self._read()
+            wanted = change(meeting)
+            if wanted is None or wanted == meeting:
+                return meeting
+            text = msgspec.json.encode(wanted).decode()
+            found = self._ask(partial(self._store.compare_set, STATE, raw, text))
+            if found.decode() == text:
+                return wanted
+
+    # -- torch's interface ----------------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return self._read()[0].over is not None
+
+    def set_closed(self) -> None:
+        self.finish(0, "it was closed")
+
+    def num_nodes_waiting(self) -> int:
+        """Nodes that the running group has room for. A full group has none, whoever waits."""
+        if len(self._members) >= self._max:
+            return 0
+        return rounds.spares(self._read()[0])
+
+    def shutdown(self) -> bool:
+        self._pulse.stop()
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round; StopRun if the run is over, RendezvousTimeoutError or StoreLostError."""
+        began = time.monotonic()
+        meeting = self._arrive()
+        told = ""
+        enough_since: float | None = None
+        while True:
+            if meeting.over is not None:
+                self._ask(lambda: self._store.add("farewell", 1))
+                raise StopRun(meeting.over.code, f"the run has ended: {meeting.over.why}")
+            if self._agent in meeting.gone:
+                self._say(f"this node was taken for gone ({meeting.gone[self._agent]}); it joins again")
+                self._pulse.stop()
+                self._agent = uuid.uuid4().hex[:12]
+                self._connect_again()
+                meeting = self._arrive()
+            place = next((i for i, m in enumerate(meeting.members) if m.agent == self._agent), None)
+            if meeting.round > self._round and place is not None and self._agent not in meeting.here:
+                return self._enter(meeting, place)
+            parked = rounds.parked(meeting, self._agent)
+            if parked and parked != told:
+                told = parked
+                self._say(f"parked: {parked}")
+            ready = len(rounds.candidates(meeting)) >= self._min and not rounds.awaited(meeting)
+            enough_since = (enough_since or time.monotonic()) if ready else None
+            if not parked and time.monotonic() - began > self._join_timeout:
+                raise RendezvousTimeoutError(self._who_is_missing(meeting))
+            self._look_after(meeting, enough_since)
+            if self._pulse.lost:
+                raise StoreLostError(f"the store at {self._endpoints.name} is lost: {self._pulse.lost}")
+            time.sleep(SLOW_POLL if parked else POLL)
+            changed = bool(parked) and self._unfit() != _unfit_of(meeting, self._agent)
+            meeting = self._arrive() if changed else self._read()[0]
+
+    def _arrive(self) -> Meeting:
+        unfit, gone = self._unfit(), dict(self.gone)
+
+        def change(meeting: Meeting) -> Meeting:
+            return rounds.arrive(
+                rounds.remove(meeting, gone),
+                self._agent,
+                self.node,
+                slots=self._slots,
+                role=self._role,
+                unfit=unfit,
+                shift=self.shift,
+            )
+
+        return self._change(change)
+
+    def _connect_again(self) -> None:
+        self._pulse = Pulse(self._store, f"pulse/{self._agent}", self._node_timeout / 6, self._node_timeout)
+
+    def _enter(self, meeting: Meeting, place: int) -> RendezvousInfo:
+        self._round, self._members = meeting.round, meeting.members
+        self.node, self.shift, self.gone = meeting.members[place].node, 0, {}
+        store = PrefixStore(f"round.{meeting.round}", self._store)
+        return RendezvousInfo(store, place, len(meeting.members), RendezvousStoreInfo("", 0))
+
+    def _look_after(self, meeting: Meeting, enough_since: float | None) -> None:
+        """Form the round if it can be formed, and notice who has fallen silent."""
+        now = time.monotonic()
+        enough = enough_since is not None and now - enough_since >= self._patience(meeting)
+        formed = rounds.form(meeting, min_nodes=self._min, max_nodes=self._max, enough=enough)
+        if formed is not None:
+            self._change(
+                lambda m: (
+                    rounds.form(m, min_nodes=self._min, max_nodes=self._max, enough=enough)
+                    if m.round == meeting.round
+                    else None
+                )
+            )
+            return
+        if now - self._looked >= self._node_timeout / 6:
+            self._looked = now
+            silent = self._silent(meeting)
+            if silent:
+                self._change(lambda m: rounds.remove(m, silent))
+
+    def _patience(self, meeting: Meeting) -> float:
+        """How long to wait for more than enough nodes: only at the start, later ones can join at any time.
+
+        After a move nobody knows who is still coming; whoever lives has noticed the loss within its timeout.
+        """
+        if meeting.round > 0:
+            return 0.0
+        return min(self._last_call, self._node_timeout) if self._endpoints.failures else self._last_call
+
+    def _silent(self, meeting: Meeting) -> dict[str, str]:
+        """Agents that are waited for and whose pulse has not changed for the timeout, by our own clock."""
+        now, found = time.monotonic(), {}
+        for member in [*rounds.awaited(meeting), *meeting.here.values()]:
+            if member.agent == self._agent:
+                continue
+            beats = self._ask(partial(self._store.add, f"pulse/{member.agent}", 0))
+            before = self._pulses.get(member.agent)
+            if before is None or before[0] != beats:
+                self._pulses[member.agent] = (beats, now)
+            elif now - before[1] > self._node_timeout:
+                found[member.agent] = f"{member.node} has been silent for {now - before[1]:.0f} s"
+        return found
+
+    def _who_is_missing(self, meeting: Meeting) -> str:
+        here = ", ".join(m.node for m in rounds.candidates(meeting)) or "nobody"
+        late = ", ".join(m.node for m in rounds.awaited(meeting))
+        unfit = ", ".join(f"{m.node} ({m.unfit})" for m in meeting.here.values() if m.unfit)
+        text = f"waited {self._join_timeout:g} s for {self._min} nodes; here: {here}"
+        return (
+            text + (f"; awaited: {late}" if late else "") + (f"; may not take part: {unfit}" if unfit else "")
+        )
+
+    # -- what the agent tells -------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[rounds.Member]:
+        """The nodes of the round that this agent is in, by group rank."""
+        return self._members
+
+    @property
+    def leads(self) -> bool:
+        return bool(self._members) and self._members[0].agent == self._agent
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoints.name
+
+    def silent_leader(self) -> str:
+        """Why the leader of this round cannot be expected to answer; empty while it can."""
+        if not self._members or self.leads:
+            return ""
+        leader = self._members[0]
+        beats = self._ask(partial(self._store.add, f"pulse/{leader.agent}", 0))
+        before = self._pulses.get(leader.agent)
+        if before is None or before[0] != beats:
+            self._pulses[leader.agent] = (beats, time.monotonic())
+            return ""
+        silent = time.monotonic() - before[1]
+        return f"{leader.node} has been silent for {silent:.0f} s" if silent > self._node_timeout else ""
+
+    def look_at_store(self) -> str:
+        """Ask the store once: why it counts as lost; empty if it answers."""
+        with contextlib.suppress(StoreLostError):
+            self._read()
+            return self._pulse.lost
+        return self._pulse.lost or "it does not answer"
+
+    def see_gone(self, group_rank: int, why: str) -> None:
+        """A member's end was seen: its connection is closed, or it has been silent for too long."""
+        if 0 <= group_rank < len(self._members):
+            self.gone[self._members[group_rank].agent] = why
+
+    def spares(self) -> int:
+        return rounds.spares(self._read()[0])
+
+    def leave(self, why: str) -> None:
+        """This agent goes; the others need not wait for it."""
+        self._change(lambda m: rounds.remove(m, {self._agent: why}))
+
+    def finish(self, code: int, why: str) -> None:
+        """The run is over: parked nodes end too. Who hosts the store stays until they have read it."""
+        meeting = self._change(lambda m: rounds.finish(m, code, why))
+        waiting = len(meeting.here)
+        if not self._endpoints.hosting or not waiting:
+            return
+        deadline = time.monotonic() + FAREWELL
+        while self._ask(lambda: self._store.add("farewell", 0)) < waiting and time.monotonic() < deadline:
+            time.sleep(POLL)
+
+
+def _unfit_of(meeting: Meeting, agent: str) -> str:
+    me = meeting.here.get(agent)
+    return me.unfit if me is not None else ""

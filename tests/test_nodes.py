@@ -1,0 +1,175 @@
+"""Nodes that are lost, too many, or cut off from the store: real agents, killed and stopped for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import Job, wait_until
+from holdfast.control.attempts import ends_of
+from holdfast.control.directory import ControlDirectory
+from holdfast.exit_codes import ExitCode
+from holdfast.journal import events
+from holdfast.journal.reader import read_journal
+from nodes import Cluster, cluster, free_endpoint
+
+
+def journalled(cwd: Path, kind: type[Any]) -> list[Any]:
+    return [line.body for line in read_journal(cwd / "run" / "journal") if isinstance(line.body, kind)]
+
+
+def outcomes(cwd: Path) -> list[str]:
+    return [end.outcome if end else "none" for _, end in ends_of(ControlDirectory.open(cwd / "run"))]
+
+
+def workers_of(agent: Job) -> list[int]:
+    return [pid for pid, line in agent.processes().items() if "launch_step.py" in line and pid != agent.pid]
+
+
+def leads(cwd: Path) -> str:
+    """The node whose agent began the newest attempt."""
+    found = [line.who for line in read_journal(cwd / "run" / "journal")
+             if isinstance(line.body, events.AttemptStarted)]  # fmt: skip
+    return found[-1].removeprefix("agent-")
+
+
+def finish_all(group: Cluster, names: str, code: int = 0, timeout: float = 60) -> None:
+    for name in names.split():
+        result = group.agents[name].wait(timeout)
+        assert result.code == code, f"{name}: {result.text}"
+
+
+def test_a_killed_agent_is_noticed_at_once_and_the_others_go_on(tmp_path: Path) -> None:
+    """Case pytorch#151220: stock agents do not notice until their own workers fail."""
+    with cluster(tmp_path, "1:2") as group:
+        group.start("a")
+        group.start("b")
+        group.wait_for_workers(1, 2)
+        leader, other = leads(tmp_path), "ab".replace(leads(tmp_path), "")
+        group.agents[other].signal(signal.SIGKILL)
+        killed = time.monotonic()
+        group.wait_for_workers(2, 1)
+        assert time.monotonic() - killed < 30, "did not wait for the last call again"
+        finish_all(group, leader)
+    assert outcomes(tmp_path) == ["failed", "finished"]
+    (decision,) = journalled(tmp_path, events.Decision)
+    assert (decision.chosen, decision.details["cause"]) == ("restart", "infrastructure")
+    assert f"node {other} was lost: its connection was closed" in " ".join(decision.evidence)
+    started = journalled(tmp_path, events.AttemptStarted)
+    assert [(one.nodes, one.world_size) for one in started] == [(2, 2), (1, 1)]
+
+
+def test_a_stopped_agent_is_lost_after_its_timeout(tmp_path: Path) -> None:
+    """Nothing closes when a node hangs or is cut off; its silence has to do. Its workers are fenced off."""
+    with cluster(tmp_path, "1:2") as group:
+        group.start("a")
+        group.start("b")
+        group.wait_for_workers(1, 2)
+        leader, other = leads(tmp_path), "ab".replace(leads(tmp_path), "")
+        group.agents[other].signal(signal.SIGSTOP)
+        group.wait_for_workers(2, 1)
+        finish_all(group, leader)
+        (decision,) = journalled(tmp_path, events.Decision)
+        assert f"node {other} was lost: nothing was heard from it for" in " ".join(decision.evidence)
+        group.agents[other].signal(signal.SIGCONT)
+        group.agents[other].wait(60)  # with whatever code: the run is over, and it must not hang
+
+
+def test_one_node_too_many_parks_takes_over_and_ends_with_the_run(tmp_path: Path) -> None:
+    """Scenario 14; case nvidia-resiliency-ext#348: the spare's arrival must not hurt the run."""
+    with cluster(tmp_path, "2") as group:
+        group.start("a")
+        group.start("b")
+        group.wait_for_workers(1, 2)
+        group.start("c")
+        group.start("d")
+        group.said("c", "parked: the group is running with 2 nodes; this one is a spare")
+        group.said("d", "parked")
+        assert group.begun(2) == 0, "their arrival disturbed nobody"
+        group.agents["b"].signal(signal.SIGKILL)
+        finish_all(group, "a c d")
+        assert "the run has ended" in group.agents["d"].output().err
+    assert outcomes(tmp_path) == ["failed", "finished"]
+    nodes = [sorted(line.body.node for line in read_journal(tmp_path / "run" / "journal")
+                    if isinstance(line.body, events.WorkersStarted) and line.attempt == attempt)
+             for attempt in (1, 2)]  # fmt: skip
+    assert nodes == [["a", "b"], ["a", "c"]]
+
+
+def test_a_spare_that_is_not_needed_ends_with_the_run_too(tmp_path: Path) -> None:
+    with cluster(tmp_path, "1") as group:
+        group.start("a", acts="wait,ok")
+        group.wait_for_workers(1, 1)
+        group.start("b")
+        group.said("b", "parked")
+        for pid in workers_of(group.agents["a"]):
+            os.kill(pid, signal.SIGKILL)
+        finish_all(group, "a b")
+
+
+def test_the_loss_of_the_leader_is_decided_by_the_next_one(tmp_path: Path) -> None:
+    """One decision, made by the survivors' leader, before its own attempt begins."""
+    with cluster(tmp_path, "1:2") as group:
+        group.start("a")
+        group.start("b")
+        group.wait_for_workers(1, 2)
+        leader, other = leads(tmp_path), "ab".replace(leads(tmp_path), "")
+        group.agents[leader].signal(signal.SIGKILL)
+        group.wait_for_workers(2, 1)
+        finish_all(group, other)
+    (decision,) = journalled(tmp_path, events.Decision)
+    assert "the leading node was lost before it could decide" in decision.evidence
+    assert outcomes(tmp_path) == ["failed", "finished"]
+
+
+def test_without_the_store_and_another_endpoint_everybody_ends_at_once_and_can_resume(tmp_path: Path) -> None:
+    with cluster(tmp_path, "2", free_endpoint()) as group:
+        group.start("a")
+        wait_until(lambda: (tmp_path / "run" / "run.json").exists(), 60, "a is there")
+        group.start("b")
+        group.wait_for_workers(1, 2)
+        host = "a" if "a" in _hosts(group) else "b"
+        other = "b" if host == "a" else "a"
+        group.agents[host].signal(signal.SIGKILL)
+        finish_all(group, other, ExitCode.STORE_LOST, timeout=30)
+        assert "start the same command again" in group.agents[other].output().err
+        wait_until(lambda: not group.agents[other].processes(), 10, "no worker is left")
+
+
+def test_with_a_second_endpoint_the_loss_of_the_stores_host_is_survived(tmp_path: Path) -> None:
+    with cluster(tmp_path, "1:2", f"{free_endpoint()},{free_endpoint()}") as group:
+        lease = ("--set", "control.lease_ttl=4")
+        group.start("a", *lease)
+        wait_until(lambda: (tmp_path / "run" / "run.json").exists(), 60, "a is there")
+        group.start("b", *lease)
+        group.wait_for_workers(1, 2)
+        host = "a" if "a" in _hosts(group) else "b"
+        other = "b" if host == "a" else "a"
+        group.agents[host].signal(signal.SIGKILL)
+        group.said(other, "Meeting the other nodes at")
+        group.wait_for_workers(2, 1)
+        finish_all(group, other)
+    assert outcomes(tmp_path) == ["failed", "finished"]
+
+
+def _hosts(group: Cluster) -> list[str]:
+    """The agents that listen on the endpoint's port."""
+    port = int(group.endpoint.partition(",")[0].rpartition(":")[2])
+    found = []
+    for name, agent in group.agents.items():
+        inodes = set()
+        for fd in Path(f"/proc/{agent.pid}/fd").iterdir():
+            try:
+                inodes.add(fd.readlink().name)
+            except OSError:
+                continue
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{agent.pid}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                listens = words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port
+                if listens and f"socket:[{words[9]}]" in inodes:
+                    found.append(name)
+    return found
