@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint format bench drill gpu clean
+.PHONY: help demo packages test lint format bench drill gpu clean
 
 help:
 	@echo "make demo    train, kill a rank, corrupt a checkpoint, recover, compare with an undisturbed run"
@@ -23,7 +23,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/holdfast demo
 
-test: lint
+# Tests that cut networks apart need root and iproute2; without root they are skipped and say so.
+packages:
+	@if [ "$$(id -u)" = 0 ] && ! command -v ip > /dev/null; then apt-get install -y -qq iproute2; fi
+
+test: lint packages
 	$(BIN)/python -m pytest -m "not drill" --numprocesses 2 --dist worksteal
 
 lint: $(READY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,16 +32,22 @@ class Cluster:
         self._nnodes = nnodes
 
     def start(
-        self, name: str, *flags: str, acts: str = "wait,ok", script: str = STEP, grace: float = 0.3
+        self,
+        name: str,
+        *flags: str,
+        acts: str = "wait,ok",
+        script: str = STEP,
+        grace: float = 0.3,
+        wrap: Callable[[list[str]], list[str]] = list,
     ) -> Job:
-        """Start the agent of one node."""
+        """Start the agent of one node; `wrap` may put it elsewhere."""
         command = holdfast(
             "run", "--run-dir", "run", "--nnodes", self._nnodes, "--rdzv-backend", "c10d",
             "--rdzv-endpoint", self.endpoint, "--rdzv-conf", self._conf, "--rdzv-id", "cluster",
             "--set", f"launch.node_name={name}", "--set", f"launch.stop_grace={grace}",
             "--set", "launch.node_timeout=3", *flags, script, acts, "log",
         )  # fmt: skip
-        agent = self._stack.enter_context(job(command, cwd=self.cwd))
+        agent = self._stack.enter_context(job(wrap(command), cwd=self.cwd))
         self.agents[name] = agent
         return agent
 

@@ -64,10 +64,15 @@ def read_key(store: Store, key: str, timeout: float, what: str) -> bytes:
     return found
 
 
-def await_key(store: Store, key: str, timeout: float, what: str, given_up: Callable[[], str]) -> bytes:
-    """Like `read_key`, but ends as soon as `given_up` says why the answer cannot come any more."""
+def await_key(
+    store: Store, key: str, timeout: float, what: str, *, patience: float, given_up: Callable[[], str]
+) -> bytes:
+    """Like `read_key`, but ends as soon as `given_up` says why the answer cannot come any more.
+
+    `patience` is how long the store itself may take to answer.
+    """
     deadline = time.monotonic() + timeout
-    while not within(lambda: store.check([key]), timeout, what):
+    while not within(lambda: store.check([key]), patience, what):
         why = given_up()
         if why:
             raise DecisionTimeoutError(f"gave up waiting for {what}: {why}")
@@ -77,7 +82,7 @@ def await_key(store: Store, key: str, timeout: float, what: str, given_up: Calla
                 "is gone or stuck; this one ends rather than choose alone"
             )
         time.sleep(POLL_SECONDS)
-    return within(lambda: store.get(key), timeout, what)
+    return within(lambda: store.get(key), patience, what)
 
 
 def within(call: Callable[[], R], timeout: float, what: str) -> R:
@@ -166,7 +171,8 @@ class Decisions:
         if given_up is None:
             raw = read_key(self._store, self._key(name), timeout, what)
         else:
-            raw = await_key(self._store, self._key(name), timeout, what, given_up)
+            patience = self._store_timeout
+            raw = await_key(self._store, self._key(name), timeout, what, patience=patience, given_up=given_up)
         return self._decode(raw, name, kind)
 
     def _key(self, name: str) -> str:

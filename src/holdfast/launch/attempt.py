@@ -104,8 +104,15 @@ class Attempt:
     """This node's view of the running attempt."""
 
     def __init__(
-        self, control: ControlDirectory, place: Place, launch: str, told: Announcement, store: Store
+        self,
+        control: ControlDirectory,
+        place: Place,
+        launch: str,
+        told: Announcement,
+        store: Store,
+        patience: float = STORE_TIMEOUT,
     ) -> None:
+        """`patience` is how long the store may take to answer before it counts as lost."""
         self.control = control
         self.place = place
         self.launch = launch
@@ -113,7 +120,7 @@ class Attempt:
         self.number = told.attempt
         self.fence = Fence(control, told.epoch)
         self.journal = JournalWriter(control.journal, f"agent-{place.node}", told.attempt)
-        self.decisions = Decisions(control, self.fence, told.attempt, store)
+        self.decisions = Decisions(control, self.fence, told.attempt, store, store_timeout=patience)
         self.hosted: AttemptStore | None = None
         self.watched: FollowerWatch | None = None
         """How a follower sees the leader."""
@@ -121,6 +128,7 @@ class Attempt:
         """How the leader sees the others."""
         self.ended = False
         self._store = store
+        self._patience = patience
 
     # -- the round's store: a few keys, polled, never waited on -------------------------------------------
 
@@ -146,7 +154,7 @@ class Attempt:
         return self._ask(lambda: self._store.add(f"holdfast/{what}", 0))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        return within(call, STORE_TIMEOUT, f"the other nodes of attempt {self.number}")
+        return within(call, self._patience, f"the other nodes of attempt {self.number}")
 
     def await_all(self, what: str, timeout: float) -> int:
         """Wait until every node that is not lost got to `what`, at most `timeout` seconds; how many have."""
@@ -226,7 +234,7 @@ def lead(
         master_port=hosted.port,
         watch_port=watching.port if watching is not None else 0,
     )
-    attempt = Attempt(control, place, held.owner, told, store)
+    attempt = Attempt(control, place, held.owner, told, store, node_timeout)
     attempt.hosted, attempt.watching = hosted, watching
     attempt.journal.write(LeaseClaimed(epoch=held.epoch, owner=held.owner, evidence=held.evidence))
     attempt.journal.write(
@@ -269,7 +277,8 @@ def follow(
     given_up: Callable[[], str],
 ) -> Attempt:
     """Learn what the leader announced, or raise. `given_up` says why nothing can come any more."""
-    raw = await_key(store, ANNOUNCEMENT, timeout, "the attempt that the leading agent begins", given_up)
+    what = "the attempt that the leading agent begins"
+    raw = await_key(store, ANNOUNCEMENT, timeout, what, patience=node_timeout, given_up=given_up)
     told = msgspec.json.decode(raw, type=Announcement)
     if told.refused:
         raise StopRun(told.exit_code or ExitCode.FAILED, f"the leading agent was refused: {told.refused}")
@@ -283,7 +292,7 @@ def follow(
         store.compare_set(NOTICE, "", msgspec.json.encode(notice).decode())
         _await_leader(store)
         raise StopRun(code, why)
-    attempt = Attempt(control, place, launch, told, store)
+    attempt = Attempt(control, place, launch, told, store, node_timeout)
     if told.watch_port:
         attempt.watched = _watch_leader(control, told, place, node_timeout)
     return attempt
