@@ -181,6 +181,7 @@ def _make_handler(
         join_timeout=float(parameters.get_as_int("join_timeout", 600) or 600),
         last_call=float(parameters.get_as_int("last_call_timeout", 30) or 0),
         node_timeout=launch.node_timeout,
+        devices=list,
         unfit=lambda: "",
         say=say,
     )

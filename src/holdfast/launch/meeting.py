@@ -95,13 +95,12 @@ class MeetingHandler(RendezvousHandler):
         join_timeout: float,
         last_call: float,
         node_timeout: float,
+        devices: Callable[[], list[str]],
         unfit: Callable[[], str],
         say: Callable[[str], None],
     ) -> None:
         self.node = node
         """The node's name; after the first round the one that is unique among the others."""
-        self.shift = 0
-        """By how many places the last decision rotates the order of the nodes."""
         self.gone: dict[str, str] = {}
         """Agents whose end was seen by this one, and how; the next round does not wait for them."""
         self._endpoints = endpoints
@@ -110,7 +109,7 @@ class MeetingHandler(RendezvousHandler):
         self._min, self._max = min_nodes, max_nodes
         self._join_timeout, self._last_call = join_timeout, last_call
         self._node_timeout = node_timeout
-        self._unfit, self._say = unfit, say
+        self._devices, self._unfit, self._say = devices, unfit, say
         self._agent = uuid.uuid4().hex[:12]
         self._round = 0
         self._members: list[rounds.Member] = []
@@ -183,7 +182,7 @@ class MeetingHandler(RendezvousHandler):
         """Nodes that the running group has room for. A full group has none, whoever waits."""
         if len(self._members) >= self._max:
             return 0
-        return rounds.spares(self._read()[0])
+        return len(rounds.spares(self._read()[0]))
 
     def shutdown(self) -> bool:
         self._pulse.stop()
@@ -224,7 +223,7 @@ class MeetingHandler(RendezvousHandler):
             meeting = self._arrive() if changed else self._read()[0]
 
     def _arrive(self) -> Meeting:
-        unfit, gone = self._unfit(), dict(self.gone)
+        unfit, devices, gone = self._unfit(), self._devices(), dict(self.gone)
 
         def change(meeting: Meeting) -> Meeting:
             return rounds.arrive(
@@ -233,8 +232,8 @@ class MeetingHandler(RendezvousHandler):
                 self.node,
                 slots=self._slots,
                 role=self._role,
+                devices=devices,
                 unfit=unfit,
-                shift=self.shift,
             )
 
         return self._change(change)
@@ -244,7 +243,7 @@ class MeetingHandler(RendezvousHandler):
 
     def _enter(self, meeting: Meeting, place: int) -> RendezvousInfo:
         self._round, self._members = meeting.round, meeting.members
-        self.node, self.shift, self.gone = meeting.members[place].node, 0, {}
+        self.node, self.gone = meeting.members[place].node, {}
         store = PrefixStore(f"round.{meeting.round}", self._store)
         return RendezvousInfo(store, place, len(meeting.members), RendezvousStoreInfo("", 0))
 
@@ -340,7 +339,8 @@ class MeetingHandler(RendezvousHandler):
         if 0 <= group_rank < len(self._members):
             self.gone[self._members[group_rank].agent] = why
 
-    def spares(self) -> int:
+    def spares(self) -> list[rounds.Member]:
+        """Nodes that wait beside the group, the first to take first."""
         return rounds.spares(self._read()[0])
 
     def leave(self, why: str) -> None:

@@ -10,7 +10,7 @@ The state is one value that all agents change by compare-and-set; each function 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -27,6 +27,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 1
     """How many workers it starts."""
     role: str = "default"
+    devices: list[str] = []
+    """Its devices as its workers see them, in that order; none on a CPU."""
     unfit: str = ""
     """Why it may not take part (its node is excluded); empty if it may."""
 
@@ -47,8 +49,6 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     gone: dict[str, str] = {}
     """Agents that were declared gone, and why."""
     tickets: int = 0
-    shift: int = 0
-    """By how many places the next round's order is rotated."""
     over: Over | None = None
 
 
@@ -59,10 +59,10 @@ def arrive(
     *,
     slots: int = 1,
     role: str = "default",
+    devices: Sequence[str] = (),
     unfit: str = "",
-    shift: int = 0,
 ) -> Meeting:
-    """An agent waits for the next round. `shift` is what the last decision said, the same from everybody."""
+    """An agent waits for the next round."""
     if agent in meeting.gone or meeting.over is not None:
         return meeting
     known = meeting.here.get(agent) or next((m for m in meeting.members if m.agent == agent), None)
@@ -70,8 +70,8 @@ def arrive(
         ticket = meeting.tickets + 1
         known = Member(agent=agent, node=_unique(meeting, node), ticket=ticket, slots=slots, role=role)
         meeting = msgspec.structs.replace(meeting, tickets=ticket)
-    here = {**meeting.here, agent: msgspec.structs.replace(known, unfit=unfit)}
-    return msgspec.structs.replace(meeting, here=here, shift=shift or meeting.shift)
+    me = msgspec.structs.replace(known, devices=list(devices), unfit=unfit)
+    return msgspec.structs.replace(meeting, here={**meeting.here, agent: me})
 
 
 def _unique(meeting: Meeting, node: str) -> str:
@@ -106,15 +106,12 @@ def form(meeting: Meeting, *, min_nodes: int, max_nodes: int, enough: bool) -> M
     chosen = candidates(meeting)[:max_nodes]
     if len(chosen) < min_nodes or (len(chosen) < max_nodes and not enough):
         return None
-    turn = meeting.shift % len(chosen)
-    members = [*chosen[turn:], *chosen[:turn]]
-    taken = {m.agent for m in members}
+    taken = {m.agent for m in chosen}
     return msgspec.structs.replace(
         meeting,
         round=meeting.round + 1,
-        members=members,
+        members=chosen,
         here={agent: m for agent, m in meeting.here.items() if agent not in taken},
-        shift=0,
     )
 
 
@@ -130,10 +127,10 @@ def parked(meeting: Meeting, agent: str) -> str:
     return ""
 
 
-def spares(meeting: Meeting) -> int:
-    """Nodes that wait beside a running group and could take part."""
+def spares(meeting: Meeting) -> list[Member]:
+    """Nodes that wait beside a running group and could take part, the first to take first."""
     old = {m.agent for m in meeting.members}
-    return sum(not m.unfit for m in meeting.here.values() if m.agent not in old)
+    return [m for m in candidates(meeting) if m.agent not in old]
 
 
 def remove(meeting: Meeting, gone: Mapping[str, str]) -> Meeting:
