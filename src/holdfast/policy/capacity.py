@@ -23,7 +23,7 @@ class Exclusion(msgspec.Struct, frozen=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to run on. Empty where nothing is known of it; then nothing is decided on it."""
+    """What there is to run on."""
 
     nodes: list[str] = []
     """Those that took part and are still there, in rank order."""

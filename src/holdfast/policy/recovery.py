@@ -73,7 +73,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int
     facts: list[str] = []
     """What was seen, in words; goes into the decision's evidence as it is."""
-    cluster: Cluster = Cluster()
+    cluster: Cluster | None = None
     lower_rungs: int = 0
     """Checkpoints below the one it came from that a resume may still use."""
     can_requeue: bool = False
@@ -145,8 +145,9 @@ class _Case:
         self._left = restarts_left(self._all, situation.max_restarts, self._forgiven)
         self._episode = episode(self._all, self._forgiven)
         self._tried = Tried(self._episode, failed)
-        self._wanted = failed.node_count or len(failed.nodes) or len(situation.cluster.nodes)
-        self._fit = fit(situation.cluster, self._wanted) if situation.cluster.nodes else Fit(nodes=[])
+        self._cluster = cluster = situation.cluster or Cluster()
+        self._wanted = failed.node_count or len(failed.nodes) or len(cluster.nodes)
+        self._fit = Fit(nodes=[]) if situation.cluster is None else fit(cluster, self._wanted)
         self._evidence = [*situation.facts, f"cause: {failed.cause}", _progress(past, failed)]
 
     def decide(self) -> Decision:
@@ -249,7 +250,7 @@ class _Case:
 
     def _exclude(self) -> Decision | None:
         """Keep out what is at fault, if the rest suffices."""
-        failed, cluster = self._failed, self._now.cluster
+        failed, cluster = self._failed, self._cluster
         if failed.culprit_node not in self._fit.nodes or not self._guilty():
             return None
         node, device = failed.culprit_node, failed.culprit_device
@@ -305,7 +306,7 @@ class _Case:
         return self._go(Action.RESTART, f"{ended} ({self._cause}) may not happen again", self._fit)
 
     def _rotate(self) -> Decision | None:
-        places = layout(self._now.cluster, self._fit.nodes)
+        places = layout(self._cluster, self._fit.nodes)
         shift = self._tried.next_shift(arrangements(places))
         if shift is None:
             return None
