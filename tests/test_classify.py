@@ -246,7 +246,7 @@ ends = st.builds(
 )
 evidence = st.builds(
     Evidence,
-    ends=st.lists(ends, max_size=5),
+    ends=st.lists(ends, max_size=5, unique_by=lambda end: end.rank),
     hangs=st.lists(
         st.builds(
             Hang,

@@ -213,7 +213,8 @@ def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
     for error in evidence.devices:
         if error.uncorrectable or error.xid in HARDWARE_XIDS or _DEVICE.search(error.message):
             yield (-1, error.at, _tie(error)), error
-    for end in evidence.ends:
+    if evidence.ends:
+        end = root_cause(sorted(evidence.ends, key=_tie))
         yield (_doubt(end), end.at, _tie(end)), end
     for hang in evidence.hangs:
         yield (0, hang.at, _tie(hang)), hang
