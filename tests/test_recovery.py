@@ -136,6 +136,10 @@ def test_ports_and_pids_do_not_make_two_failures_different_but_the_jobs_own_word
     assert signature(one) == signature(other)
     mine, yours = failed(cause=Cause.JOB, message="sample 3"), failed(cause=Cause.JOB, message="sample 4")
     assert signature(mine) != signature(yours)
+    full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} GiB. Process {} has 3 MiB"
+    assert signature(failed(1, Cause.JOB, message=full.format("2.00", 71))) == signature(
+        failed(1, Cause.JOB, message=full.format("1.25", 72))
+    )
     hangs = [failed(cause=Cause.HANG, section="step", message=f"for {n} s") for n in (180, 181)]
     assert signature(hangs[0]) == signature(hangs[1])
     assert cycle(one) != cycle(msgspec.structs.replace(one, rung="step_100"))
@@ -369,7 +373,7 @@ def test_what_was_left_stays_left_until_there_is_progress() -> None:
         (Cause.HANG, None, False),
         (Cause.JOB, 3, True),
         (Cause.JOB, 300, False),
-        (Cause.DATA, 3, True),
+        (Cause.DATA, 3, False),
         (Cause.INFRASTRUCTURE, 0, False),
         (Cause.DEVICE, 0, False),
     ],
@@ -418,6 +422,17 @@ def test_a_reset_budget_counts_from_there_on() -> None:
 
 
 # -- records ---------------------------------------------------------------------------------------------
+
+
+def test_every_decision_says_what_it_rests_on() -> None:
+    lost = failed(cause=Cause.HANG, exit_code=0, section="step", action="restart")
+    decision = decide(lost)
+    assert "no sign of life in section step" in decision.reason
+    assert decision.evidence[:2] == ["seen", "cause: hang"]
+    assert "100 of 100 restarts without progress were left" in decision.evidence
+    ended = decide(lost, again(lost, action=""))
+    assert "tried since the last progress: restart 1×" in ended.evidence
+    assert "2 times" in ended.reason
 
 
 def test_records_of_an_older_release_are_read_and_decisions_survive_being_written() -> None:

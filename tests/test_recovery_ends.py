@@ -335,6 +335,49 @@ def test_one_repeating_fault_is_met_in_the_same_setting_only_a_few_times(
         )
 
 
+records = st.builds(
+    PastAttempt,
+    number=st.integers(1, 50),
+    launch=st.sampled_from(["1", "2"]),
+    outcome=st.sampled_from(["failed", "failed", "lost", "stopped", "finished"]),
+    cause=st.sampled_from(["", *Cause]),
+    exit_code=st.sampled_from([-9, 0, 1, 16, 17]),
+    message=st.sampled_from(["", "ValueError: x"]),
+    highest_step=st.integers(0, 3),
+    culprit_node=st.sampled_from(["", "a", "b"]),
+    at=st.sampled_from([0.0, 1e9]),
+    nodes=st.sampled_from([[], ["a"], ["a", "b"]]),
+    rotation=st.integers(-3, 9),
+    rung=st.sampled_from(["", "step_10"]),
+    action=st.sampled_from(["", "wait", "other", *Action]),
+    avoid=st.sampled_from([[], ["step_10"]]),
+)
+
+
+@settings(deadline=None)
+@given(drivers, st.lists(records, max_size=30, unique_by=lambda r: r.number), faults)
+def test_from_any_state_whatever_one_reads_a_repeating_fault_ends(
+    driver: Driver, state: list[PastAttempt], fault: Fault
+) -> None:
+    """Also from records that no launcher of this release would write."""
+    driver.can_requeue = False
+    history = list(state)
+    went_on = 0
+    for number in range(51, 51 + ENOUGH):
+        attempt = driver.attempt(number, calm(fault))
+        driver.history = history
+        decision = driver.settle(attempt, fault)
+        history.append(msgspec.structs.replace(attempt, action=str(decision.action), avoid=decision.avoid))
+        if not decision.action.goes_on:
+            break
+        driver.excluded.extend(decision.exclude)
+        driver.group, driver.rotation, driver.avoid = decision.nodes, decision.rotate_by, decision.avoid
+        went_on += 1
+    assert decision.action is Action.STOP
+    # What is in the state may raise the highest step late, but only once: at its first attempt here.
+    assert went_on <= 1 + most_restarts(driver.max_restarts)
+
+
 # -- faults that stay with something are got rid of --------------------------------------------------------
 
 

@@ -92,6 +92,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Steps completed since then; None if not known."""
 
 
+_PASSING = re.compile(
+    r"0x[0-9a-fA-F]+|\b(pid|process)[ =:]*\d+|\d+(\.\d+)? ?([KMGT]i?B|bytes)\b", re.IGNORECASE
+)
+
+
 def comparable(message: str) -> str:
-    """A message without what differs between two runs of the same thing: addresses of objects, pids."""
-    return re.sub(r"0x[0-9a-fA-F]+|\bpid[ =:]*\d+", "…", message)
+    """A message without what differs between two runs of the same thing: addresses, pids, sizes of memory."""
+    return _PASSING.sub("…", message)

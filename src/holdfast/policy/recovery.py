@@ -274,7 +274,7 @@ class _Case:
 
     def _accusation(self) -> str:
         failed = self._failed
-        what = f"attempt {failed.number}: {failed.message or describe_end(failed.exit_code)} ({self._cause})"
+        what = f"attempt {failed.number}: {failed.message or self._end_in_words()} ({self._cause})"
         return what if failed.named else f"{what}; at fault {self._tried.accused} times without progress"
 
     def _change_of_nodes(self) -> Decision | None:
@@ -302,8 +302,16 @@ class _Case:
     def _repeat_last(self) -> Decision | None:
         if not self._may_repeat():
             return None
-        ended = describe_end(self._failed.exit_code)
-        return self._go(Action.RESTART, f"{ended} ({self._cause}) may not happen again", self._fit)
+        what = f"{self._end_in_words()} ({self._cause}) may not happen again"
+        return self._go(Action.RESTART, what, self._fit)
+
+    def _end_in_words(self) -> str:
+        failed = self._failed
+        if failed.exit_code:
+            return describe_end(failed.exit_code)
+        if failed.section:
+            return f"no sign of life in section {failed.section}"
+        return failed.message or "what ended it"
 
     def _rotate(self) -> Decision | None:
         places = layout(self._cluster, self._fit.nodes)
@@ -333,6 +341,8 @@ class _Case:
 
     def _give_up(self) -> Decision:
         times = 1 + self._tried.repeats
+        if self._tried.told:
+            self._evidence.append(f"tried since the last progress: {self._tried.told}")
         why = f"the same failure came back {times} times, and nothing is left to vary against it"
         if self._guilty() and self._failed.culprit_node and self._may_requeue():
             node, reason = self._failed.culprit_node, self._accusation()

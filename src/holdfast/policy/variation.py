@@ -9,6 +9,7 @@ has not been seen with since the last progress.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from holdfast.policy.budgets import PastAttempt
@@ -32,7 +33,7 @@ _OWN_WORDS = frozenset({Cause.JOB, Cause.DATA, Cause.CHECKPOINT})
 sequence numbers."""
 _ACCUSING = frozenset({Cause.INFRASTRUCTURE, Cause.DEVICE, Cause.HANG, Cause.UNKNOWN})
 _BY_LOADING = frozenset({Cause.CHECKPOINT, Cause.UNKNOWN})
-_SOON_AFTER_LOADING = frozenset({Cause.HANG, Cause.JOB, Cause.DATA})
+_SOON_AFTER_LOADING = frozenset({Cause.HANG, Cause.JOB})
 
 
 def signature(attempt: PastAttempt) -> Signature:
@@ -119,6 +120,12 @@ class Tried:
     @property
     def requeues(self) -> int:
         return sum(attempt.action == "requeue" for attempt in self._attempts)
+
+    @property
+    def told(self) -> str:
+        """What was decided since the last progress, in words."""
+        counts = Counter(attempt.action for attempt in self._attempts if attempt.action)
+        return ", ".join(f"{action} {count}×" for action, count in sorted(counts.items()))
 
 
 def _place(attempt: PastAttempt) -> tuple[str, str]:
