@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness import REPO
 from holdfast.policy.budgets import (
     BUDGETS,
     MAX_REGROUPS,
@@ -96,3 +97,13 @@ def test_every_cause_has_a_budget_with_its_reason_and_the_bounds_follow_from_it(
     assert most_restarts(3) == 3 + 20
     assert most_restarts(10**6) == 44 + 20, "however many are allowed"
     assert MOST_IDENTICAL == 4 > RERUNS
+
+
+def test_the_page_has_the_budgets_of_the_code() -> None:
+    page = (REPO / "docs" / "recovery.md").read_text(encoding="utf-8")
+    for cause, budget in BUDGETS.items():
+        hourly = f", at most {budget.per_window} in an hour" if budget.window == 3600 else ""
+        row = f"| {cause} | {budget.restarts}{hourly} | {budget.repeats} | {budget.why} |"
+        assert row in page, f"docs/recovery.md should have:\n{row}"
+    assert f"`launch.max_restarts`, {most_restarts(10**6) - 20}) + 20 times" in page
+    assert f"repeats a cycle that was run {MOST_IDENTICAL} times" in page
