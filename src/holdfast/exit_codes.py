@@ -21,7 +21,11 @@ class ExitCode(IntEnum):
     SAVE_FAILED = 23
     CONTROL_UNUSABLE = 24
     STATE_MISFIT = 25
-    STORE_LOST = 26
+    NOTHING_LEFT = 26
+    REQUEUE_WANTED = 27
+    NO_CAPACITY = 28
+    PAUSED_TOO_LONG = 29
+    STORE_LOST = 30
 
 
 MEANINGS: dict[ExitCode, tuple[str, str]] = {
@@ -73,6 +77,22 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ExitCode.STATE_MISFIT: (
         "The script's state does not fit the checkpoint; no other one would fit better.",
         "track what was saved, with the same shapes and ranks, or resume_from = 'fresh'",
+    ),
+    ExitCode.NOTHING_LEFT: (
+        "The same failure came back, and recovery has nothing left to vary against it.",
+        "read `holdfast journal`: it lists what was tried; fix the cause, then launch again",
+    ),
+    ExitCode.REQUEUE_WANTED: (
+        "The run cannot go on with the nodes it has, and wants to be queued again.",
+        "nothing under a scheduler that queues it again; else launch it on other nodes",
+    ),
+    ExitCode.NO_CAPACITY: (
+        "Too few usable nodes were there, and no more came in time.",
+        "bring nodes, readmit excluded ones, or allow fewer, then launch again",
+    ),
+    ExitCode.PAUSED_TOO_LONG: (
+        "Recovery was paused by an operator and nobody ended the pause in time.",
+        "`holdfast control RUN unpause`, then launch again",
     ),
     ExitCode.STORE_LOST: (
         "The host of the rendezvous store is gone or cut off, and no other endpoint is left.",

@@ -1,8 +1,13 @@
 """How many restarts a run may still make.
 
 Guarantee: restarts are counted over the run's whole durable history, across launches, and refunded only
-when the highest-ever committed step rises. So neither a quick rejoin nor a new launch buys restarts, and a
-run that makes progress is never stopped for the number of faults it survived.
+when the highest-ever committed step rises, or when an operator resets them. So neither a quick rejoin nor a
+new launch buys restarts, and a run that makes progress is never stopped for the number of faults it survived.
+
+`launch.max_restarts` is the cap for the whole job. Below it each cause has its own, in `BUDGETS`: a high
+`max_restarts` is meant for machines that fail often, not for one fault that comes back a hundred times.
+Preemption uses up none of the job's restarts, because it says nothing about the job, and is bounded by its
+own numbers alone.
 
 What counts as progress is a *committed* step. Once checkpoints go through probation, a *proven* step takes
 its place here.
@@ -10,16 +15,89 @@ its place here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from holdfast.policy.classify import Cause
+
 MAX_REGROUPS = 10
 """Restarts for a change of membership that may happen without progress; further nodes have to wait."""
+MAX_REQUEUES = 5
+"""Times that a job may be given back to its scheduler without progress; then it needs a person."""
+RERUNS = 2
+"""Restarts without progress after exit code 16: one on other devices tells a bad device from bad work, the
+second confirms it. What is rejected still fails validation (17)."""
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """What one cause may cost without progress."""
+
+    restarts: int
+    repeats: int
+    """How often the very same cycle may be run again; see `variation`."""
+    vary_first: bool = False
+    """Whether varying something comes before repeating."""
+    per_window: int = 0
+    window: float = 0.0
+    """At most so many restarts in so many seconds; 0 means no such limit."""
+    why: str
+
+
+BUDGETS: Mapping[Cause, Budget] = {
+    Cause.PREEMPTION: Budget(
+        restarts=20,
+        repeats=20,
+        per_window=5,
+        window=3600.0,
+        why="it says nothing about the job; but a job that never gets to its next save only burns time",
+    ),
+    Cause.INFRASTRUCTURE: Budget(
+        restarts=12,
+        repeats=3,
+        why="what comes from outside passes, and a rack that restarts takes several attempts with it",
+    ),
+    Cause.DEVICE: Budget(
+        restarts=8,
+        repeats=1,
+        vary_first=True,
+        why="a broken device stays broken: other devices first, then the same ones once more",
+    ),
+    Cause.JOB: Budget(
+        restarts=4,
+        repeats=2,
+        why="an error of the script repeats; one that says what it is, is not even run a third time",
+    ),
+    Cause.DATA: Budget(
+        restarts=4,
+        repeats=2,
+        why="as with the job's own errors: the same samples come again",
+    ),
+    Cause.CHECKPOINT: Budget(
+        restarts=4,
+        repeats=1,
+        vary_first=True,
+        why="the same checkpoint fails again: a lower rung first, at most two, then once more",
+    ),
+    Cause.HANG: Budget(
+        restarts=6,
+        repeats=1,
+        why="a hang costs its whole timeout each time; a race may pass, the second time something varies",
+    ),
+    Cause.UNKNOWN: Budget(
+        restarts=6,
+        repeats=1,
+        why="nothing is known, so one repetition tells whether it passes; after that something varies",
+    ),
+}
+"""Restarts without progress that each cause is given, within `launch.max_restarts`."""
+
+MOST_IDENTICAL = 1 + max(RERUNS, *(b.repeats for c, b in BUDGETS.items() if c is not Cause.PREEMPTION))
+"""How often one and the same cycle is ever run without progress; preempted, as often as that may restart."""
 
 
 class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt as recovery sees it."""
+    """One attempt as recovery sees it. What an older release did not record has its default."""
 
     number: int
     launch: str
@@ -31,6 +109,36 @@ class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Of the root cause."""
     highest_step: int = 0
     """Highest step committed by anyone when it ended; 0 if that is not known."""
+    section: str = ""
+    """In which a rank hung."""
+    culprit_node: str = ""
+    culprit_device: str = ""
+    named: bool = False
+    """Whether the hardware itself accuses that device."""
+    alike: bool = False
+    """Whether the ranks failed with one and the same error of their own."""
+    began: bool = True
+    """Whether any rank got as far as Run or a step; True where that is not known."""
+    seconds: float = 0.0
+    """How long it lasted."""
+    at: float = 0.0
+    """When it ended, in seconds since 1970; 0 if that is not known."""
+    nodes: list[str] = []
+    """In rank order."""
+    node_count: int = 0
+    world_size: int = 0
+    placement: str = ""
+    """Which rank ran on which device, as `rotation.describe` says it."""
+    rotation: int = 0
+    """The shift that `placement` came from."""
+    rung: str = ""
+    """The checkpoint it came from; empty for a fresh start."""
+    steps: int | None = None
+    """Steps it completed after that; None if not known."""
+    action: str = ""
+    """What was decided after it."""
+    avoid: list[str] = []
+    """Checkpoints that this decision said not to use."""
 
 
 def highest_step(history: Sequence[PastAttempt]) -> int:
@@ -38,8 +146,13 @@ def highest_step(history: Sequence[PastAttempt]) -> int:
     return max((attempt.highest_step for attempt in history), default=0)
 
 
-def since_progress(history: Sequence[PastAttempt]) -> list[tuple[PastAttempt | None, PastAttempt]]:
-    """The attempts after the last one that raised the highest step, each with the one before it."""
+def since_progress(
+    history: Sequence[PastAttempt], forgiven: int = 0
+) -> list[tuple[PastAttempt | None, PastAttempt]]:
+    """The attempts after the last one that raised the highest step, each with the one before it.
+
+    Those up to number `forgiven` do not count: an operator reset the budget after them.
+    """
     found: list[tuple[PastAttempt | None, PastAttempt]] = []
     best = 0
     for before, attempt in _pairs(history):
@@ -47,7 +160,20 @@ def since_progress(history: Sequence[PastAttempt]) -> list[tuple[PastAttempt | N
         if attempt.highest_step > best:
             best = attempt.highest_step
             found.clear()
-    return found
+    return [(before, attempt) for before, attempt in found if attempt.number > forgiven]
+
+
+def episode(history: Sequence[PastAttempt], forgiven: int = 0) -> list[PastAttempt]:
+    """The attempts that ended at the present highest step, oldest first.
+
+    These are the ones after the last progress and the one that made it: it, too, failed at that step.
+    """
+    ordered = [attempt for _, attempt in _pairs(history)]
+    best, start = 0, 0
+    for index, attempt in enumerate(ordered):
+        if attempt.highest_step > best:
+            best, start = attempt.highest_step, index
+    return [attempt for attempt in ordered[start:] if attempt.number > forgiven]
 
 
 def _pairs(history: Sequence[PastAttempt]) -> Iterator[tuple[PastAttempt | None, PastAttempt]]:
@@ -57,16 +183,42 @@ def _pairs(history: Sequence[PastAttempt]) -> Iterator[tuple[PastAttempt | None,
         before = attempt
 
 
-def restarts_without_progress(history: Sequence[PastAttempt]) -> int:
-    """Restarts since the last progress. The first attempt of a launch is none: somebody asked for it."""
-    return sum(
-        before is not None and before.launch == attempt.launch and before.outcome != "stopped"
-        for before, attempt in since_progress(history)
-    )
+def _restarts(history: Sequence[PastAttempt], forgiven: int) -> Iterator[PastAttempt]:
+    """For each restart since the last progress, the attempt that made it necessary.
+
+    The first attempt of a launch is no restart: somebody asked for it.
+    """
+    for before, attempt in since_progress(history, forgiven):
+        if before is not None and before.launch == attempt.launch and before.outcome != "stopped":
+            yield before
 
 
-def restarts_left(history: Sequence[PastAttempt], max_restarts: int) -> int:
-    return max(0, max_restarts - restarts_without_progress(history))
+def restarts_without_progress(history: Sequence[PastAttempt], forgiven: int = 0) -> int:
+    """Restarts since the last progress that the job has to answer for."""
+    return sum(before.cause != Cause.PREEMPTION for before in _restarts(history, forgiven))
+
+
+def restarts_after(cause: Cause, history: Sequence[PastAttempt], forgiven: int = 0) -> int:
+    """Restarts since the last progress for one cause."""
+    return sum(before.cause == cause for before in _restarts(history, forgiven))
+
+
+def restarts_left(history: Sequence[PastAttempt], max_restarts: int, forgiven: int = 0) -> int:
+    return max(0, max_restarts - restarts_without_progress(history, forgiven))
+
+
+def recent(cause: Cause, attempts: Sequence[PastAttempt], now: float) -> int:
+    """How many of the attempts ended for a cause within its window; those of unknown time count."""
+    window = BUDGETS[cause].window
+    return sum(a.cause == cause and (not a.at or not now or now - a.at <= window) for a in attempts)
+
+
+def most_restarts(max_restarts: int) -> int:
+    """The most restarts that recovery ever makes without progress, whatever happens."""
+    if max_restarts == 0:
+        return 0
+    own = sum(budget.restarts for cause, budget in BUDGETS.items() if cause is not Cause.PREEMPTION)
+    return min(max_restarts, own) + BUDGETS[Cause.PREEMPTION].restarts
 
 
 def may_regroup(history: Sequence[PastAttempt]) -> bool:

@@ -1,23 +1,25 @@
-"""What ended an attempt: the root cause among several failures, and its kind.
+"""What ended an attempt: the root cause among all that was seen, and its kind.
 
-Guarantee: pure and total. The same failures give the same answer whatever order they came in, and evidence
+Guarantee: pure and total. The same evidence gives the same answer whatever order it came in, and evidence
 that says nothing clear is `unknown` rather than a guess.
 
 When one rank dies, its peers fail too, often sooner as far as the agent can see: their connection is gone.
-Such failures are symptoms. The root cause is the earliest failure that is not one.
+Such failures are symptoms. The root cause is the earliest thing seen that is not one; only a device that is
+known to be broken outranks what came before it, because kernel logs are read late.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from holdfast.exit_codes import ExitCode
+from holdfast.policy.evidence import DeviceError, Evidence, Hang, Loss, LostNode, WorkerEnd, comparable
 
 
 class Cause(StrEnum):
@@ -49,8 +51,35 @@ class Failure(Protocol):
 
 F = TypeVar("F", bound=Failure)
 
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What an incident was. The fields have the names that `PastAttempt` has for them."""
+
+    cause: Cause
+    exit_code: int = 0
+    """Of the worker that the others followed; 0 where the root cause is no worker's end."""
+    message: str = ""
+    section: str = ""
+    """In which a rank hung."""
+    culprit_node: str = ""
+    culprit_device: str = ""
+    """Where it went wrong, if the evidence says so and the cause is one that a place can have."""
+    named: bool = False
+    """Whether the hardware itself accuses that device."""
+    alike: bool = False
+    """Whether the ranks failed with one and the same error of their own; see `_alike`."""
+    rung: str = ""
+    steps: int | None = None
+    """What was loaded, and the steps completed since then."""
+
+
 KERNEL_OOM = "killed by the kernel for lack of memory"
 """How the agent's message begins when the kernel's counters say so."""
+
+HARDWARE_XIDS = frozenset({48, 62, 64, 74, 79, 94, 95, 119, 120, 140})
+"""Numbers by which NVIDIA's driver reports broken hardware: memory errors beyond correction, failed row
+remapping, NVLink, off the bus, a dead controller. Others (13, 31, 43, 45 …) a program's bug can cause too, or
+they follow from its end; they say nothing clear."""
 
 _LOST_PEER = re.compile(
     r"connection closed by peer|connection reset by peer|connection was likely closed|broken pipe"
@@ -59,14 +88,33 @@ _LOST_PEER = re.compile(
     r"|decisiontimeouterror",
     re.IGNORECASE,
 )
-_OUT_OF_MEMORY = re.compile(r"out of memory|outofmemoryerror|\bmemoryerror\b|cannot allocate memory", re.I)
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|outofmemoryerror|\bmemoryerror\b|cannot allocate memory|out of shared memory", re.I
+)
 _HANG = re.compile(r"watchdog caught collective operation timeout|timed out waiting .*ms for", re.I)
 _DEVICE = re.compile(
-    r"uncorrectable ecc|cuda error: (?!device-side assert)|cudnn_status_execution_failed|hip error"
-    r"|unspecified launch failure|\bxid\b|fallen off the bus|nccl.*unhandled cuda error",
+    r"uncorrectable ecc|ecc error|hardware stack error|fallen off the bus|gpu is lost|nvlink error"
+    r"|device\(s\) is/are busy or unavailable|no cuda-capable device is detected",
     re.IGNORECASE,
 )
+_CUDA = re.compile(
+    r"cuda error: (?!device-side assert)|cudnn_status_execution_failed|hip error|unspecified launch failure"
+    r"|nccl.*unhandled cuda error|\bxid\b",
+    re.IGNORECASE,
+)
+"""A device's errors that broken hardware and a wrong program both cause."""
+_STORAGE = re.compile(
+    r"\[errno (5|28|30|107|116|121|122)\]|no space left on device|input/output error|stale file handle"
+    r"|transport endpoint is not connected|remote i/o error|disk quota exceeded|read-only file system",
+    re.IGNORECASE,
+)
+_LOADER_KILLED = re.compile(r"dataloader worker .*killed by signal: killed", re.IGNORECASE)
+_DATA = re.compile(r"caught \w+ in dataloader worker process", re.IGNORECASE)
 _CHECKPOINT = re.compile(r"^(\w+\.)*(CheckpointError|NoValidRungError)\b")
+_CLASS = re.compile(r"^(?:\w+\.)*(\w+)(?=:|$)")
+
+_AT_IMPORT = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
+"""Errors that every rank meets, so that one of them speaks for all."""
 
 _ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -81,19 +129,22 @@ _BY_CODE = {
     ExitCode.CONTROL_UNUSABLE: Cause.INFRASTRUCTURE,
 }
 
-
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one worker's end."""
-
-    exit_code: int
-    """As from waitpid: negative for a signal."""
-    message: str = ""
-    kernel_oom: bool = False
+_HAS_A_PLACE = frozenset({Cause.INFRASTRUCTURE, Cause.DEVICE, Cause.HANG, Cause.UNKNOWN})
+"""Causes for which it matters where they were seen. A job's own error accuses no node."""
 
 
 def evidence_of(failure: Failure) -> Evidence:
-    return Evidence(
+    """One worker's end alone, as evidence."""
+    return Evidence(ends=[end_of(failure)])
+
+
+def end_of(failure: Failure) -> WorkerEnd:
+    return WorkerEnd(
+        rank=failure.rank,
         exit_code=failure.exit_code,
+        at=failure.at,
+        node=getattr(failure, "node", ""),
+        device=getattr(failure, "device", ""),
         message=failure.message,
         kernel_oom=failure.message.startswith(KERNEL_OOM),
     )
@@ -118,17 +169,125 @@ def root_cause(failures: Sequence[F]) -> F:
 
 
 def classify(evidence: Evidence) -> Cause:
-    """The kind of a worker's end."""
-    code, message = evidence.exit_code, evidence.message
+    """The kind of an incident."""
+    return diagnose(evidence).cause
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """What an incident was, where, and how soon after which load."""
+    return msgspec.structs.replace(_diagnose(evidence), rung=evidence.rung, steps=evidence.steps)
+
+
+def _diagnose(evidence: Evidence) -> Diagnosis:
+    seen = sorted(_ranked(evidence), key=lambda item: item[0])
+    if not seen:
+        return Diagnosis(cause=Cause.UNKNOWN)
+    root = seen[0][1]
+    match root:
+        case DeviceError():
+            return Diagnosis(
+                cause=Cause.DEVICE,
+                message=root.message or (f"XID {root.xid}" if root.xid is not None else "ECC errors"),
+                culprit_node=root.node,
+                culprit_device=root.device,
+                named=bool(root.node and root.device),
+            )
+        case LostNode():
+            left = root.how is Loss.LEFT
+            return Diagnosis(
+                cause=Cause.PREEMPTION if left else Cause.INFRASTRUCTURE,
+                message=root.detail,
+                culprit_node="" if left else root.node,
+            )
+        case Hang():
+            return _of_hangs(root, evidence.hangs)
+    return _of_end(root, evidence)
+
+
+_Item = WorkerEnd | Hang | LostNode | DeviceError
+_Key = tuple[int, float, bytes]
+
+
+def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
+    """Everything seen that may be a root cause, with its place in the order; the last part breaks ties."""
+    for error in evidence.devices:
+        if error.uncorrectable or error.xid in HARDWARE_XIDS or _DEVICE.search(error.message):
+            yield (-1, error.at, _tie(error)), error
+    if evidence.ends:
+        end = root_cause(sorted(evidence.ends, key=_tie))
+        yield (_doubt(end), end.at, _tie(end)), end
+    for hang in evidence.hangs:
+        yield (0, hang.at, _tie(hang)), hang
+    for lost in evidence.lost:
+        yield (0, lost.at, _tie(lost)), lost
+
+
+def _tie(item: _Item) -> bytes:
+    return type(item).__name__.encode() + msgspec.json.encode(item, order="deterministic")
+
+
+def _of_hangs(first: Hang, hangs: Sequence[Hang]) -> Diagnosis:
+    """Those that wait are the victims of those that are missing; who hangs alone is its own culprit."""
+    missing = {node for hang in hangs for node in hang.missing_nodes}
+    waiting = any(hang.missing for hang in hangs)
+    node = device = ""
+    if len(missing) == 1:
+        node = next(iter(missing))
+    elif len(hangs) == 1 and not waiting:
+        node, device = first.node, first.device
+    return Diagnosis(cause=Cause.HANG, section=first.section, culprit_node=node, culprit_device=device)
+
+
+def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
+    cause = _classify_end(end)
+    placed = cause in _HAS_A_PLACE and _doubt(end) < 2
+    return Diagnosis(
+        cause=cause,
+        exit_code=end.exit_code,
+        message=end.message,
+        culprit_node=end.node if placed else "",
+        culprit_device=end.device if placed else "",
+        named=bool(placed and end.node and end.device and _DEVICE.search(_text(end))),
+        alike=_alike(end, evidence),
+    )
+
+
+def _alike(root: WorkerEnd, evidence: Evidence) -> bool:
+    """Whether no rank tells another story, and most tell this one; of what fails at import one is enough.
+
+    Not all: the agent stops the others as soon as it sees the first one fail.
+    """
+    if not root.message:
+        return False
+    told = (root.exit_code, comparable(_text(root)))
+    same = sum((end.exit_code, comparable(_text(end))) == told for end in evidence.ends)
+    if same < len(evidence.ends) or evidence.hangs or evidence.lost:
+        return False
+    return 2 * same > evidence.world_size or _error_class(root) in _AT_IMPORT
+
+
+def _text(end: WorkerEnd) -> str:
+    if not end.error_class or _error_class(end, given=False) == end.error_class:
+        return end.message
+    return f"{end.error_class}: {end.message}"
+
+
+def _error_class(end: WorkerEnd, *, given: bool = True) -> str:
+    found = _CLASS.match(end.message)
+    return (given and end.error_class) or (found.group(1) if found else "")
+
+
+def _classify_end(end: WorkerEnd) -> Cause:
+    code, text = end.exit_code, _text(end)
     if code > 128 and code - 128 in signal.valid_signals():
         code = 128 - code  # a shell between the agent and the worker reports a signal n as 128 + n
-    if evidence.kernel_oom:
+    if end.kernel_oom:
         return Cause.JOB
     if code < 0:
-        return _classify_signal(-code, message)
+        return _classify_signal(-code, text)
     if code in _BY_CODE:
         return _BY_CODE[ExitCode(code)]
-    return _classify_message(message) or (Cause.JOB if code > 0 else Cause.UNKNOWN)
+    return _classify_message(text) or (Cause.JOB if code > 0 else Cause.UNKNOWN)
 
 
 def _classify_signal(number: int, message: str) -> Cause:
@@ -145,7 +304,11 @@ def _classify_message(message: str) -> Cause | None:
         (_HANG, Cause.HANG),
         (_LOST_PEER, Cause.INFRASTRUCTURE),
         (_DEVICE, Cause.DEVICE),
+        (_CUDA, Cause.UNKNOWN),
         (_CHECKPOINT, Cause.CHECKPOINT),
+        (_STORAGE, Cause.INFRASTRUCTURE),
+        (_LOADER_KILLED, Cause.INFRASTRUCTURE),
+        (_DATA, Cause.DATA),
     ):
         if pattern.search(message):
             return cause

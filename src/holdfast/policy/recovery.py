@@ -1,16 +1,14 @@
-"""What to do after an attempt failed: restart, or stop with a documented code.
+"""What to do after an attempt failed: go on in some way, or stop with a documented code.
 
 Guarantee: pure, and it ends. Unless the highest committed step rises, a run is restarted at most
-`max_restarts` times, however many launches it is given; after that every decision is a stop. Every decision
-says what it rests on.
-
-The richer actions (rotate devices, exclude a node, a lower rung, shrink, wait, requeue) belong here, as
-further members of `Action` and further rules in `recover`; nobody else decides.
+`budgets.most_restarts(launch.max_restarts)` times, however many launches it is given; after that every
+decision is a stop. The same failure in the same setting is met at most `budgets.MOST_IDENTICAL` times: then
+something varies that has not been tried against it, or the run stops. What is excluded is never used again.
+Every decision says what it rests on. Nobody else decides.
 """
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Sequence
 from enum import StrEnum
@@ -18,33 +16,98 @@ from enum import StrEnum
 import msgspec
 
 from holdfast.exit_codes import MEANINGS, ExitCode
-from holdfast.policy.budgets import PastAttempt, highest_step, restarts_left
+from holdfast.policy.budgets import (
+    BUDGETS,
+    MAX_REQUEUES,
+    RERUNS,
+    PastAttempt,
+    episode,
+    highest_step,
+    recent,
+    restarts_after,
+    restarts_left,
+)
+from holdfast.policy.capacity import Cluster, Exclusion, Fit, devices_of, fit, layout
 from holdfast.policy.classify import Cause
+from holdfast.policy.rotation import arrangements
+from holdfast.policy.variation import Tried
+
+CAPACITY_WAIT = 600.0
+"""Seconds to wait for nodes that are missing: longer than one takes to boot, shorter than it pays to hold the
+others idle."""
+PAUSE_LIMIT = 24 * 3600.0
+"""Seconds that a pause by an operator may hold a run's nodes idle."""
+AT_IMPORT = 120.0
+"""Seconds within which a script that got nowhere counts as failed at its start: importing torch on many nodes
+from a network file system takes as long."""
 
 
 class Action(StrEnum):
     RESTART = "restart"
+    """As before; on spares in the place of nodes that are gone."""
+    ROTATE = "rotate"
+    """Each rank on another device."""
+    EXCLUDE = "exclude"
+    """Without the device or node that is at fault, on a spare in its place."""
+    LOWER_RUNG = "lower_rung"
+    """From an older checkpoint."""
+    SHRINK = "shrink"
+    """With fewer nodes."""
+    WAIT = "wait"
+    """Then decide again."""
+    REQUEUE = "requeue"
+    """End, to be started again by the scheduler."""
     STOP = "stop"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another attempt follows at once."""
+        return self not in (Action.WAIT, Action.REQUEUE, Action.STOP)
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """The incident to decide about."""
+    """The incident to decide about. What is not known keeps its default, and nothing is decided on it."""
 
     attempt: PastAttempt
     """The attempt that just failed, with its root cause."""
     max_restarts: int
     facts: list[str] = []
     """What was seen, in words; goes into the decision's evidence as it is."""
+    cluster: Cluster | None = None
+    lower_rungs: int = 0
+    """Checkpoints below the one it came from that a resume may still use."""
+    can_requeue: bool = False
+    """Whether a scheduler would start the job again."""
+    capacity_wait: float = CAPACITY_WAIT
+    waited: float = 0.0
+    """Seconds that were spent waiting for capacity since it failed."""
+    paused: bool = False
+    """Whether an operator paused recovery."""
+    paused_for: float = 0.0
+    """Seconds that were spent in that pause since it failed."""
+    budget_reset: int = 0
+    """Attempts up to this number are forgiven: an operator reset the budget after them."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     action: Action
     exit_code: int
-    """What the launcher ends with; 0 for a restart."""
+    """What the launcher ends with; 0 unless it does."""
     reason: str
     evidence: list[str]
     restarts_left: int
     """After this decision."""
+    rotate_by: int = 0
+    """The shift of the next attempt's devices, counted from the plain order: see `rotation.arrange`."""
+    nodes: list[str] = []
+    """Who takes part in the next attempt, in rank order; empty where that is not known here."""
+    spares: list[str] = []
+    """Which of them waited until now."""
+    exclude: list[Exclusion] = []
+    """What is kept out from now on, besides what already is."""
+    avoid: list[str] = []
+    """Checkpoints that the next attempt must not use; kept up until there is progress."""
+    wait_seconds: float = 0.0
 
 
 INCURABLE = frozenset(
@@ -60,37 +123,300 @@ INCURABLE = frozenset(
 """Codes by which a worker says that the same start would end the same way. 2 is none of them: scripts use
 it for reasons of their own."""
 
+_FROM_OUTSIDE = frozenset({Cause.PREEMPTION, Cause.INFRASTRUCTURE})
+"""Causes that another place or time may be free of."""
+
 
 def recover(history: Sequence[PastAttempt], situation: Situation) -> Decision:
     """Decide about one failed attempt. `history` holds the attempts before it, in any order."""
-    failed = situation.attempt
-    past = sorted((a for a in history if a.number < failed.number), key=lambda a: a.number)
-    left = restarts_left([*past, failed], situation.max_restarts)
-    evidence = [*situation.facts, f"cause: {failed.cause}", _progress(past, failed)]
+    return _Case(history, situation).decide()
 
-    def stop(code: ExitCode, reason: str) -> Decision:
+
+class _Case:
+    """One incident. Each rule decides or passes (None); the first that decides counts."""
+
+    def __init__(self, history: Sequence[PastAttempt], situation: Situation) -> None:
+        self._now = situation
+        self._failed = failed = situation.attempt
+        self._cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
+        past = [attempt for attempt in history if attempt.number < failed.number]
+        self._all = [*past, failed]
+        self._forgiven = situation.budget_reset
+        self._left = restarts_left(self._all, situation.max_restarts, self._forgiven)
+        self._episode = episode(self._all, self._forgiven)
+        self._tried = Tried(self._episode, failed)
+        self._cluster = cluster = situation.cluster or Cluster()
+        self._wanted = failed.node_count or len(failed.nodes) or len(cluster.nodes)
+        self._fit = Fit(nodes=[]) if situation.cluster is None else fit(cluster, self._wanted)
+        self._evidence = [*situation.facts, f"cause: {failed.cause}", _progress(past, failed)]
+
+    def decide(self) -> Decision:
+        rules = (
+            self._incurable,
+            self._failed_at_import,
+            self._rejected_too_often,
+            self._same_error,
+            self._budget_spent,
+            self._too_few_nodes,
+            self._exclude,
+            self._change_of_nodes,
+            self._repeat_first,
+            self._rotate,
+            self._lower_rung,
+            self._repeat_last,
+        )
+        decision = next((found for rule in rules if (found := rule()) is not None), None)
+        if decision is None:
+            decision = self._give_up()
+        if self._now.paused and decision.action is not Action.STOP:
+            return self._pause()
+        return decision
+
+    # -- what a restart would not cure ----------------------------------------------------------------------
+
+    def _incurable(self) -> Decision | None:
+        if self._failed.exit_code not in INCURABLE:
+            return None
+        code = ExitCode(self._failed.exit_code)
+        return self._stop(code, f"a restart cannot cure exit code {code.value}: {MEANINGS[code][0]}")
+
+    def _failed_at_import(self) -> Decision | None:
+        failed = self._failed
+        if failed.began or not failed.alike or self._cause is not Cause.JOB:
+            return None
+        if failed.seconds > AT_IMPORT or highest_step(self._all) > 0:
+            return None
+        return self._stop(
+            ExitCode.FAILED,
+            f"the script failed after {failed.seconds:.0f} s, on all ranks alike and before its first step: "
+            "a restart would end the same way",
+        )
+
+    def _rejected_too_often(self) -> Decision | None:
+        if self._failed.exit_code != ExitCode.RERUN_WANTED:
+            return None
+        times = sum(attempt.exit_code == ExitCode.RERUN_WANTED for attempt in self._episode)
+        if times <= RERUNS and (self._left > 0 or times < 2):
+            return None
+        return self._stop(
+            ExitCode.VALIDATION_FAILED,
+            f"a step was rejected in {times} attempts without progress, and re-running it did not help",
+        )
+
+    def _same_error(self) -> Decision | None:
+        earlier = self._tried.same_error
+        if earlier is None:
+            return None
+        self._evidence.append(f"attempt {earlier.number} ended with the same error at the same step")
+        if self._may_lower():
+            return None
+        return self._stop(ExitCode.FAILED, "the same error repeated without progress")
+
+    def _budget_spent(self) -> Decision | None:
+        cause, budget = self._cause, BUDGETS[self._cause]
+        if self._now.max_restarts == 0 or (self._left == 0 and cause is not Cause.PREEMPTION):
+            return self._stop(
+                ExitCode.BUDGET_SPENT,
+                f"no restart is left: launch.max_restarts allows {self._now.max_restarts} without progress",
+            )
+        used = restarts_after(cause, self._all, self._forgiven)
+        if used >= budget.restarts:
+            why = f"{used} restarts without progress were for {cause}, as many as it is given"
+            if cause in _FROM_OUTSIDE:
+                return self._requeue_or_stop(ExitCode.BUDGET_SPENT, why)
+            return self._stop(ExitCode.BUDGET_SPENT, why)
+        times = recent(cause, self._episode, self._failed.at)
+        if budget.per_window and times > budget.per_window:
+            return self._requeue_or_stop(
+                ExitCode.BUDGET_SPENT,
+                f"{times} attempts ended by {cause} within {budget.window:g} s without progress",
+            )
+        return None
+
+    # -- what there is to run on ----------------------------------------------------------------------------
+
+    def _too_few_nodes(self) -> Decision | None:
+        missing = self._fit.missing
+        if not missing:
+            return None
+        there = f"{len(self._fit.nodes)} usable nodes are there, {missing} more are needed"
+        self._evidence.append(there)
+        rest = self._now.capacity_wait - self._now.waited
+        if rest > 0:
+            return self._wait(rest, f"{there}: wait for them")
+        return self._requeue_or_stop(
+            ExitCode.NO_CAPACITY, f"{there}, and none came within {self._now.waited:.0f} s"
+        )
+
+    def _exclude(self) -> Decision | None:
+        """Keep out what is at fault, if the rest suffices."""
+        failed, cluster = self._failed, self._cluster
+        if failed.culprit_node not in self._fit.nodes or not self._guilty():
+            return None
+        node, device = failed.culprit_node, failed.culprit_device
+        reason = self._accusation()
+        if device and device in devices_of(cluster, node):
+            left = devices_of(cluster, node, without=device)
+            if len(left) >= cluster.workers_per_node:
+                what = f"device {device} of {node} is excluded: {reason}"
+                return self._go(Action.EXCLUDE, what, self._fit, exclude=[Exclusion(node, device, reason)])
+        found = fit(cluster, self._wanted, without={node})
+        if found.missing or (found.shrinks and not failed.named and self._may_repeat()):
+            return None
+        exclude = [Exclusion(node, None, reason)]
+        if found.shrinks:
+            what = f"{node} is excluded and {len(found.nodes)} nodes go on: {reason}"
+            return self._go(Action.SHRINK, what, found, exclude=exclude)
+        return self._go(Action.EXCLUDE, f"{node} is excluded: {reason}", found, exclude=exclude)
+
+    def _guilty(self) -> bool:
+        return self._failed.named or self._tried.accused >= 2
+
+    def _accusation(self) -> str:
+        failed = self._failed
+        what = f"attempt {failed.number}: {failed.message or self._end_in_words()} ({self._cause})"
+        return what if failed.named else f"{what}; at fault {self._tried.accused} times without progress"
+
+    def _change_of_nodes(self) -> Decision | None:
+        """Nodes are gone: others in their place, or fewer, are a change already unless it was seen before."""
+        found = self._fit
+        if not (found.spares or found.shrinks) or self._tried.met_on(found.nodes):
+            return None
+        if self._tried.same_error is not None:
+            return None  # it does not come from the nodes
+        if found.shrinks:
+            return self._go(Action.SHRINK, f"{len(found.nodes)} of {self._wanted} nodes go on", found)
+        return self._go(Action.RESTART, f"the spare {', '.join(found.spares)} takes part", found)
+
+    # -- repeat, or vary ------------------------------------------------------------------------------------
+
+    def _may_repeat(self) -> bool:
+        if self._tried.same_error is not None:
+            return False
+        rerun = self._failed.exit_code == ExitCode.RERUN_WANTED
+        return self._tried.repeats < (RERUNS if rerun else BUDGETS[self._cause].repeats)
+
+    def _repeat_first(self) -> Decision | None:
+        return None if BUDGETS[self._cause].vary_first else self._repeat_last()
+
+    def _repeat_last(self) -> Decision | None:
+        if not self._may_repeat():
+            return None
+        what = f"{self._end_in_words()} ({self._cause}) may not happen again"
+        return self._go(Action.RESTART, what, self._fit)
+
+    def _end_in_words(self) -> str:
+        failed = self._failed
+        if failed.exit_code:
+            return describe_end(failed.exit_code)
+        if failed.section:
+            return f"no sign of life in section {failed.section}"
+        return failed.message or "what ended it"
+
+    def _rotate(self) -> Decision | None:
+        places = layout(self._cluster, self._fit.nodes)
+        shift = self._tried.next_shift(arrangements(places))
+        if shift is None:
+            return None
+        return self._go(
+            Action.ROTATE,
+            f"every rank runs on another device ({self._cause} on the present ones)",
+            self._fit,
+            rotate_by=shift,
+        )
+
+    def _may_lower(self) -> bool:
+        return self._now.lower_rungs > 0 and self._tried.may_lower()
+
+    def _lower_rung(self) -> Decision | None:
+        if not self._may_lower():
+            return None
+        rung = self._failed.rung
+        return self._go(
+            Action.LOWER_RUNG,
+            f"{rung} may be the cause: resume from an older checkpoint",
+            self._fit,
+            avoid=[rung],
+        )
+
+    def _give_up(self) -> Decision:
+        times = 1 + self._tried.repeats
+        if self._tried.told:
+            self._evidence.append(f"tried since the last progress: {self._tried.told}")
+        why = f"the same failure came back {times} times, and nothing is left to vary against it"
+        if self._guilty() and self._failed.culprit_node and self._may_requeue():
+            node, reason = self._failed.culprit_node, self._accusation()
+            return self._requeue(f"{why} on these nodes", [Exclusion(node, None, reason)])
+        return self._stop(ExitCode.NOTHING_LEFT, why)
+
+    # -- the decisions --------------------------------------------------------------------------------------
+
+    def _go(
+        self,
+        action: Action,
+        reason: str,
+        found: Fit,
+        *,
+        rotate_by: int | None = None,
+        exclude: Sequence[Exclusion] = (),
+        avoid: Sequence[str] = (),
+    ) -> Decision:
+        evidence = list(self._evidence)
+        if self._cause is Cause.PREEMPTION:
+            left = self._left
+            evidence.append("preemption uses up no restart")
+        else:
+            left = self._left - 1
+            told = f"{self._left} of {self._now.max_restarts} restarts without progress were left"
+            evidence.append(told)
         return Decision(
-            action=Action.STOP, exit_code=code, reason=reason, evidence=evidence, restarts_left=left
+            action=action,
+            exit_code=0,
+            reason=reason,
+            evidence=evidence,
+            restarts_left=left,
+            rotate_by=self._failed.rotation if rotate_by is None else rotate_by,
+            nodes=found.nodes,
+            spares=found.spares,
+            exclude=list(exclude),
+            avoid=sorted({*self._tried.avoid, *avoid}),
         )
 
-    if failed.exit_code in INCURABLE:
-        code = ExitCode(failed.exit_code)
-        return stop(code, f"a restart cannot cure exit code {code.value}: {MEANINGS[code][0]}")
-    if past and _same_error(past[-1], failed):
-        evidence.append(f"attempt {past[-1].number} ended with the same error at the same step")
-        return stop(ExitCode.FAILED, "the same error repeated without progress")
-    if left == 0:
-        return stop(
-            ExitCode.BUDGET_SPENT,
-            f"no restart is left: launch.max_restarts allows {situation.max_restarts} without progress",
+    def _end(self, action: Action, code: int, reason: str, **more: object) -> Decision:
+        found = Decision(
+            action=action, exit_code=code, reason=reason, evidence=self._evidence, restarts_left=self._left
         )
-    return Decision(
-        action=Action.RESTART,
-        exit_code=0,
-        reason=f"{describe_end(failed.exit_code)} ({failed.cause}) may not happen again",
-        evidence=[*evidence, f"{left} of {situation.max_restarts} restarts without progress were left"],
-        restarts_left=left - 1,
-    )
+        return msgspec.structs.replace(found, **more)
+
+    def _stop(self, code: ExitCode, reason: str) -> Decision:
+        return self._end(Action.STOP, code, reason)
+
+    def _wait(self, seconds: float, reason: str) -> Decision:
+        return self._end(Action.WAIT, 0, reason, wait_seconds=seconds, avoid=self._tried.avoid)
+
+    def _pause(self) -> Decision:
+        rest = PAUSE_LIMIT - self._now.paused_for
+        if rest > 0:
+            return self._wait(rest, "an operator paused recovery")
+        return self._stop(
+            ExitCode.PAUSED_TOO_LONG, f"an operator paused recovery, for more than {PAUSE_LIMIT / 3600:g} h"
+        )
+
+    def _may_requeue(self) -> bool:
+        return self._now.can_requeue and self._tried.requeues < MAX_REQUEUES
+
+    def _requeue(self, reason: str, exclude: Sequence[Exclusion] = ()) -> Decision:
+        return self._end(
+            Action.REQUEUE,
+            ExitCode.REQUEUE_WANTED,
+            reason,
+            exclude=list(exclude),
+            rotate_by=self._failed.rotation,
+            avoid=self._tried.avoid,
+        )
+
+    def _requeue_or_stop(self, code: ExitCode, reason: str) -> Decision:
+        return self._requeue(reason) if self._may_requeue() else self._stop(code, reason)
 
 
 def _progress(past: Sequence[PastAttempt], failed: PastAttempt) -> str:
@@ -98,23 +424,6 @@ def _progress(past: Sequence[PastAttempt], failed: PastAttempt) -> str:
     if failed.highest_step > before:
         return f"progress: the highest committed step rose from {before} to {failed.highest_step}"
     return f"no progress: the highest committed step stayed at {max(before, failed.highest_step)}"
-
-
-def _same_error(before: PastAttempt, failed: PastAttempt) -> bool:
-    """Whether the job failed twice in a row in the same way. Without a message nothing is known to be so."""
-    return (
-        bool(failed.message)
-        and failed.cause == before.cause == Cause.JOB
-        and before.outcome == "failed"
-        and _comparable(before.message) == _comparable(failed.message)
-        and before.exit_code == failed.exit_code
-        and before.highest_step == failed.highest_step
-    )
-
-
-def _comparable(message: str) -> str:
-    """A message without what differs between two runs of the same thing: addresses of objects, pids."""
-    return re.sub(r"0x[0-9a-fA-F]+|\bpid[ =:]*\d+", "…", message)
 
 
 def describe_end(exit_code: int) -> str:

@@ -1,0 +1,109 @@
+"""How many restarts are left: counted over the whole history, refunded by progress only."""
+
+from __future__ import annotations
+
+from harness import REPO
+from holdfast.policy.budgets import (
+    BUDGETS,
+    MAX_REGROUPS,
+    MOST_IDENTICAL,
+    RERUNS,
+    PastAttempt,
+    episode,
+    may_regroup,
+    most_restarts,
+    recent,
+    restarts_after,
+    restarts_left,
+    restarts_without_progress,
+)
+from holdfast.policy.classify import Cause
+
+
+def past(
+    number: int, launch: str = "a", outcome: str = "failed", step: int = 0, **more: object
+) -> PastAttempt:
+    cause = Cause.INFRASTRUCTURE if outcome == "failed" else ""
+    return PastAttempt(
+        number=number,
+        launch=launch,
+        outcome=outcome,
+        highest_step=step,
+        **{"cause": cause, **more},  # type: ignore[arg-type]
+    )
+
+
+def test_restarts_are_counted_over_launches_and_first_attempts_are_free() -> None:
+    """Case pytorch#147064."""
+    assert restarts_without_progress([past(1)]) == 0
+    assert restarts_without_progress([past(1), past(2), past(3)]) == 2
+    assert restarts_without_progress([past(1), past(2), past(3, "b"), past(4, "b")]) == 2
+    assert restarts_left([past(1), past(2), past(3, "b"), past(4, "b")], 2) == 0
+
+
+def test_only_a_rise_of_the_highest_step_refunds() -> None:
+    spent = [past(1, step=100), past(2, step=100), past(3, step=100)]
+    assert restarts_without_progress(spent) == 2
+    assert restarts_without_progress([*spent, past(4, step=90)]) == 3
+    assert restarts_without_progress([*spent, past(4, step=101)]) == 0
+    assert restarts_without_progress([*spent, past(4, step=101), past(5, step=101)]) == 1
+
+
+def test_an_attempt_that_was_lost_with_its_launcher_gives_nothing_back() -> None:
+    history = [past(1, step=100), past(2, step=100), past(3, "b", "lost"), past(4, "b", step=100)]
+    assert restarts_without_progress(history) == 2
+
+
+def test_preemption_uses_up_no_restart_but_is_counted_for_itself() -> None:
+    history = [past(1), past(2, cause=Cause.PREEMPTION), past(3), past(4)]
+    assert restarts_without_progress(history) == 2
+    assert restarts_after(Cause.PREEMPTION, history) == 1
+    assert restarts_after(Cause.INFRASTRUCTURE, history) == 2
+
+
+def test_an_operator_forgives_what_was_before() -> None:
+    history = [past(1), past(2), past(3), past(4)]
+    assert restarts_without_progress(history, forgiven=3) == 1
+    assert restarts_without_progress(history, forgiven=9) == 0
+    assert [attempt.number for attempt in episode(history, forgiven=2)] == [3, 4]
+
+
+def test_an_episode_begins_with_the_attempt_that_made_the_progress() -> None:
+    history = [past(3, step=50), past(1, step=20), past(2, outcome="lost"), past(4, step=50)]
+    assert [attempt.number for attempt in episode(history)] == [3, 4]
+
+
+def test_a_window_forgets_what_is_older_and_counts_what_has_no_time() -> None:
+    window = BUDGETS[Cause.PREEMPTION].window
+    when = [1e9, 1e9 - window, 1e9 - window - 1, 0.0]
+    history = [past(number, cause=Cause.PREEMPTION, at=at) for number, at in enumerate(when)]
+    assert recent(Cause.PREEMPTION, history, now=1e9) == 3
+    assert recent(Cause.PREEMPTION, history, now=0.0) == 4
+    assert recent(Cause.DEVICE, history, now=1e9) == 0
+
+
+def test_a_change_of_membership_is_no_restart_but_bounded() -> None:
+    """Note 2 of torch's agent: a spare that keeps arriving would restart the group for ever."""
+    history = [past(number, outcome="stopped") for number in range(1, MAX_REGROUPS + 1)]
+    assert restarts_without_progress(history) == 0
+    assert may_regroup(history)
+    assert not may_regroup([*history, past(MAX_REGROUPS + 1, outcome="stopped")])
+
+
+def test_every_cause_has_a_budget_with_its_reason_and_the_bounds_follow_from_it() -> None:
+    assert set(BUDGETS) == set(Cause)
+    assert all(budget.why and 0 < budget.repeats <= budget.restarts for budget in BUDGETS.values())
+    assert most_restarts(0) == 0
+    assert most_restarts(3) == 3 + 20
+    assert most_restarts(10**6) == 44 + 20, "however many are allowed"
+    assert MOST_IDENTICAL == 4 > RERUNS
+
+
+def test_the_page_has_the_budgets_of_the_code() -> None:
+    page = (REPO / "docs" / "recovery.md").read_text(encoding="utf-8")
+    for cause, budget in BUDGETS.items():
+        hourly = f", at most {budget.per_window} in an hour" if budget.window == 3600 else ""
+        row = f"| {cause} | {budget.restarts}{hourly} | {budget.repeats} | {budget.why} |"
+        assert row in page, f"docs/recovery.md should have:\n{row}"
+    assert f"`launch.max_restarts`, {most_restarts(10**6) - 20}) + 20 times" in page
+    assert f"repeats a cycle that was run {MOST_IDENTICAL} times" in page

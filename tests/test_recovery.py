@@ -1,0 +1,457 @@
+"""What is decided after a failure, rule by rule. That it always ends is in test_recovery_ends.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from holdfast.exit_codes import ExitCode
+from holdfast.policy.budgets import BUDGETS, MAX_REQUEUES, RERUNS, PastAttempt
+from holdfast.policy.capacity import Cluster, Exclusion
+from holdfast.policy.classify import Cause, diagnose
+from holdfast.policy.evidence import DeviceError, Evidence
+from holdfast.policy.recovery import (
+    AT_IMPORT,
+    CAPACITY_WAIT,
+    INCURABLE,
+    PAUSE_LIMIT,
+    Action,
+    Decision,
+    Situation,
+    recover,
+)
+from holdfast.policy.variation import MAX_LOWER_RUNGS, MAX_ROTATIONS, NEAR_RESUME, cycle, signature
+
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14766."
+PAIR = Cluster(nodes=["a", "b"], devices={"a": ["0", "1"], "b": ["0", "1"]}, workers_per_node=2, min_nodes=2)
+
+
+def failed(number: int = 1, cause: Cause = Cause.INFRASTRUCTURE, **more: object) -> PastAttempt:
+    return PastAttempt(
+        number=number,
+        launch="l",
+        outcome="failed",
+        cause=cause,
+        **{"exit_code": 1, "nodes": ["a", "b"], **more},  # type: ignore[arg-type]
+    )
+
+
+def decide(*attempts: PastAttempt, max_restarts: int = 100, **more: object) -> Decision:
+    """About the last one."""
+    situation = Situation(
+        attempt=attempts[-1],
+        max_restarts=max_restarts,
+        facts=["seen"],
+        **more,  # type: ignore[arg-type]
+    )
+    return recover(list(attempts[:-1]), situation)
+
+
+def again(attempt: PastAttempt, **more: object) -> PastAttempt:
+    """The next attempt, which ended the same way unless told otherwise."""
+    return msgspec.structs.replace(attempt, number=attempt.number + 1, **more)
+
+
+def stopped(decision: Decision) -> int:
+    assert decision.action is Action.STOP, decision
+    assert decision.exit_code != 0
+    return decision.exit_code
+
+
+# -- what stops at once ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", sorted(INCURABLE))
+def test_what_a_restart_cannot_cure_stops_at_once_with_its_own_code(code: int) -> None:
+    """Scenario 13."""
+    assert stopped(decide(failed(exit_code=code), cluster=PAIR)) == code
+
+
+def test_a_spent_budget_stops_with_its_code_and_says_why() -> None:
+    decision = decide(failed(1), failed(2, message="x"), failed(3), max_restarts=2)
+    assert stopped(decision) == ExitCode.BUDGET_SPENT
+    assert "seen" in decision.evidence
+    assert any("no progress" in line for line in decision.evidence)
+
+
+def test_no_restart_means_none_also_for_preemption() -> None:
+    assert stopped(decide(failed(cause=Cause.PREEMPTION), max_restarts=0)) == ExitCode.BUDGET_SPENT
+
+
+@pytest.mark.parametrize(
+    "code", [2, ExitCode.RERUN_WANTED, ExitCode.SAVE_FAILED, ExitCode.DECISION_TIMEOUT, -9]
+)
+def test_what_may_pass_is_restarted(code: int) -> None:
+    """Scenario 13."""
+    decision = decide(failed(exit_code=code), max_restarts=3)
+    assert (decision.action, decision.restarts_left) == (Action.RESTART, 2)
+
+
+def test_the_same_job_error_twice_stops_before_the_budget_is_burnt() -> None:
+    """Scenario 13."""
+    first = failed(cause=Cause.JOB, message="ValueError: <obj at 0x7f01>")
+    same = again(first, message="ValueError: <obj at 0x7f99>")
+    assert stopped(decide(first, same)) == ExitCode.FAILED
+    other = failed(2, message=GLOO)
+    assert stopped(decide(first, other, again(same))) == ExitCode.FAILED, "whatever came between"
+    # Any difference is a reason to try: another message, another step, no message, another cause.
+    assert decide(first, again(same, message="KeyError: 1")).action is Action.RESTART
+    assert decide(first, again(same, highest_step=10)).action is Action.RESTART
+    assert decide(failed(cause=Cause.JOB), failed(2, cause=Cause.JOB)).action is Action.RESTART
+    assert decide(failed(message=GLOO), failed(2, message=GLOO)).action is Action.RESTART
+
+
+def test_a_script_that_fails_at_import_is_not_started_again() -> None:
+    early = failed(cause=Cause.JOB, message="ModuleNotFoundError: x", alike=True, began=False, seconds=2.0)
+    assert stopped(decide(early)) == ExitCode.FAILED
+    for otherwise in (
+        {"began": True},
+        {"alike": False},
+        {"seconds": AT_IMPORT + 1},
+        {"cause": Cause.INFRASTRUCTURE},
+        {"highest_step": 1},
+    ):
+        assert decide(msgspec.structs.replace(early, **otherwise)).action is Action.RESTART, otherwise
+
+
+# -- a cycle is not repeated for ever --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cause", [c for c in Cause if c is not Cause.PREEMPTION])
+def test_a_cycle_is_repeated_a_stated_number_of_times_where_nothing_can_vary(cause: Cause) -> None:
+    attempts = [failed(cause=cause, nodes=["a"])]
+    for _ in range(BUDGETS[cause].repeats):
+        assert decide(*attempts).action is Action.RESTART
+        attempts.append(again(attempts[-1]))
+    assert stopped(decide(*attempts)) == ExitCode.NOTHING_LEFT
+    assert stopped(decide(*attempts, cluster=Cluster(nodes=["a"]))) == ExitCode.NOTHING_LEFT
+    assert decide(*attempts[:-1], again(attempts[-2], highest_step=1)).action is Action.RESTART
+
+
+def test_ports_and_pids_do_not_make_two_failures_different_but_the_jobs_own_words_do() -> None:
+    one, other = failed(message=GLOO), failed(message=GLOO.replace("14766", "9"))
+    assert signature(one) == signature(other)
+    mine, yours = failed(cause=Cause.JOB, message="sample 3"), failed(cause=Cause.JOB, message="sample 4")
+    assert signature(mine) != signature(yours)
+    full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} GiB. Process {} has 3 MiB"
+    assert signature(failed(1, Cause.JOB, message=full.format("2.00", 71))) == signature(
+        failed(1, Cause.JOB, message=full.format("1.25", 72))
+    )
+    hangs = [failed(cause=Cause.HANG, section="step", message=f"for {n} s") for n in (180, 181)]
+    assert signature(hangs[0]) == signature(hangs[1])
+    assert cycle(one) != cycle(msgspec.structs.replace(one, rung="step_100"))
+    assert signature(failed(culprit_node="a")) != signature(failed(culprit_node="b"))
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_each_cause_has_an_end_of_its_own_below_the_jobs(cause: Cause) -> None:
+    attempts = [failed(1, cause)]
+    while (decision := decide(*attempts)).action.goes_on:
+        letter = chr(97 + len(attempts))
+        attempts.append(again(attempts[-1], message=letter, section=letter, at=4000.0 * len(attempts)))
+        assert len(attempts) < 100
+    assert stopped(decision) == ExitCode.BUDGET_SPENT
+    assert len(attempts) == 1 + BUDGETS[cause].restarts
+
+
+def test_preemption_costs_no_restart_but_not_too_many_in_its_window() -> None:
+    budget = BUDGETS[Cause.PREEMPTION]
+    attempts = [failed(cause=Cause.PREEMPTION, at=1e9)]
+    for _ in range(budget.per_window):
+        decision = decide(*attempts, max_restarts=1)
+        assert (decision.action, decision.restarts_left) == (Action.RESTART, 1)
+        attempts.append(again(attempts[-1], at=attempts[-1].at + 60))
+    assert stopped(decide(*attempts, max_restarts=1)) == ExitCode.BUDGET_SPENT
+    queued = decide(*attempts, max_restarts=1, can_requeue=True)
+    assert (queued.action, queued.exit_code) == (Action.REQUEUE, ExitCode.REQUEUE_WANTED)
+    slower = [msgspec.structs.replace(a, at=1e9 + 1000 * a.number) for a in attempts]
+    assert decide(*slower, max_restarts=1).action is Action.RESTART
+
+
+# -- rotation --------------------------------------------------------------------------------------------
+
+
+def test_a_device_error_that_names_nobody_moves_every_rank_and_goes_on_round() -> None:
+    attempts = [failed(cause=Cause.DEVICE)]
+    shifts = []
+    while (decision := decide(*attempts, cluster=PAIR)).action is Action.ROTATE:
+        shifts.append(decision.rotate_by)
+        attempts[-1] = msgspec.structs.replace(attempts[-1], action="rotate")
+        attempts.append(
+            again(attempts[-1], rotation=decision.rotate_by, placement=str(decision.rotate_by), action="")
+        )
+    assert shifts == [1, 2, 3]
+    assert len(shifts) == MAX_ROTATIONS
+    assert (decision.action, decision.rotate_by) == (Action.RESTART, 3), "then once more as it is"
+    assert stopped(decide(*attempts, again(attempts[-1]), cluster=PAIR)) == ExitCode.NOTHING_LEFT
+
+
+def test_a_restart_stays_on_the_devices_that_it_was_rotated_to() -> None:
+    assert decide(failed(rotation=2), cluster=PAIR).rotate_by == 2
+
+
+def test_a_job_error_does_not_move_ranks() -> None:
+    same = [failed(number, Cause.JOB) for number in (1, 2, 3)]
+    assert stopped(decide(*same, cluster=PAIR)) == ExitCode.NOTHING_LEFT
+
+
+def test_a_rejected_step_is_run_on_other_devices_then_fails_validation() -> None:
+    """Scenarios 3 and 13."""
+    first = failed(cause=Cause.DEVICE, exit_code=16)
+    turned = decide(first, cluster=PAIR)
+    assert (turned.action, turned.rotate_by) == (Action.ROTATE, 1)
+    assert decide(first).action is Action.RESTART, "on the only device there is"
+    attempts = [failed(number, Cause.DEVICE, exit_code=16) for number in range(1, RERUNS + 2)]
+    assert decide(*attempts[:-1]).action is Action.RESTART
+    assert stopped(decide(*attempts)) == ExitCode.VALIDATION_FAILED
+    assert stopped(decide(*attempts, cluster=PAIR)) == ExitCode.VALIDATION_FAILED
+    assert stopped(decide(*attempts[:2], max_restarts=1)) == ExitCode.VALIDATION_FAILED
+    assert stopped(decide(attempts[0], max_restarts=0)) == ExitCode.BUDGET_SPENT
+
+
+def test_a_rejection_that_follows_the_device_excludes_it() -> None:
+    """Scenario 4."""
+    place = {**PAIR.devices, "a": ["0", "1", "2"]}
+    roomy = msgspec.structs.replace(PAIR, devices=place)
+    bad = failed(cause=Cause.DEVICE, exit_code=16, culprit_node="a", culprit_device="1", action="rotate")
+    decision = decide(bad, again(bad, rotation=1), cluster=roomy)
+    assert decision.action is Action.EXCLUDE
+    assert [(e.node, e.device) for e in decision.exclude] == [("a", "1")]
+    moved = again(bad, rotation=1, culprit_device="0")
+    assert decide(bad, moved, cluster=roomy).action is Action.ROTATE, "it stays with the work"
+
+
+# -- exclusion -------------------------------------------------------------------------------------------
+
+
+def broken(**more: object) -> PastAttempt:
+    seen = Evidence(devices=[DeviceError(node="b", device="1", xid=79)])
+    return failed(**{**msgspec.structs.asdict(diagnose(seen)), **more})  # type: ignore[arg-type]
+
+
+def test_a_device_that_the_hardware_accuses_goes_at_once() -> None:
+    roomy = msgspec.structs.replace(PAIR, workers_per_node=1)
+    decision = decide(broken(), cluster=roomy)
+    assert (decision.action, decision.nodes, decision.spares) == (Action.EXCLUDE, ["a", "b"], [])
+    assert [(e.node, e.device) for e in decision.exclude] == [("b", "1")]
+    assert "XID 79" in decision.exclude[0].reason
+
+
+def test_its_node_goes_where_the_other_devices_are_too_few_for_its_workers() -> None:
+    decision = decide(broken(), cluster=msgspec.structs.replace(PAIR, spares=["c", "d"]))
+    assert (decision.action, decision.nodes, decision.spares) == (Action.EXCLUDE, ["a", "c"], ["c"])
+    assert [(e.node, e.device) for e in decision.exclude] == [("b", None)]
+    may = msgspec.structs.replace(PAIR, may_shrink=True, min_nodes=1)
+    decision = decide(broken(), cluster=may)
+    assert (decision.action, decision.nodes) == (Action.SHRINK, ["a"])
+    assert [e.node for e in decision.exclude] == ["b"]
+    decision = decide(broken(), cluster=PAIR)
+    assert (decision.action, decision.exclude) == (Action.ROTATE, []), "never below the least number of nodes"
+
+
+def test_a_node_that_is_at_fault_twice_makes_room_for_a_spare() -> None:
+    first = failed(exit_code=-9, culprit_node="b")
+    with_spare = msgspec.structs.replace(PAIR, spares=["c"])
+    assert decide(first, cluster=with_spare).action is Action.RESTART
+    decision = decide(first, again(first), cluster=with_spare)
+    assert (decision.action, decision.nodes) == (Action.EXCLUDE, ["a", "c"])
+    assert "2 times" in decision.exclude[0].reason
+    elsewhere = again(first, culprit_node="a")
+    assert decide(first, elsewhere, cluster=with_spare).action is Action.RESTART
+    error = failed(cause=Cause.JOB, culprit_node="b")
+    assert decide(error, again(error), cluster=with_spare).exclude == [], "a job's error accuses no node"
+
+
+def test_the_group_does_not_get_smaller_while_repeating_may_still_help() -> None:
+    may = msgspec.structs.replace(PAIR, may_shrink=True, min_nodes=1)
+    attempts = [failed(exit_code=-9, culprit_node="b")]
+    for _ in range(BUDGETS[Cause.INFRASTRUCTURE].repeats):
+        assert decide(*attempts, cluster=may).action is Action.RESTART
+        attempts.append(again(attempts[-1]))
+    decision = decide(*attempts, cluster=may)
+    assert (decision.action, decision.nodes) == (Action.SHRINK, ["a"])
+
+
+def test_what_is_excluded_is_not_taken_as_a_spare() -> None:
+    out = msgspec.structs.replace(PAIR, spares=["c", "d"], excluded=[Exclusion("c", None, "bad")])
+    assert decide(broken(), cluster=out).nodes == ["a", "d"]
+
+
+def test_a_scheduler_gets_the_job_back_where_the_culprit_cannot_be_replaced() -> None:
+    attempts = [failed(exit_code=-9, culprit_node="a", nodes=["a"])]
+    for _ in range(BUDGETS[Cause.INFRASTRUCTURE].repeats):
+        attempts.append(again(attempts[-1]))
+    alone = Cluster(nodes=["a"])
+    assert stopped(decide(*attempts, cluster=alone)) == ExitCode.NOTHING_LEFT
+    decision = decide(*attempts, cluster=alone, can_requeue=True)
+    assert (decision.action, decision.exit_code) == (Action.REQUEUE, ExitCode.REQUEUE_WANTED)
+    assert [e.node for e in decision.exclude] == ["a"]
+
+
+# -- nodes that are gone ---------------------------------------------------------------------------------
+
+
+def test_a_lost_node_is_replaced_or_done_without_or_waited_for_or_the_job_is_given_back() -> None:
+    lost = failed(culprit_node="b", nodes=["a", "b"])
+    left = msgspec.structs.replace(PAIR, nodes=["a"])
+    decision = decide(lost, cluster=msgspec.structs.replace(left, spares=["c"]))
+    assert (decision.action, decision.nodes, decision.spares) == (Action.RESTART, ["a", "c"], ["c"])
+    assert decision.exclude == [], "once is no reason to keep it out"
+    decision = decide(lost, cluster=msgspec.structs.replace(left, may_shrink=True, min_nodes=1))
+    assert (decision.action, decision.nodes) == (Action.SHRINK, ["a"])
+    decision = decide(lost, cluster=left)
+    assert (decision.action, decision.wait_seconds) == (Action.WAIT, CAPACITY_WAIT)
+    assert decision.restarts_left == 100, "waiting is no restart"
+    assert decide(lost, cluster=left, waited=CAPACITY_WAIT - 5).wait_seconds == 5
+    assert decide(lost, cluster=PAIR, waited=30).action is Action.RESTART, "it came back"
+    assert stopped(decide(lost, cluster=left, waited=CAPACITY_WAIT)) == ExitCode.NO_CAPACITY
+    assert decide(lost, cluster=left, waited=CAPACITY_WAIT, can_requeue=True).action is Action.REQUEUE
+
+
+def test_requeues_without_progress_are_bounded() -> None:
+    left = msgspec.structs.replace(PAIR, nodes=["a"])
+    attempts = [
+        msgspec.structs.replace(failed(number), launch=str(number), action="requeue")
+        for number in range(1, MAX_REQUEUES + 2)
+    ]
+    more = {"cluster": left, "waited": CAPACITY_WAIT, "can_requeue": True}
+    assert decide(*attempts[:-1], **more).action is Action.REQUEUE
+    assert stopped(decide(*attempts, **more)) == ExitCode.NO_CAPACITY
+
+
+def test_a_node_that_comes_and_goes_is_not_taken_again_and_again() -> None:
+    """It waits as a spare each time, and is lost each time."""
+    flapping = msgspec.structs.replace(PAIR, nodes=["a"], spares=["b"])
+    attempts = [failed(culprit_node="b")]
+    while (decision := decide(*attempts, cluster=flapping)).action.goes_on:
+        assert decision.nodes == ["a", "b"]
+        attempts.append(again(attempts[-1], rotation=decision.rotate_by, placement=f"p{decision.rotate_by}"))
+        attempts[-2] = msgspec.structs.replace(attempts[-2], action=decision.action)
+    assert stopped(decision) == ExitCode.NOTHING_LEFT
+    settings = [cycle(attempt) for attempt in attempts]
+    assert max(settings.count(one) for one in settings) <= 1 + BUDGETS[Cause.INFRASTRUCTURE].repeats
+    better = msgspec.structs.replace(flapping, spares=["b", "c"])
+    decision = decide(*attempts[:2], cluster=better)
+    assert (decision.action, decision.nodes) == (Action.EXCLUDE, ["a", "c"])
+
+
+# -- lower rungs -----------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_cannot_be_used_is_left_for_an_older_one_at_most_twice() -> None:
+    attempts = [failed(cause=Cause.CHECKPOINT, rung="step_120")]
+    avoided = []
+    for rung in ("step_110", "step_100"):
+        decision = decide(*attempts, lower_rungs=5)
+        assert decision.action is Action.LOWER_RUNG
+        avoided.append(decision.avoid)
+        attempts[-1] = msgspec.structs.replace(attempts[-1], action="lower_rung", avoid=decision.avoid)
+        attempts.append(again(attempts[-1], rung=rung, action="", avoid=[]))
+    assert avoided == [["step_120"], ["step_110", "step_120"]]
+    assert len(avoided) == MAX_LOWER_RUNGS
+    decision = decide(*attempts, lower_rungs=5)
+    assert (decision.action, decision.avoid) == (Action.RESTART, ["step_110", "step_120"])
+    assert stopped(decide(*attempts, again(attempts[-1]), lower_rungs=5)) == ExitCode.NOTHING_LEFT
+
+
+def test_what_was_left_stays_left_until_there_is_progress() -> None:
+    left = failed(cause=Cause.CHECKPOINT, rung="step_120", action="lower_rung", avoid=["step_120"])
+    killed = failed(2, exit_code=-9, rung="step_110")
+    assert decide(left, killed).avoid == ["step_120"]
+    assert decide(left, msgspec.structs.replace(killed, highest_step=130)).avoid == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "steps", "lowers"),
+    [
+        (Cause.UNKNOWN, None, True),
+        (Cause.HANG, NEAR_RESUME, True),
+        (Cause.HANG, NEAR_RESUME + 1, False),
+        (Cause.HANG, None, False),
+        (Cause.JOB, 3, True),
+        (Cause.JOB, 300, False),
+        (Cause.DATA, 3, False),
+        (Cause.INFRASTRUCTURE, 0, False),
+        (Cause.DEVICE, 0, False),
+    ],
+)
+def test_only_what_a_checkpoint_can_cause_goes_to_an_older_one(
+    cause: Cause, steps: int | None, lowers: bool
+) -> None:
+    attempts = [failed(1, cause, message="E: x", rung="step_120", steps=steps)]
+    while (decision := decide(*attempts, lower_rungs=1)).action is Action.RESTART:
+        attempts.append(again(attempts[-1]))
+    assert (decision.action is Action.LOWER_RUNG) is lowers, decision
+    fresh = [msgspec.structs.replace(attempt, rung="") for attempt in attempts]
+    assert decide(*fresh, lower_rungs=1).action is Action.STOP, "there was nothing loaded"
+    assert decide(*attempts, lower_rungs=0).action is Action.STOP
+
+
+def test_an_error_right_after_a_resume_is_tried_once_from_below_and_then_is_the_jobs() -> None:
+    """Scenario 2, with bad data: both rungs fail."""
+    first = failed(cause=Cause.JOB, message="FloatingPointError: nan", rung="step_120", steps=3)
+    second = again(first)
+    decision = decide(first, second, lower_rungs=2)
+    assert (decision.action, decision.avoid) == (Action.LOWER_RUNG, ["step_120"])
+    second = msgspec.structs.replace(second, action="lower_rung", avoid=decision.avoid)
+    third = again(second, rung="step_100", steps=23, action="", avoid=[])
+    assert stopped(decide(first, second, third, lower_rungs=1)) == ExitCode.FAILED
+
+
+# -- operators -------------------------------------------------------------------------------------------
+
+
+def test_a_pause_holds_what_would_go_on_but_not_a_stop_and_not_for_ever() -> None:
+    held = decide(failed(), paused=True)
+    assert (held.action, held.wait_seconds, held.exit_code) == (Action.WAIT, PAUSE_LIMIT, 0)
+    assert decide(failed(), paused=True, paused_for=PAUSE_LIMIT - 9).wait_seconds == 9
+    assert stopped(decide(failed(), paused=True, paused_for=PAUSE_LIMIT)) == ExitCode.PAUSED_TOO_LONG
+    assert stopped(decide(failed(exit_code=17), paused=True)) == 17
+    assert decide(failed(), paused=False, paused_for=50).action is Action.RESTART
+
+
+def test_a_reset_budget_counts_from_there_on() -> None:
+    attempts = [failed(number) for number in range(1, 5)]
+    assert stopped(decide(*attempts, max_restarts=3)) == ExitCode.BUDGET_SPENT
+    decision = decide(*attempts, max_restarts=3, budget_reset=4)
+    assert (decision.action, decision.restarts_left) == (Action.RESTART, 2)
+    assert decide(*attempts, max_restarts=3, budget_reset=2).restarts_left == 0
+
+
+# -- records ---------------------------------------------------------------------------------------------
+
+
+def test_every_decision_says_what_it_rests_on() -> None:
+    lost = failed(cause=Cause.HANG, exit_code=0, section="step", action="restart")
+    decision = decide(lost)
+    assert "no sign of life in section step" in decision.reason
+    assert decision.evidence[:2] == ["seen", "cause: hang"]
+    assert "100 of 100 restarts without progress were left" in decision.evidence
+    ended = decide(lost, again(lost, action=""))
+    assert "tried since the last progress: restart 1×" in ended.evidence
+    assert "2 times" in ended.reason
+
+
+def test_records_of_an_older_release_are_read_and_decisions_survive_being_written() -> None:
+    old = b'{"number": 1, "launch": "l", "outcome": "failed", "cause": "job", "exit_code": 1, "message": "m"}'
+    attempt = msgspec.json.decode(old, type=PastAttempt)
+    assert (attempt.began, attempt.steps, attempt.rung, attempt.nodes) == (True, None, "", [])
+    told = b'{"action":"restart","exit_code":0,"reason":"r","evidence":["e"],"restarts_left":2}'
+    assert msgspec.json.decode(told, type=Decision).avoid == []
+    for decision in (decide(broken(), cluster=PAIR), decide(failed(cause=Cause.JOB), cluster=PAIR)):
+        assert msgspec.json.decode(msgspec.json.encode(decision), type=Decision) == decision
+    situation = Situation(attempt=attempt, max_restarts=1, cluster=PAIR)
+    assert msgspec.json.decode(msgspec.json.encode(situation), type=Situation) == situation
+
+
+def test_policies_import_nothing_with_effects() -> None:
+    code = (
+        "import sys, holdfast.policy.recovery\n"
+        "effects = ('holdfast.control', 'holdfast.launch', 'holdfast.journal')\n"
+        "bad = [m for m in sys.modules if m == 'torch' or m.startswith(effects)]\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
