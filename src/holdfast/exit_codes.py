@@ -21,6 +21,7 @@ class ExitCode(IntEnum):
     SAVE_FAILED = 23
     CONTROL_UNUSABLE = 24
     STATE_MISFIT = 25
+    RECOVERY_PAUSED = 26
 
 
 MEANINGS: dict[ExitCode, tuple[str, str]] = {
@@ -72,5 +73,9 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ExitCode.STATE_MISFIT: (
         "The script's state does not fit the checkpoint; no other one would fit better.",
         "track what was saved, with the same shapes and ranks, or resume_from = 'fresh'",
+    ),
+    ExitCode.RECOVERY_PAUSED: (
+        "An operator had paused recovery, and did not resume it in time.",
+        "`holdfast control unpause`, then launch again",
     ),
 }

@@ -38,8 +38,13 @@ def highest_step(history: Sequence[PastAttempt]) -> int:
     return max((attempt.highest_step for attempt in history), default=0)
 
 
-def since_progress(history: Sequence[PastAttempt]) -> list[tuple[PastAttempt | None, PastAttempt]]:
-    """The attempts after the last one that raised the highest step, each with the one before it."""
+def since_progress(
+    history: Sequence[PastAttempt], forgiven: int = 0
+) -> list[tuple[PastAttempt | None, PastAttempt]]:
+    """The attempts after the last one that raised the highest step, each with the one before it.
+
+    Those up to number `forgiven` do not count: an operator reset the budget after them.
+    """
     found: list[tuple[PastAttempt | None, PastAttempt]] = []
     best = 0
     for before, attempt in _pairs(history):
@@ -47,7 +52,7 @@ def since_progress(history: Sequence[PastAttempt]) -> list[tuple[PastAttempt | N
         if attempt.highest_step > best:
             best = attempt.highest_step
             found.clear()
-    return found
+    return [(before, attempt) for before, attempt in found if attempt.number > forgiven]
 
 
 def _pairs(history: Sequence[PastAttempt]) -> Iterator[tuple[PastAttempt | None, PastAttempt]]:
@@ -57,16 +62,16 @@ def _pairs(history: Sequence[PastAttempt]) -> Iterator[tuple[PastAttempt | None,
         before = attempt
 
 
-def restarts_without_progress(history: Sequence[PastAttempt]) -> int:
+def restarts_without_progress(history: Sequence[PastAttempt], forgiven: int = 0) -> int:
     """Restarts since the last progress. The first attempt of a launch is none: somebody asked for it."""
     return sum(
         before is not None and before.launch == attempt.launch and before.outcome != "stopped"
-        for before, attempt in since_progress(history)
+        for before, attempt in since_progress(history, forgiven)
     )
 
 
-def restarts_left(history: Sequence[PastAttempt], max_restarts: int) -> int:
-    return max(0, max_restarts - restarts_without_progress(history))
+def restarts_left(history: Sequence[PastAttempt], max_restarts: int, forgiven: int = 0) -> int:
+    return max(0, max_restarts - restarts_without_progress(history, forgiven))
 
 
 def may_regroup(history: Sequence[PastAttempt]) -> bool:
