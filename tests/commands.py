@@ -13,14 +13,18 @@ from holdfast.cli.app import app
 from holdfast.errors import HoldfastError
 
 
-def ckpt(*args: str | Path, given: str | None = None) -> Result:
-    """`holdfast ckpt …`, its errors and exit code as `main` makes them."""
-    done = CliRunner().invoke(app, ["ckpt", *map(str, args)], input=given)
+def command(*args: str | Path, given: str | None = None) -> Result:
+    """`holdfast …`, its errors and exit code as `main` makes them."""
+    done = CliRunner().invoke(app, [*map(str, args)], input=given)
     if isinstance(done.exception, HoldfastError):
         return Result(int(done.exception.exit_code), done.stdout, f"{done.stderr}{done.exception}")
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Result(done.exit_code, done.stdout, done.stderr)
+
+
+def ckpt(*args: str | Path, given: str | None = None) -> Result:
+    return command("ckpt", *args, given=given)
 
 
 def ckpt_json(*args: str | Path) -> Any:

@@ -43,6 +43,9 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "control.decision_timeout": (31.0, 60.5, 1000.0, 31_536_000.0),
     "launch.max_restarts": (0, 1, 2, 100),
     "launch.stop_grace": (0.0, 0.25, 120.0, 1.0),
+    "launch.max_pause": (0.0, 0.5, 3600.0, 86_400.5),
+    "launch.alert_command": ("", "mail -s holdfast ops", "exec ~/page --now", "cat > $HOME/last"),
+    "launch.alert_url": ("", "http://localhost:8080/x", "https://hooks.example/T0/B1", "http://[::1]/a?b=c"),
     "journal.step_flush": (0.0, 0.5, 5.0, 10.0),
 }
 
@@ -142,6 +145,7 @@ def test_a_link_to_a_settings_file_is_followed(tmp_path: Path) -> None:
 
 def test_the_launchers_hand_over_is_not_taken_for_a_setting() -> None:
     assert load(environ={"HOLDFAST_LAUNCH": "{}"}).settings == Settings()
+    assert load(environ={"HOLDFAST_ALERT_KIND": "stop"}).settings == Settings(), "an alert command's own"
 
 
 @pytest.mark.parametrize(
@@ -255,6 +259,9 @@ def test_wrong_text_is_refused_in_the_environment_and_on_the_command_line(key: s
         ("run.dir = 1979-05-27", "datetime.date(1979, 5, 27)"),
         ('run.dir = "$SCRATCH/run"', "not expanded: write it out, or put ./ before a real name"),
         ('checkpoint.resume_from = "Fresh"', 'write "fresh", or put ./ before a path'),
+        ('launch.alert_url = "hooks.example/x"', "write http:// or https://, a host and a path"),
+        ('launch.alert_url = "file:///etc/passwd"', "write http:// or https://, a host and a path"),
+        ('launch.alert_url = "https://a b"', "without spaces"),
     ],
 )
 def test_the_suggestion_fits_the_mistake(tmp_path: Path, line: str, expected: str) -> None:

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from holdfast.journal.events import AttemptEnded, AttemptStarted, Decision, Line, SaveCommitted, StepsDone
+from holdfast.journal.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Decision,
+    Line,
+    OperatorActed,
+    SaveCommitted,
+    StepsDone,
+)
 from holdfast.observe.incidents import incidents
 from holdfast.observe.ledger import accounting
 from holdfast.observe.losses import losses
@@ -79,6 +87,16 @@ def test_an_attempt_lost_with_its_launcher_counts_from_its_last_sign_of_life() -
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
+def test_what_an_operator_asks_later_is_no_sign_of_life_of_a_lost_attempt() -> None:
+    run = Journal()
+    run.start().steps(1, 10)
+    died = run.now
+    run.pass_time(600).write(OperatorActed(action="pause", reason="night", by="alice"), "operator")
+    run.pass_time(5).start().steps(1, 20)
+    (incident,) = incidents(run.lines)
+    assert incident.at == died
+
+
 def test_an_end_recorded_by_the_next_launcher_belongs_to_the_attempt_that_was_lost(attempt: int) -> None:
     run = Journal().start().steps(1, 10)
     died = run.now

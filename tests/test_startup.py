@@ -22,6 +22,8 @@ QUICK = {
     "holdfast --version": holdfast("--version"),
     "holdfast ckpt --help": holdfast("ckpt", "--help"),
     "holdfast journal --help": holdfast("journal", "--help"),
+    "holdfast status --help": holdfast("status", "--help"),
+    "holdfast control --help": holdfast("control", "--help"),
     "holdfast config --help": holdfast("config", "--help"),
     "holdfast config show": holdfast("config", "show"),
 }

@@ -24,6 +24,7 @@ import xxhash
 from holdfast.errors import ConfigError
 from holdfast.files import read_regular
 from holdfast.settings import (
+    ALERT_URL,
     CKPT_FORMAT,
     FIELDS,
     KEEP_LAST,
@@ -56,6 +57,8 @@ __all__ = [
 ENVIRONMENT_PREFIX = "HOLDFAST_"
 NOT_SETTINGS = frozenset({"HOLDFAST_LAUNCH"})
 """Names with the prefix that are no settings: the launcher's hand-over to its workers."""
+ALERT_PREFIX = "HOLDFAST_ALERT_"
+"""Of what an alert command finds in its environment; it may well call `holdfast`."""
 
 FILE_LIMIT = 64 * 1024
 LINE_LIMIT = 4096
@@ -139,6 +142,8 @@ def _check_text(field: Field, value: str) -> None:
         raise _RefusedError(f"the default is {_show(field.default)}")
     if "\0" in value or not _is_utf8(value):
         raise _RefusedError("use a path of valid UTF-8 without a zero character")
+    if field.key == ALERT_URL and value and not re.fullmatch(r"https?://[!-~]+", value):
+        raise _RefusedError("write http:// or https://, a host and a path, without spaces")
     if value.startswith(("~", "$")):
         raise _RefusedError("~ and $NAME are not expanded: write it out, or put ./ before a real name")
     if field.key == RESUME_FROM:
@@ -298,7 +303,8 @@ def load(
         _take_file(into, file)
     by_environment = {field.environment: field for field in FIELDS.values()}
     for name in sorted(environ):
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
+        ours = name.startswith(ENVIRONMENT_PREFIX) and not name.startswith(ALERT_PREFIX)
+        if ours and name not in NOT_SETTINGS:
             if field := by_environment.get(name):
                 into.take(field, environ[name], f"environment {name}", text=True)
             else:

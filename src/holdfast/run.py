@@ -167,6 +167,7 @@ class Run:
             decision_timeout=self.settings.control.decision_timeout,
             remote=remote,
             retry_seconds=chosen.remote_retry_seconds,
+            avoid=self._launched.avoid if self._launched else (),
         )
         wish = self.settings.checkpoint.resume_from
         if wish != "auto" and self._is_restart():

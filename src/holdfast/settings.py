@@ -25,6 +25,8 @@ LONGEST_WAIT = 31_536_000.0
 RESUME_FROM = "checkpoint.resume_from"
 KEEP_LAST = "checkpoint.keep_last"
 REMOTE_ROOT = "checkpoint.remote_root"
+ALERT_COMMAND = "launch.alert_command"
+ALERT_URL = "launch.alert_url"
 CKPT_FORMAT = "checkpoint.ckpt_format"
 OTHER_FORMATS = {
     "torch": "one file written by one rank cannot be saved asynchronously, nor resharded",
@@ -194,6 +196,23 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(ge=0, le=LONGEST_WAIT),
         "Seconds between asking workers to stop and killing them. Make it longer than one save takes.",
     ] = 30.0
+    max_pause: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Seconds for which a failed run whose recovery an operator paused waits to be resumed; then it stops "
+        "with code 29. Raise it when nobody may look for longer than that, lower it when idle machines cost "
+        "more than a new launch.",
+    ] = 86_400.0
+    alert_command: Annotated[
+        str,
+        "Command that is run at every incident, stop and exclusion, with JSON on its standard input; empty "
+        "means none. Set it to have people told; it must end within 10 seconds.",
+    ] = ""
+    alert_url: Annotated[
+        str,
+        "URL to which the same JSON is posted; empty means none. Set it where a chat or paging service takes "
+        "such posts.",
+    ] = ""
 
 
 class JournalSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,6 +286,10 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
             return 'text: "auto", "fresh", a step number, a path or a URL'
         if self.key == REMOTE_ROOT:
             return "text: a URL as s3://bucket/prefix or file:///path, or empty"
+        if self.key == ALERT_COMMAND:
+            return "text: a command for /bin/sh, or empty"
+        if self.key == ALERT_URL:
+            return "text: an http:// or https:// URL, or empty"
         if self.key == KEEP_LAST:
             return f"a whole number, 0 or 2 or more, at most {self.bounds.le:.0f}"
         if self.words:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from holdfast.checkpoint.identity import METADATA, CheckpointName, CheckpointRoot, parse_name
-from holdfast.checkpoint.ladder import Ladder, Rung, build_ladder
+from holdfast.checkpoint.ladder import REFUSED, Ladder, Rung, build_ladder
 from holdfast.checkpoint.structure import Inspection, check_structure
 from holdfast.checkpoint.verify import verify
 from holdfast.control.directory import ControlDirectory
@@ -51,6 +51,41 @@ def take_inventory(
     return _named(Path(resume_from), control, force=force)
 
 
+def take_pinned(
+    control: ControlDirectory,
+    root: CheckpointRoot,
+    pinned: str,
+    *,
+    force: bool,
+    copies: Collection[CheckpointName] = (),
+) -> Ladder:
+    """The ladder of an operator's pin: that checkpoint and no other, on the present timeline or off it."""
+    timeline = read_timeline(control)
+    record = next(
+        (
+            record
+            for record in timeline.on_line + timeline.abandoned
+            if str(CheckpointName(record.step, record.id)) == pinned
+        ),
+        None,
+    )
+    if record is None:
+        return Ladder(
+            [], [RejectedOption(pinned, ["unknown: this run has no record of having saved it"])], False
+        )
+    name = CheckpointName(record.step, record.id)
+    standing = StandingBook(control).of(record.id)
+    why = ""
+    if standing in REFUSED and not force:
+        why = f"{standing}: pin it with --force to use it all the same"
+    elif name not in root.names() and name not in copies:
+        gone = record.id in deleted_ids(control)
+        why = "deleted: by retention, as its record says" if gone else "missing: its directory is gone"
+    if why:
+        return Ladder([], [RejectedOption(pinned, [why])], False)
+    return Ladder([Rung(name=pinned, step=record.step, id=record.id, manifest=record.manifest)], [], False)
+
+
 def _with_origin(ladder: Ladder, timeline: Timeline) -> Ladder:
     """A run that began from somebody else's checkpoint has that one as its lowest rung."""
     if timeline.origin is None or not timeline.origin.source:
@@ -64,7 +99,7 @@ def _named(path: Path, control: ControlDirectory, *, force: bool) -> Ladder:
         raise UsageError(f"checkpoint.resume_from = {str(path)!r}: no such directory")
     rung = _rung_at(path.absolute())
     standing = StandingBook(control).of(rung.id) if rung.id else Standing.COMMITTED
-    if standing in (Standing.SUSPECT, Standing.CONDEMNED) and not force:
+    if standing in REFUSED and not force:
         why = f"{standing}: set checkpoint.force to use it all the same"
         return Ladder([], [RejectedOption(rung.name, [why])], False)
     return Ladder([rung], [], False)

@@ -6,7 +6,7 @@ times and the `latest` hint play no part in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from holdfast.control.standing import Standing
 from holdfast.journal.events import RejectedOption
 
 REFUSED = frozenset({Standing.SUSPECT, Standing.CONDEMNED})
+AVOIDED = "avoided: the recovery decision was to resume below it"
 
 
 class Rung(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +81,17 @@ def build_ladder(
         rejected.append(RejectedOption(str(name), ["unknown: this run has no record of having saved it"]))
     fresh = not had_any and not there - abandoned and step is None
     return Ladder(rungs, rejected, fresh)
+
+
+def leave_out(ladder: Ladder, avoid: Collection[str]) -> Ladder:
+    """The ladder without the rungs that a recovery decision told this attempt not to use.
+
+    A fresh start becomes no more allowed by it: where nothing else is left, the resume is refused.
+    """
+    kept = [rung for rung in ladder.rungs if rung.name not in avoid]
+    left_out = [RejectedOption(rung.name, [AVOIDED]) for rung in ladder.rungs if rung.name in avoid]
+    fresh = ladder.may_start_fresh and not left_out
+    return Ladder(kept, [*left_out, *ladder.rejected], fresh)
 
 
 def _deleted(gone: Sequence[CheckpointName], step: int | None) -> list[RejectedOption]:

@@ -11,7 +11,7 @@ decide, and a rank that dies is noticed by the deadline of whoever waits for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,8 +19,8 @@ import msgspec
 
 from holdfast.checkpoint.commit import open_root
 from holdfast.checkpoint.identity import CheckpointRoot, is_url
-from holdfast.checkpoint.inventory import look_at, take_inventory
-from holdfast.checkpoint.ladder import Ladder, Rung
+from holdfast.checkpoint.inventory import look_at, take_inventory, take_pinned
+from holdfast.checkpoint.ladder import AVOIDED, Ladder, Rung, leave_out
 from holdfast.checkpoint.load import LoadedState, load, load_stock
 from holdfast.checkpoint.reading import reading
 from holdfast.checkpoint.remote import Remote
@@ -32,6 +32,7 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.group import Group
 from holdfast.control.lease import Fence
 from holdfast.control.lineage import read_timeline
+from holdfast.control.operator import Pin, pinned, use_up
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
 from holdfast.journal.events import Decision, RejectedOption, Resumed, RungRejected
@@ -89,8 +90,12 @@ class Resumer:
         decision_timeout: float,
         remote: Callable[[], Remote] | None = None,
         retry_seconds: float = 120.0,
+        avoid: Collection[str] = (),
     ) -> None:
-        """`remote` opens, on rank 0, where a rung is fetched from whose local copy is missing or bad."""
+        """`remote` opens, on rank 0, where a rung is fetched from whose local copy is missing or bad.
+
+        `avoid` names rungs that an ordinary resume of this attempt leaves out, by a decision of recovery.
+        """
         self._control = control
         self._fence = fence
         self._group = group
@@ -100,6 +105,9 @@ class Resumer:
         self._journal = journal
         self._load_timeout = load_timeout
         self._decision_timeout = decision_timeout
+        self._avoid = avoid
+        self._pin: Pin | None = None
+        """What an operator pinned, as rank 0 found it at the start of the search."""
         self._decisions = Decisions(control, fence, attempt, group.store)
         self._fetcher = Fetcher(
             remote=remote,
@@ -169,15 +177,26 @@ class Resumer:
         try:
             open_root(self._root)
             self._fetcher.open()
+            self._pin = pinned(self._control)
+            if self._pin is not None:
+                name, there = self._pin.checkpoint, self._fetcher.names()
+                return take_pinned(self._control, self._root, name, force=self._pin.force, copies=there)
             if is_url(resume_from):
                 resume_from = str(self._fetcher.named(resume_from))
             copies = self._fetcher.names() if resume_from != "fresh" else ()
-            return take_inventory(self._control, self._root, resume_from, force=force, copies=copies)
+            ladder = take_inventory(self._control, self._root, resume_from, force=force, copies=copies)
+            return self._without_avoided(ladder) if resume_from == "auto" else ladder
         except OSError as error:
             raise UsageError(
                 f"the checkpoint root {self._root.path} cannot be used: {error}. "
                 "Set checkpoint.root to a directory that this job can write"
             ) from error
+
+    def _without_avoided(self, ladder: Ladder) -> Ladder:
+        for rung in ladder.rungs:
+            if rung.name in self._avoid:
+                self._journal.write(RungRejected(checkpoint=rung.name, step=rung.step, reasons=[AVOIDED]))
+        return leave_out(ladder, self._avoid)
 
     def _gather(self, number: int, mine: Answer) -> tuple[list[str], str]:
         """What is wrong, each thing once with the ranks that found it, and the first misfit."""
@@ -212,6 +231,8 @@ class Resumer:
         )
         write_head(self._control, self._fence, head)
         decision = self._decisions.decide("resume", ResumeDecision, lambda: decision)
+        if self._pin is not None:
+            use_up(self._control, self._fence, self._pin, self._attempt)
         self._record_standing(rung)
         self._journal.write(
             Decision(about="resume", chosen=decision.chosen, evidence=decision.evidence, rejected=rejected)
@@ -234,14 +255,23 @@ class Resumer:
 
     def _evidence(self, rung: Rung | None, resume_from: str) -> list[str]:
         asked = "" if resume_from == "auto" else f"resume_from = {resume_from!r}; "
+        if self._pin is not None:
+            asked = f"pinned by {self._pin.request.describe()}; "
         if rung is None:
             return [f"{asked}the run has no checkpoint on its lineage"]
         if not rung.manifest:
             return [f"{asked}a plain DCP directory, complete by its metadata; no digests to check"]
-        return [f"{asked}newest usable rung; all digests matched on {self._group.world_size} ranks"]
+        which = "newest usable rung" if self._pin is None else "the pinned checkpoint"
+        return [f"{asked}{which}; all digests matched on {self._group.world_size} ranks"]
 
     def _refusal(self, ladder: Ladder, rejected: list[RejectedOption], resume_from: str) -> str:
         told = "\n".join(f"  {option.option}: {'; '.join(option.why)}" for option in rejected)
+        if self._pin is not None:
+            what = f"the pinned checkpoint {self._pin.checkpoint} may not be used"
+            return (
+                f"{what} (pinned by {self._pin.request.describe()}), under {self._root.path}\n{told}\n"
+                f"Pin another one, or take the pin back with `holdfast control unpin {self._control.path}`"
+            )
         what = f"no checkpoint may be used (resume_from = {resume_from!r}, {len(ladder.rungs)} were tried)"
         return (
             f"{what} under {self._root.path}\n{told or '  none was found'}\n"

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot
+from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.manifest import MAX_MANIFEST_BYTES, digest_bytes
 from holdfast.checkpoint.problems import Reason
 from holdfast.checkpoint.reading import unread
@@ -40,6 +40,7 @@ from holdfast.control.lineage import (
     read_timeline,
     record_deleted,
 )
+from holdfast.control.operator import pinned
 from holdfast.control.standing import StandingBook
 from holdfast.errors import HoldfastError
 from holdfast.files import fsync_dir, make_dirs, read_regular
@@ -139,14 +140,17 @@ class Retention:
         return self._records
 
     def _pins(self, records: dict[CheckpointName, CommitRecord]) -> dict[str, str]:
-        """What the newest attempt came from, and the parent of that."""
+        """What the newest attempt came from, the parent of that, and what an operator wants to go back to."""
         head = latest_head(self._control)
+        asked = pinned(self._control)
+        name = parse_name(asked.checkpoint) if asked is not None else None
+        pins = {name.id: "an operator pinned it"} if name is not None else {}
         if head is None or head.checkpoint is None:
-            return {}
-        pins = {head.checkpoint: f"attempt {head.attempt} came from it"}
+            return pins
+        pins[head.checkpoint] = f"attempt {head.attempt} came from it"
         parent = next((record.parent for record in records.values() if record.id == head.checkpoint), None)
         if parent is not None:
-            pins[parent] = f"the parent of the one that attempt {head.attempt} came from"
+            pins.setdefault(parent, f"the parent of the one that attempt {head.attempt} came from")
         return pins
 
     def _candidate(self, name: CheckpointName, standing: str, pins: dict[str, str]) -> Candidate:

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import ckpt, config, demo, journal, plan, run
+from holdfast.cli import ckpt, config, control, demo, journal, plan, run, status
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -21,6 +21,8 @@ app = typer.Typer(
 )
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")
+app.add_typer(control.app, name="control")
+app.command(name="status")(status.status)
 app.command(name="journal")(journal.journal)
 app.command(name="plan")(plan.plan)
 app.command(name="demo")(demo.demo)

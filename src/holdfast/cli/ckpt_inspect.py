@@ -41,16 +41,22 @@ def locate(
     Exits with 0 if a checkpoint or a fresh start would be used, 18 if the run would refuse to start.
     """
     from holdfast.checkpoint.identity import CheckpointRoot
-    from holdfast.checkpoint.inventory import take_inventory
+    from holdfast.checkpoint.inventory import take_inventory, take_pinned
+    from holdfast.checkpoint.problems import printable
+    from holdfast.control.operator import pinned
     from holdfast.errors import UsageError
     from holdfast.exit_codes import ExitCode
 
     control = open_run(run_dir)
+    pin = pinned(control)
     if force and resume_from == "auto":
         raise UsageError("--force accepts one bad checkpoint by name: give --resume-from a step or a path")
     there = CheckpointRoot((root if root is not None else run_dir / "checkpoints").absolute())
     try:
-        ladder = take_inventory(control, there, resume_from, force=force)
+        if pin is not None:
+            ladder = take_pinned(control, there, pin.checkpoint, force=pin.force)
+        else:
+            ladder = take_inventory(control, there, resume_from, force=force)
         rows = _walk(ladder, there, control.run_id, full=full)
     except OSError as error:
         raise UsageError(f"the checkpoint root {there.path} cannot be read: {error}") from error
@@ -64,9 +70,12 @@ def locate(
             "path": used["path"] if used else None,
         }
         extra = {"run": control.run_id, "root": str(there.path), "digests_read": full}
+        extra["pinned"] = pin.checkpoint if pin is not None else None
         _print_json(answer | extra | {"checkpoints": rows})
     else:
         _print_ladder(rows, there.path)
+        if pin is not None:
+            typer.echo(f"pinned by {printable(pin.request.describe(), 2000)}: no other one is looked at")
         _print_answer(used, fresh, resume_from, world, full=full)
     raise typer.Exit(ExitCode.OK if used is not None or fresh else ExitCode.NO_VALID_RUNG)
 

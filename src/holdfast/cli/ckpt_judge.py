@@ -113,7 +113,7 @@ def _choose(control: ControlDirectory, root: Path, which: str, verdict: Standing
 
     timeline = read_timeline(control)
     records = timeline.on_line + timeline.abandoned
-    target = _find(control, root, records, which)
+    target = find_checkpoint(control, root, records, which)
     book = StandingBook(control)
     later = _descendants(target, records)
     if verdict is Standing.CONDEMNED:
@@ -124,7 +124,9 @@ def _choose(control: ControlDirectory, root: Path, which: str, verdict: Standing
     return [target, *(record for record in later if _condemned_with(control, record, target))]
 
 
-def _find(control: ControlDirectory, root: Path, records: list[CommitRecord], which: str) -> CommitRecord:
+def find_checkpoint(
+    control: ControlDirectory, root: Path, records: list[CommitRecord], which: str
+) -> CommitRecord:
     from holdfast.control.lineage import was_committed
     from holdfast.errors import UsageError
 

@@ -26,6 +26,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Launch id: all attempts of one `holdfast run` share it."""
     world_size: int
     started: float
+    max_restarts: int | None = None
+    """`launch.max_restarts` as it was for this attempt; None without a launcher, or of an older release."""
 
 
 class HeadRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,14 +71,21 @@ def attempt_numbers(control: ControlDirectory) -> list[int]:
     return sorted({int(name) for name in names if name.isascii() and name.isdigit()})
 
 
-def begin_attempt(control: ControlDirectory, fence: Fence, launch: str, world_size: int) -> AttemptRecord:
+def begin_attempt(
+    control: ControlDirectory, fence: Fence, launch: str, world_size: int, *, max_restarts: int | None = None
+) -> AttemptRecord:
     """Number the next attempt, durably, before any worker of it starts."""
     with fence.guard("begin an attempt"):
         number = max(attempt_numbers(control), default=0)
         while True:  # ends at the first free number; a network file system's listing may be old
             number += 1
             record = AttemptRecord(
-                number=number, epoch=fence.epoch, launch=launch, world_size=world_size, started=time.time()
+                number=number,
+                epoch=fence.epoch,
+                launch=launch,
+                world_size=world_size,
+                started=time.time(),
+                max_restarts=max_restarts,
             )
             if create_record(control.attempt(number) / "attempt.json", record):
                 return record

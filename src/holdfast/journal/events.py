@@ -237,6 +237,17 @@ class RunFinished(Event, tag="run_finished"):
     tokens: int
 
 
+class OperatorActed(Event, tag="operator_acted"):
+    """Somebody asked something of the run; the record it speaks of is durable already."""
+
+    action: str
+    """pause, unpause, reset_budget, pin, unpin, exclude or readmit."""
+    subject: str = ""
+    """What it is about: a checkpoint, a node, a device."""
+    reason: str = ""
+    by: str = ""
+
+
 class Warned(Event, tag="warned"):
     message: str
 
@@ -271,6 +282,7 @@ AnyEvent = (
     | CadenceChosen
     | StepsDone
     | RunFinished
+    | OperatorActed
     | Warned
 )
 
@@ -282,7 +294,7 @@ class Line(msgspec.Struct, kw_only=True):
     at: float
     """Wall-clock seconds since 1970."""
     who: str
-    """`agent-<node>`, `rank-<global rank>` or `drain`."""
+    """`agent-<node>`, `rank-<global rank>`, `drain` or `operator`."""
     attempt: int
     seq: int
     """Rises by one per writer, so that a gap shows."""

@@ -111,6 +111,23 @@ def _read_from(path: Path, offset: int) -> bytes:
         return b""
 
 
+def read_tail(path: Path, limit: int) -> list[Line]:
+    """The lines in the last `limit` bytes of one file, however long it is; none if it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                return []
+            file.seek(max(0, info.st_size - limit))
+            parts = file.read(limit).split(b"\n")
+    except OSError:
+        return []
+    if info.st_size > limit:
+        del parts[0]  # cut by where we began
+    return [line for raw in parts if (line := parse_line(raw)) is not None]
+
+
 def read_journal(directory: Path) -> list[Line]:
     """Everything written so far, oldest first."""
     return JournalReader(directory).poll()

@@ -26,6 +26,7 @@ from holdfast.journal.events import (
     LeaseClaimed,
     LeaseLost,
     Line,
+    OperatorActed,
     Resumed,
     RunCreated,
     RunFinished,
@@ -235,6 +236,10 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             counts = [plural(body.samples, "sample")] if body.samples else []
             counts += [plural(body.tokens, "token")] if body.tokens else []
             return Rendered(f"run finished at step {body.step}{''.join(', ' + c for c in counts)}", "good")
+        case OperatorActed():
+            what = printable(f"{body.action.replace('_', ' ')} {body.subject}".strip())
+            details = [f"because {printable(body.reason)}"] if body.reason else []
+            return Rendered(f"{printable(body.by) or 'an operator'} asked: {what}", "decision", details)
         case Warned():
             return Rendered(printable(body.message), "warning")
         case Unknown():

@@ -5,12 +5,25 @@ from __future__ import annotations
 import sys
 
 from holdfast.exit_codes import MEANINGS, ExitCode
+from holdfast.launch import incident_line
 from holdfast.launch.incident import Incident
 from holdfast.policy.recovery import Action, describe_end
 
 
 def say(text: str) -> None:
     print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+
+def one_line(incident: Incident, *, step: int | None = None, max_restarts: int | None = None) -> str:
+    """An incident and its decision in one line; `step` is the last one known to be done."""
+    return incident_line.one_line(
+        attempt=incident.attempt,
+        cause=incident.cause,
+        root=incident.root,
+        decision=incident_line.Decided.of(incident.decision),
+        step=step,
+        max_restarts=max_restarts,
+    )
 
 
 def describe(incident: Incident, run_dir: str) -> str:

@@ -14,6 +14,7 @@ from holdfast.journal.events import (
     AttemptStarted,
     Decision,
     Line,
+    OperatorActed,
     Resumed,
     RunFinished,
     RungRejected,
@@ -118,7 +119,7 @@ def _add(attempt: Attempt, line: Line) -> None:
             attempt.saves.append((line.at, body))
         case _:
             pass  # steps are placed in time afterwards, all together
-    if not _about_an_earlier_one(body):  # such a line is no sign of life
+    if not _about_an_earlier_one(body) and not isinstance(body, OperatorActed):  # these are no sign of life
         attempt.last_at = max(attempt.last_at, line.at)
 
 

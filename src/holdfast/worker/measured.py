@@ -7,7 +7,6 @@ costs no more than a short one.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from holdfast.control.attempts import AttemptRecord, EndRecord, HeadRecord, ends
 from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.errors import ControlError
 from holdfast.journal.events import Line, SaveCommitted, StepsDone
-from holdfast.journal.reader import parse_line
+from holdfast.journal.reader import read_tail
 from holdfast.journal.render import REPORTER
 
 ATTEMPTS_READ = 3
@@ -97,17 +96,5 @@ def _last_lines(journal: Path, attempt: int) -> list[Line]:
     lines: list[Line] = []
     for path in sorted(journal.glob(f"{attempt:06d}-*.jsonl")):
         if not _OTHER_RANK.search(path.name):
-            lines.extend(line for raw in _tail(path) if (line := parse_line(raw)) is not None)
+            lines.extend(read_tail(path, TAIL_BYTES))
     return sorted(lines, key=lambda line: line.at)
-
-
-def _tail(path: Path) -> list[bytes]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            size = os.fstat(fd).st_size
-            file.seek(max(0, size - TAIL_BYTES))
-            whole = file.read(TAIL_BYTES).split(b"\n")
-    except OSError:
-        return []
-    return whole if size <= TAIL_BYTES else whole[1:]

@@ -1,0 +1,265 @@
+"""`holdfast control`: what an operator can ask of a run, also while it runs.
+
+Each command leaves a durable record with who and why, and a line in the journal; none of them needs the run's
+lease or touches a process or a checkpoint. The run acts on a record when it comes to it: at its next failure,
+start or resume.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from holdfast.control.directory import ControlDirectory
+
+app = typer.Typer(
+    help="Pause recovery, reset a budget, pin a checkpoint, exclude nodes.", no_args_is_help=True
+)
+
+_RUN = Annotated[Path, typer.Argument(help="The run's directory (run.dir, --run-dir).")]
+_REASON = Annotated[str, typer.Option(help="Why; kept with the record and in the journal.")]
+_BY = Annotated[str | None, typer.Option(help="Who asks, if not the user at this host.")]
+_ROOT = Annotated[Path | None, typer.Option(help="Its checkpoint root, if not RUN_DIR/checkpoints.")]
+_NODE = Annotated[str, typer.Argument(help="The node, as the launcher names it.")]
+_DEVICE = Annotated[str | None, typer.Option(help="Only this device of it.")]
+_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@app.command()
+def pause(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = False) -> None:
+    """From now on a failed attempt is not restarted: the launcher waits for `unpause`, without workers.
+
+    A running attempt goes on. Exits with 0 if it was recorded.
+    """
+    from holdfast.control import operator
+
+    control, why, who = _begin(run_dir, reason, by)
+    operator.pause(control, why, who)
+    _done(as_json, "pause", "recovery is paused: a failed attempt waits for `holdfast control unpause`")
+
+
+@app.command()
+def unpause(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = False) -> None:
+    """Recovery goes on, within a second where a launcher waits. Exits with 0 if it was recorded."""
+    from holdfast.control import operator
+
+    control, why, who = _begin(run_dir, reason, by)
+    _require(operator.paused(control) is not None, "recovery is not paused")
+    operator.unpause(control, why, who)
+    _done(as_json, "unpause", "recovery goes on")
+
+
+@app.command(name="reset-budget")
+def reset_budget(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = False) -> None:
+    """Count restarts from 0 again: those up to now no longer stand against launch.max_restarts.
+
+    Exits with 0 if it was recorded.
+    """
+    from holdfast.control import operator
+
+    control, why, who = _begin(run_dir, reason, by)
+    attempt = operator.reset_budget(control, why, who)
+    _done(as_json, "reset_budget", f"restarts up to attempt {attempt} no longer count", attempt=attempt)
+
+
+@app.command()
+def pin(
+    run_dir: _RUN,
+    which: Annotated[str, typer.Argument(metavar="STEP|ID|NAME", help="The checkpoint: step, id or name.")],
+    reason: _REASON,
+    keep: Annotated[bool, typer.Option("--keep", help="For every resume until `unpin`.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if it is suspect or condemned.")] = False,
+    root: _ROOT = None,
+    by: _BY = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: _JSON = False,
+) -> None:
+    """The next resume uses this checkpoint, or refuses to start. What was saved after it is left behind.
+
+    Exits with 0 if it was recorded, 1 if its files are not whole or the person asked said no, 2 if there is
+    no such checkpoint or it is condemned and not forced.
+    """
+    from holdfast.control import operator
+
+    control, why, who = _begin(run_dir, reason, by)
+    where = (root if root is not None else run_dir / "checkpoints").absolute()
+    name, behind = _choose(control, where, which, force=force)
+    if not yes:
+        _confirm(f"Go back to {name}{behind}?")
+    operator.pin(control, name, why, who, once=not keep, force=force)
+    resumes = "every resume until `holdfast control unpin`" if keep else "the next resume"
+    _done(as_json, "pin", f"{resumes} uses {name}{behind}", checkpoint=name, once=not keep, force=force)
+
+
+@app.command()
+def unpin(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = False) -> None:
+    """A resume chooses for itself again. Exits with 0 if it was recorded."""
+    from holdfast.control import operator
+
+    control, why, who = _begin(run_dir, reason, by)
+    _require(operator.pinned(control) is not None, "nothing is pinned, or it was used already")
+    operator.unpin(control, why, who)
+    _done(as_json, "unpin", "nothing is pinned any more")
+
+
+@app.command()
+def exclude(
+    run_dir: _RUN,
+    node: _NODE,
+    reason: _REASON,
+    device: _DEVICE = None,
+    by: _BY = None,
+    as_json: _JSON = False,
+) -> None:
+    """Keep a node, or one device of it, out of every later attempt. A running attempt is left alone.
+
+    Exits with 0 if it was recorded.
+    """
+    from holdfast.control import operator
+
+    control, why, who = _begin(run_dir, reason, by)
+    record = operator.exclude(control, node, device, why, who)
+    text = f"excluded {record.describe()}: no later attempt uses it"
+    _done(as_json, "exclude", text, node=node, device=device)
+
+
+@app.command()
+def readmit(
+    run_dir: _RUN,
+    node: _NODE,
+    reason: _REASON,
+    device: _DEVICE = None,
+    by: _BY = None,
+    as_json: _JSON = False,
+) -> None:
+    """Let a node, or one device of it, take part again. Exits with 0 if it was recorded."""
+    from holdfast.control import operator
+    from holdfast.control.exclusions import excluded
+
+    control, why, who = _begin(run_dir, reason, by)
+    out = [(one.node, one.device) for one in excluded(control)]
+    told = ", ".join(one.describe() for one in excluded(control)) or "nothing"
+    what = node if device is None else f"{node}, device {device}"
+    _require((node, device) in out, f"{_clean(what)} is not excluded; what is: {_clean(told)}")
+    record = operator.readmit(control, node, device, why, who)
+    _done(as_json, "readmit", f"{record.describe()} may take part again", node=node, device=device)
+
+
+@app.command()
+def show(run_dir: _RUN, as_json: _JSON = False) -> None:
+    """Show what is in force. Changes nothing."""
+    from holdfast.control.operator import in_force
+
+    found = in_force(_open(run_dir))
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(found).decode())
+        return
+    if found.paused is not None:
+        typer.echo(f"recovery is paused by {_clean(found.paused.describe())}")
+    if found.pin is not None:
+        until = "the next resume" if found.pin.once else "every resume"
+        forced = ", forced" if found.pin.force else ""
+        typer.echo(
+            f"{_clean(found.pin.checkpoint)} is pinned for {until}{forced} "
+            f"by {_clean(found.pin.request.describe())}"
+        )
+    if found.budget_reset is not None:
+        who = _clean(found.budget_reset.describe())
+        typer.echo(f"restarts up to attempt {found.budget_reset.attempt} do not count, by {who}")
+    for one in found.exclusions:
+        by = f" (by {_clean(one.by)})" if one.by else ""
+        typer.echo(f"{_clean(one.describe())} is excluded: {_clean(one.reason)}{by}")
+    if found.paused is None and found.pin is None and found.budget_reset is None and not found.exclusions:
+        typer.echo("nothing is in force")
+
+
+# --- what they share ---------------------------------------------------------------------------------------
+
+
+def _open(run_dir: Path) -> ControlDirectory:
+    from holdfast.cli.ckpt_inspect import open_run
+
+    return open_run(run_dir)
+
+
+def _begin(run_dir: Path, reason: str, by: str | None) -> tuple[ControlDirectory, str, str]:
+    """The run, the reason and who asks, as they are kept."""
+    from holdfast.errors import UsageError
+
+    control = _open(run_dir)
+    why = _clean(reason)
+    if not why:
+        raise UsageError("--reason must say why: it is all that a later reader of the journal has")
+    return control, why, _clean(by) if by is not None and by.strip() else _user()
+
+
+def _user() -> str:
+    import getpass
+    import platform
+
+    try:
+        return f"{getpass.getuser()}@{platform.node()}"
+    except (KeyError, OSError):  # a container's user without a name
+        import os
+
+        return f"uid {os.getuid()}@{platform.node()}"
+
+
+def _clean(text: str) -> str:
+    from holdfast.journal.render import printable
+
+    return printable(text, 2000)
+
+
+def _require(condition: bool, otherwise: str) -> None:
+    from holdfast.errors import UsageError
+
+    if not condition:
+        raise UsageError(f"{otherwise}; nothing was changed")
+
+
+def _confirm(question: str) -> None:
+    from holdfast.errors import UsageError
+
+    if not sys.stdin.isatty():
+        raise UsageError("this is not a terminal, so nobody can be asked; nothing was changed. Add --yes")
+    typer.confirm(question, abort=True, err=True)
+
+
+def _choose(control: ControlDirectory, root: Path, which: str, *, force: bool) -> tuple[str, str]:
+    """The checkpoint's name, seen to be usable as far as the cheap checks tell, and what is left behind."""
+    from holdfast.checkpoint.identity import CheckpointRoot
+    from holdfast.checkpoint.inventory import look_at, take_pinned
+    from holdfast.cli.ckpt_judge import find_checkpoint
+    from holdfast.control.lineage import read_timeline
+    from holdfast.errors import CheckpointError, UsageError
+
+    timeline = read_timeline(control)
+    record = find_checkpoint(control, root, timeline.on_line + timeline.abandoned, which)
+    name = f"step_{record.step:08d}-{record.id}"
+    there = CheckpointRoot(root)
+    ladder = take_pinned(control, there, name, force=force)
+    for option in ladder.rejected:
+        raise UsageError(f"{name} cannot be pinned: {'; '.join(option.why)}; nothing was changed")
+    _, inspection = look_at(ladder.rungs[0], there, control.run_id)
+    if inspection.problems:
+        told = "; ".join(str(problem) for problem in inspection.problems)
+        raise CheckpointError(f"{name} cannot be pinned: {told}; nothing was changed. Choose another one")
+    newest = max((one.step for one in timeline.on_line), default=record.step)
+    left = newest - record.step
+    return name, f", which leaves the last {left} saved steps behind" if left > 0 else ""
+
+
+def _done(as_json: bool, action: str, text: str, **facts: Any) -> None:
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({"action": action, **facts}))
+    else:
+        typer.echo(_clean(text))

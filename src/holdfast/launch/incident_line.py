@@ -1,0 +1,101 @@
+"""An incident in one line: what failed, where, of what cause, and what was decided. Pure, and without torch.
+
+The terminal, alerts and `holdfast status` all show this line. It is made of records, which may be of another
+release: an action that is not known here is shown by its own name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from holdfast.control.attempts import FailureRecord
+from holdfast.journal.render import plural, printable
+from holdfast.policy.recovery import describe_end
+
+MESSAGE_LIMIT = 160
+
+_ACTIONS = {
+    "restart": "restart",
+    "rotate": "restart on other devices",
+    "lower_rung": "resume one checkpoint lower",
+    "shrink": "restart with fewer nodes",
+    "wait": "wait for capacity",
+    "requeue": "give the job back to its scheduler",
+}
+
+
+class Decided(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a recovery decision that is shown; read leniently, from any release's record."""
+
+    action: str
+    exit_code: int = 0
+    reason: str = ""
+    restarts_left: int | None = None
+    exclude: list[dict[str, Any]] = []
+    avoid: list[str] = []
+    spares: list[str] = []
+
+    @classmethod
+    def of(cls, decision: msgspec.Struct | dict[str, Any]) -> Decided:
+        """Of a decision, or of what a record of one holds; what is of another shape is left out."""
+        fields = msgspec.to_builtins(decision)
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError:
+            return cls(action=str(fields.get("action", "?")), reason=str(fields.get("reason", "")))
+
+
+def one_line(
+    *,
+    attempt: int,
+    cause: str,
+    root: FailureRecord | None,
+    decision: Decided | None,
+    step: int | None = None,
+    max_restarts: int | None = None,
+    detail: str = "",
+) -> str:
+    """`attempt 3: rank 1 on node-b killed by SIGKILL (infrastructure) at step 412 → restart, 2 of 3 left`."""
+    what = _what(root) if root is not None else printable(detail, MESSAGE_LIMIT) or "failed"
+    line = f"attempt {attempt}: {what}"
+    if cause:
+        line += f" ({printable(cause)})"
+    if step is not None:
+        line += f" at step {step}"
+    return line if decision is None else f"{line} → {_next(decision, max_restarts)}"
+
+
+def _what(root: FailureRecord) -> str:
+    ended = describe_end(root.exit_code).replace("death by", "killed by")
+    if root.exit_code >= 0:
+        ended = f"ended with {ended}"
+    text = f"rank {root.rank} on {printable(root.node)} {ended}"
+    return f"{text}: {printable(root.message, MESSAGE_LIMIT)}" if root.message else text
+
+
+def _next(decision: Decided, max_restarts: int | None) -> str:
+    if decision.action == "stop":
+        why = f": {printable(decision.reason, MESSAGE_LIMIT)}" if decision.reason else ""
+        return f"stop with code {decision.exit_code}{why}"
+    text = _ACTIONS.get(decision.action, printable(decision.action))
+    out = [_named(one) for one in decision.exclude]
+    if decision.action == "exclude":
+        text = "restart"
+    if out:
+        text += f" without {printable(', '.join(out), MESSAGE_LIMIT)}"
+    if decision.spares:
+        text += f" on spare {printable(', '.join(decision.spares), MESSAGE_LIMIT)}"
+    if decision.avoid:
+        text += f", below {printable(decision.avoid[-1])}"
+    if decision.restarts_left is None or decision.action in ("wait", "requeue"):
+        return text
+    if max_restarts is None:
+        return f"{text}, {plural(decision.restarts_left, 'restart')} left"
+    return f"{text}, {decision.restarts_left} of {max_restarts} left"
+
+
+def _named(exclusion: dict[str, Any]) -> str:
+    node, device = exclusion.get("node", "?"), exclusion.get("device")
+    return f"{node}" if device is None else f"device {device} of {node}"

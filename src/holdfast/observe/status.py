@@ -1,0 +1,315 @@
+"""How a run is now, from its records and the ends of its journals. Reads only.
+
+Guarantee: it always answers for a directory that holds a run. What is missing, torn, damaged or of another
+release is left out and named under `problems`. The cost does not grow with the length of the journal: only
+the last bytes of the newest attempts' files are read.
+
+What is decisive (who lives, which attempt, how it ended, what was decided) comes from the durable records;
+the journal adds what changes every second.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.checkpoint.identity import CheckpointName
+from holdfast.control.attempts import (
+    AttemptRecord,
+    EndRecord,
+    HeadRecord,
+    attempt_numbers,
+    failures_of,
+)
+from holdfast.control.directory import ControlDirectory, list_names, read_record
+from holdfast.control.exclusions import Exclusion
+from holdfast.control.holder import is_gone
+from holdfast.control.lease import Claim, current_epoch, read_beat, read_claim
+from holdfast.control.operator import Controls, Pin, Request, in_force
+from holdfast.errors import ControlError
+from holdfast.exit_codes import MEANINGS, ExitCode
+from holdfast.journal.render import printable
+from holdfast.launch.evidence import past_attempts
+from holdfast.launch.incident_line import Decided, one_line
+from holdfast.observe.tails import batches, last_loss, last_step, nodes_started, rate
+from holdfast.policy.budgets import restarts_left, restarts_without_progress
+from holdfast.policy.classify import root_cause
+
+COMMANDS = ("operator-", "gc-")
+"""How owners of the lease begin that are no launches, but commands that hold it for a moment."""
+
+ALIVE = ("new", "starting", "running", "restarting", "paused", "finished")
+"""States for which `holdfast status` exits with 0."""
+
+T = TypeVar("T")
+
+
+class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
+    epoch: int
+    holder: str
+    alive: bool
+    detail: str
+    """What that rests on."""
+
+
+class LastSave(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: str
+    step: int
+    at: float
+
+
+class LastIncident(msgspec.Struct, frozen=True, kw_only=True):
+    attempt: int
+    text: str
+    at: float | None = None
+
+
+class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
+    used: int
+    """Restarts since the last progress, or since an operator reset the budget."""
+    max_restarts: int | None = None
+    """None if it is not recorded: there was no launcher, or it was of an older release."""
+    left: int | None = None
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """All that `holdfast status --json` prints; fields are only ever added."""
+
+    at: float
+    run: str
+    run_dir: str
+    state: str = "new"
+    """new, starting, running, restarting, paused, finished, failed, stopped or lost."""
+    detail: str = ""
+    """Of the state, in words."""
+    exit_code: int | None = None
+    """What the run ended with, where it is known to have ended."""
+    attempt: int = 0
+    started: float | None = None
+    world_size: int | None = None
+    nodes: dict[str, list[int]] = {}
+    """Node → its ranks, where a launcher started them."""
+    lease: LeaseState | None = None
+    step: int | None = None
+    step_at: float | None = None
+    steps_per_second: float | None = None
+    loss: float | str | None = None
+    save: LastSave | None = None
+    incident: LastIncident | None = None
+    budget: BudgetState | None = None
+    paused: Request | None = None
+    budget_reset: Request | None = None
+    pin: Pin | None = None
+    exclusions: list[Exclusion] = []
+    problems: list[str] = []
+
+    @property
+    def ok(self) -> bool:
+        return self.state in ALIVE
+
+
+class _Newest(msgspec.Struct, kw_only=True):
+    """The newest attempt, as far as it can be read."""
+
+    number: int = 0
+    record: AttemptRecord | None = None
+    end: EndRecord | None = None
+    head: HeadRecord | None = None
+    decided: Decided | None = None
+
+
+def look(control: ControlDirectory) -> Status:
+    """How the run is now."""
+    status = Status(at=time.time(), run=control.run_id, run_dir=str(control.path))
+
+    def tried(read: Callable[[], T], default: T) -> T:
+        try:
+            return read()
+        except (ControlError, OSError) as error:
+            status.problems = [*status.problems, printable(str(error))]
+            return default
+
+    numbers: list[int] = tried(lambda: attempt_numbers(control), [])
+    newest = _Newest(number=max(numbers, default=0))
+    if numbers:
+        folder = control.attempt(newest.number)
+        newest.record = tried(lambda: read_record(folder / "attempt.json", AttemptRecord), None)
+        newest.end = tried(lambda: read_record(folder / "end.json", EndRecord), None)
+        newest.head = tried(lambda: read_record(folder / "head.json", HeadRecord), None)
+        newest.decided = tried(lambda: _decided(control, newest.number), None)
+    held = tried(lambda: _holding(control), None)
+    nothing = Controls(paused=None, budget_reset=None, pin=None, exclusions=[])
+    controls = tried(lambda: in_force(control), nothing)
+    status.paused, status.budget_reset = controls.paused, controls.budget_reset
+    status.pin, status.exclusions = controls.pin, controls.exclusions
+    status.attempt = newest.number
+    if newest.record is not None:
+        status.started, status.world_size = newest.record.started, newest.record.world_size
+    if held is not None:
+        status.lease = tried(lambda: _lease(control, held, status.at), None)
+    status.state, status.detail, status.exit_code = _state(newest, held, status.lease, controls)
+    files: list[str] = tried(lambda: list_names(control.journal), [])
+    _take_steps(status, control, files, newest.head)
+    status.nodes = nodes_started(control.journal, files, newest.number)
+    status.save = tried(lambda: _last_save(control, numbers), None)
+    budget_of = newest.record.max_restarts if newest.record is not None else None
+    status.incident = tried(lambda: _last_incident(control, numbers, status.state, files, budget_of), None)
+    status.budget = tried(lambda: _budget(control, newest, controls, budget_of), None)
+    return status
+
+
+# --- the state ---------------------------------------------------------------------------------------------
+
+
+def _holding(control: ControlDirectory) -> Claim | None:
+    epoch = current_epoch(control)
+    return read_claim(control, epoch) if epoch else None
+
+
+def _lease(control: ControlDirectory, held: Claim, now: float) -> LeaseState:
+    beat = read_beat(control, held.epoch)
+    age = now - (beat.at if beat is not None else held.at)
+    if beat is not None and beat.released:
+        alive, detail = False, "released"
+    elif is_gone(held.holder):
+        alive, detail = False, "its process is gone"
+    elif age >= held.ttl:
+        alive, detail = False, f"no sign of life for {age:.0f} s"
+    else:
+        alive, detail = True, f"renewed {max(0.0, age):.1f} s ago"
+    return LeaseState(epoch=held.epoch, holder=printable(held.holder.describe()), alive=alive, detail=detail)
+
+
+def _state(
+    newest: _Newest, held: Claim | None, lease: LeaseState | None, controls: Controls
+) -> tuple[str, str, int | None]:
+    """Pure: the state, in words, and the code that the run ended with if it did."""
+    live = held is not None and lease is not None and lease.alive and not held.owner.startswith(COMMANDS)
+    another = held is not None and newest.record is not None and held.owner != newest.record.launch
+    if live and (newest.number == 0 or another):
+        return "starting", "a launch has claimed the run and not begun an attempt yet", None
+    if newest.number == 0:
+        return "new", "no attempt has begun yet", None
+    end, decided = newest.end, newest.decided
+    if end is None and live:
+        resumed = newest.head is not None
+        return ("running", "", None) if resumed else ("starting", "it has not resumed yet", None)
+    if end is None or end.outcome == "lost":
+        why = f": {lease.detail}" if lease is not None and not lease.alive else ""
+        return "lost", f"its launcher ended without a word{why}; launch it again to resume", None
+    if end.outcome == "finished":
+        return "finished", "", 0
+    if end.outcome == "failed":
+        return _failed(end, decided, controls, live=live)
+    if live and end.exit_code == 0:
+        return "restarting", "the nodes of the group change", None
+    return "stopped", _stopped_by(end.exit_code), end.exit_code
+
+
+def _failed(
+    end: EndRecord, decided: Decided | None, controls: Controls, *, live: bool
+) -> tuple[str, str, int | None]:
+    if decided is not None and decided.action == "stop":
+        return (
+            "failed",
+            f"{_meaning(decided.exit_code)} {printable(decided.reason)}".strip(),
+            decided.exit_code,
+        )
+    if not live:
+        return "failed", f"{_meaning(end.exit_code)} launch it again to resume".strip(), end.exit_code
+    if controls.paused is not None:
+        return "paused", f"recovery was paused by {printable(controls.paused.describe())}", None
+    return "restarting", "", None
+
+
+def _meaning(code: int) -> str:
+    return f"code {code}: {MEANINGS[ExitCode(code)][0]}" if code in set(ExitCode) else f"code {code};"
+
+
+def _stopped_by(code: int) -> str:
+    try:
+        return f"by {signal.Signals(code - 128).name}; launch it again to resume"
+    except ValueError:
+        return "launch it again to resume"
+
+
+# --- what the journal adds ---------------------------------------------------------------------------------
+
+
+def _take_steps(status: Status, control: ControlDirectory, files: list[str], head: HeadRecord | None) -> None:
+    """The step, the rate and the loss of the newest attempt; the step it came from while it has none."""
+    found = batches(control.journal, files, status.attempt)
+    if not found:
+        status.step = head.step if head is not None else None
+        return
+    status.step, status.step_at, status.loss = found[-1].last, found[-1].at, last_loss(found)
+    if status.state == "running":
+        status.steps_per_second = rate(found)
+
+
+# --- what the records add ----------------------------------------------------------------------------------
+
+
+def _last_save(control: ControlDirectory, numbers: list[int]) -> LastSave | None:
+    """The newest commit of the newest attempt that made any, by its names alone: there may be very many."""
+    for number in reversed(numbers):
+        folder = control.attempt(number) / "commits"
+        done = sorted(name for name in list_names(folder) if name.endswith(".done"))
+        for name in reversed(done):
+            step, dash, id = name.removesuffix(".done").partition("-")
+            if dash and step.isdecimal():
+                checkpoint = str(CheckpointName(int(step), id))
+                return LastSave(checkpoint=checkpoint, step=int(step), at=(folder / name).stat().st_mtime)
+    return None
+
+
+def _decided(control: ControlDirectory, number: int) -> Decided | None:
+    found = read_record(control.attempt(number) / "decisions" / "recovery.json", dict)
+    return Decided.of(found) if found is not None else None
+
+
+def _last_incident(
+    control: ControlDirectory, numbers: list[int], state: str, files: list[str], max_restarts: int | None
+) -> LastIncident | None:
+    for number in reversed(numbers):
+        end = read_record(control.attempt(number) / "end.json", EndRecord)
+        if end is None and (number != numbers[-1] or state == "lost"):
+            text = one_line(
+                attempt=number,
+                cause="",
+                root=None,
+                decision=None,
+                step=last_step(control.journal, files, number),
+                detail="lost with its launcher",
+            )
+            return LastIncident(attempt=number, text=text)
+        if end is not None and end.outcome == "failed":
+            failures = failures_of(control, number)
+            text = one_line(
+                attempt=number,
+                cause=end.cause,
+                root=root_cause(failures) if failures else None,
+                decision=_decided(control, number),
+                step=last_step(control.journal, files, number),
+                max_restarts=max_restarts,
+            )
+            return LastIncident(attempt=number, text=text, at=end.at)
+    return None
+
+
+def _budget(
+    control: ControlDirectory, newest: _Newest, controls: Controls, max_restarts: int | None
+) -> BudgetState | None:
+    if newest.number == 0:
+        return None
+    history = past_attempts(control, before=newest.number + 1)
+    forgiven = controls.budget_reset.attempt if controls.budget_reset is not None else 0
+    return BudgetState(
+        used=restarts_without_progress(history, forgiven),
+        max_restarts=max_restarts,
+        left=restarts_left(history, max_restarts, forgiven) if max_restarts is not None else None,
+    )
