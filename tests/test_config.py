@@ -42,6 +42,8 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "control.lease_ttl": (2.0, 2.5, 10.0, 20.0),
     "control.decision_timeout": (31.0, 60.5, 1000.0, 31_536_000.0),
     "launch.max_restarts": (0, 1, 2, 100),
+    "launch.node_name": ("", "a", "rack 1/b", "node-c.example"),
+    "launch.node_timeout": (1.0, 2.5, 15.0, 60.0),
     "launch.stop_grace": (0.0, 0.25, 120.0, 1.0),
     "launch.max_pause": (0.0, 0.5, 3600.0, 86_400.5),
     "launch.alert_command": ("", "mail -s holdfast ops", "exec ~/page --now", "cat > $HOME/last"),

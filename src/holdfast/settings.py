@@ -25,6 +25,7 @@ LONGEST_WAIT = 31_536_000.0
 RESUME_FROM = "checkpoint.resume_from"
 KEEP_LAST = "checkpoint.keep_last"
 REMOTE_ROOT = "checkpoint.remote_root"
+NODE_NAME = "launch.node_name"
 ALERT_COMMAND = "launch.alert_command"
 ALERT_URL = "launch.alert_url"
 CKPT_FORMAT = "checkpoint.ckpt_format"
@@ -286,6 +287,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
             return 'text: "auto", "fresh", a step number, a path or a URL'
         if self.key == REMOTE_ROOT:
             return "text: a URL as s3://bucket/prefix or file:///path, or empty"
+        if self.key == NODE_NAME:
+            return "text: a name, or empty"
         if self.key == ALERT_COMMAND:
             return "text: a command for /bin/sh, or empty"
         if self.key == ALERT_URL:

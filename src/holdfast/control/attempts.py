@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -28,6 +29,12 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     max_restarts: int | None = None
     """`launch.max_restarts` as it was for this attempt; None without a launcher, or of an older release."""
+    nodes: list[str] = []
+    """Its nodes in their plain order; empty without a launcher."""
+    placement: str = ""
+    """Which rank ran on which device, as `policy.rotation.describe` says it."""
+    rotation: int = 0
+    """The shift by which ranks were moved from the plain order."""
 
 
 class HeadRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +59,8 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     """Last line of the exception, if the worker left one."""
     error_file: str = ""
+    device: str = ""
+    """The device it ran on, if it had one."""
 
 
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +81,15 @@ def attempt_numbers(control: ControlDirectory) -> list[int]:
 
 
 def begin_attempt(
-    control: ControlDirectory, fence: Fence, launch: str, world_size: int, *, max_restarts: int | None = None
+    control: ControlDirectory,
+    fence: Fence,
+    launch: str,
+    world_size: int,
+    *,
+    max_restarts: int | None = None,
+    nodes: Sequence[str] = (),
+    placement: str = "",
+    rotation: int = 0,
 ) -> AttemptRecord:
     """Number the next attempt, durably, before any worker of it starts."""
     with fence.guard("begin an attempt"):
@@ -86,6 +103,9 @@ def begin_attempt(
                 world_size=world_size,
                 started=time.time(),
                 max_restarts=max_restarts,
+                nodes=list(nodes),
+                placement=placement,
+                rotation=rotation,
             )
             if create_record(control.attempt(number) / "attempt.json", record):
                 return record

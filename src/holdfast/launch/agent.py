@@ -15,8 +15,7 @@ import contextlib
 import os
 import signal
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,10 +30,10 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from holdfast.control.lease import Claim
 from holdfast.errors import DecisionTimeoutError, HoldfastError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import LeaseLost, RunCreated, Warned, WorkersStarted
+from holdfast.launch.arrangement import visible_devices
 from holdfast.launch.attempt import (
     Attempt,
     LeaderLostError,
@@ -53,24 +52,27 @@ from holdfast.launch.evidence import (
     count_oom_kills,
     gather,
     highest_committed_step,
-    past_attempts,
     stop_and_see,
 )
-from holdfast.launch.incident import decide, decide_lost, learn, report
+from holdfast.launch.incident import (
+    Incident,
+    lost_nodes,
+    report,
+)
 from holdfast.launch.meeting import MeetingHandler
+from holdfast.launch.pause import wait_while_paused
+from holdfast.launch.recovering import Recovery, report_timeout
 from holdfast.launch.signals import Interrupted
-from holdfast.launch.summary import describe, say
+from holdfast.launch.summary import say
+from holdfast.launch.vigil import Vigil
 from holdfast.launch.workers import Workers
-from holdfast.policy.budgets import may_regroup
 from holdfast.policy.classify import Cause
 from holdfast.policy.recovery import Action
-from holdfast.policy.rounds import ranks_of
+from holdfast.policy.rounds import Member, ranks_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-REPORT_SLACK = 10.0
-"""Seconds beyond the stop grace for the other nodes to report."""
 LEAVE = 5.0
 """Seconds to wait at the end for the other nodes to have read the decision: the store may live in here."""
 
@@ -88,6 +90,7 @@ class HoldfastAgent(LocalElasticAgent):
         self._workers: Workers | None = None
         handler = self._worker_group.spec.rdzv_handler
         self._meeting = handler if isinstance(handler, MeetingHandler) else None
+        self._recovery = Recovery(context, self._meeting, self._worker_group.spec.local_world_size)
         self._rounds = 0
         self._oom_kills = 0
 
@@ -115,12 +118,23 @@ class HoldfastAgent(LocalElasticAgent):
         address = spec.master_addr or spec.local_addr or socket.getfqdn()
         attempt = self._begin(place, reachable_address(address, nodes), store)
         group.master_addr, group.master_port = attempt.told.master_addr, attempt.told.master_port
+        self._take_places(group, attempt)
         # torch derives TORCHELASTIC_RESTART_COUNT and the log directory's name from this.
         self._remaining_restarts = spec.max_restarts - attempt.told.restarts
         if context.created:
             root = str(self._settings.checkpoint_root().absolute())
             attempt.journal.write(RunCreated(run=context.control.run_id, checkpoint_root=root))
             context.created = False
+
+    def _take_places(self, group: Any, attempt: Attempt) -> None:
+        """Ranks as the leader arranged the nodes, which may not be the order in which they met."""
+        arranged = attempt.told.arrangement
+        if self._meeting is None or not arranged.nodes:
+            return
+        members = {member.node: member for member in self._meeting.members}
+        ordered = [members[one.node] for one in arranged.nodes]
+        group.group_rank = arranged.place_of(attempt.place.node)
+        group.workers = _make_workers(ordered, group.group_rank)
 
     def _begin(self, place: Place, address: str, store: Store) -> Attempt:
         context = self._context
@@ -129,9 +143,17 @@ class HoldfastAgent(LocalElasticAgent):
             try:
                 with self._signals.interruptible():
                     held = context.leadership.claim(context.launch)
-                self._settle_lost(held)
+                self._recovery.settle_lost(held)
                 self._attempt = lead(
-                    context.control, place, held, address, store, torch.__version__, node_timeout
+                    context.control,
+                    place,
+                    held,
+                    address,
+                    store,
+                    torch.__version__,
+                    node_timeout=node_timeout,
+                    members=self._meeting.members if self._meeting is not None else [],
+                    max_restarts=self._settings.launch.max_restarts,
                 )
             except (HoldfastError, StopRun) as error:
                 refuse(store, error)
@@ -149,15 +171,6 @@ class HoldfastAgent(LocalElasticAgent):
                 )
         return self._attempt
 
-    def _settle_lost(self, held: Claim) -> None:
-        """The last attempt's leader died with it: decide about that now, before another one begins."""
-        incident = decide_lost(self._context.control, held, self._context.earlier_launches, self._settings)
-        if incident is None:
-            return
-        say(describe(incident, str(self._context.control.path)))
-        if incident.decision.action == Action.STOP:
-            raise StopRun(incident.decision.exit_code, incident.decision.reason)
-
     def _node_name(self, nodes: int, group_rank: int) -> str:
         if self._meeting is not None:
             return self._meeting.node
@@ -174,25 +187,18 @@ class HoldfastAgent(LocalElasticAgent):
         if self._meeting is None:
             found: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
             return found
-        ranks = ranks_of(self._meeting.members, group_rank)
-        return [
-            Worker(
-                local_rank=local_rank,
-                global_rank=ranks.first + local_rank,
-                role_rank=ranks.first_of_role + local_rank,
-                world_size=ranks.world_size,
-                role_world_size=ranks.role_world_size,
-            )
-            for local_rank in range(spec.local_world_size)
-        ]
+        return _make_workers(self._meeting.members, group_rank)
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
         attempt, context = self._attempt, self._context
         assert attempt is not None
         worker_env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        handover = context.handover(attempt.number, attempt.told.epoch, attempt.place.node)
+        told, node = attempt.told, attempt.place.node
+        handover = context.handover(attempt.number, told.epoch, node, told.avoid)
         worker_env.update(handover.to_environment())
+        if told.arrangement.nodes:
+            worker_env.update(told.arrangement.environment(node, visible_devices()))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._oom_kills = count_oom_kills()
@@ -300,69 +306,18 @@ class HoldfastAgent(LocalElasticAgent):
 
     def _watch(self) -> Notice:
         """Until something ends this attempt: the notice that all nodes act on."""
-        attempt, workers = self._attempt, self._workers
-        assert attempt is not None
-        assert workers is not None
-        node = attempt.place.node
-        finished: float | None = None
-        while True:
-            time.sleep(self._worker_group.spec.monitor_interval)
-            self._signals.check()
-            if self._context.leadership.lost:
-                return attempt.give(
-                    Notice(kind="lease_lost", node=node, detail=self._context.leadership.lost)
-                )
-            if self._meeting is not None and self._meeting.lost:
-                raise StoreLostError(f"the rendezvous store is lost: {self._meeting.lost}")
-            ended = workers.ended()
-            if any(ended.values()):
-                return attempt.give(Notice(kind="failure", node=node))
-            lost = self._lost(attempt)
-            if lost is not None:
-                return attempt.give(lost)
-            given = attempt.notice()
-            if given is not None:
-                return given
-            if len(ended) == len(workers.pids):
-                if finished is None:
-                    finished = time.monotonic()
-                    attempt.count_in("finished")
-                if attempt.counted("finished") >= attempt.place.nodes:
-                    return Notice(kind="finished", node=node)
-                if time.monotonic() - finished > self._exit_barrier_timeout:
-                    waited = f"{self._exit_barrier_timeout:g} s after {node} finished, other nodes had not"
-                    return attempt.give(Notice(kind="failure", node=node, detail=waited))
-            elif self._newcomers(attempt):
-                return attempt.give(Notice(kind="regroup", node=node))
-
-    def _lost(self, attempt: Attempt) -> Notice | None:
-        """A notice of the nodes that this agent has just lost sight of."""
-        node = attempt.place.node
-        lost = attempt.lost_nodes()
-        if lost:
-            names = {rank: self._name_of(rank) for rank in lost}
-            detail = "; ".join(f"node {names[rank]} was lost: {why}" for rank, why in sorted(lost.items()))
-            return Notice(kind="node_lost", node=names[min(lost)], detail=detail)
-        leader = attempt.lost_leader()
-        if leader:
-            return Notice(kind="leader_lost", node=self._name_of(0), detail=f"seen by {node}: {leader}")
-        return None
-
-    def _name_of(self, group_rank: int) -> str:
-        members = self._meeting.members if self._meeting is not None else []
-        return members[group_rank].node if group_rank < len(members) else f"of group rank {group_rank}"
-
-    def _newcomers(self, attempt: Attempt) -> bool:
-        """Whether nodes wait that the group has room for.
-
-        A full group never looks: a node that already waits is never moved to torch's redundancy list, so its
-        count would stay above zero and restart the group for ever.
-        """
-        if attempt.place.nodes >= self._context.max_nodes:
-            return False
-        if self._worker_group.spec.rdzv_handler.num_nodes_waiting() == 0:
-            return False
-        return may_regroup(past_attempts(attempt.control, before=attempt.number + 1))
+        assert self._attempt is not None
+        assert self._workers is not None
+        spec = self._worker_group.spec
+        return Vigil(
+            self._attempt,
+            self._workers,
+            self._context,
+            self._meeting,
+            interval=spec.monitor_interval,
+            finish_timeout=self._exit_barrier_timeout,
+            newcomers=spec.rdzv_handler.num_nodes_waiting,
+        ).watch()
 
     # -- ends -----------------------------------------------------------------------------------------------
 
@@ -386,7 +341,7 @@ class HoldfastAgent(LocalElasticAgent):
         if notice.kind == "regroup":
             say(f"attempt {attempt.number} ends: more nodes joined")
             with self._signals.interruptible():
-                attempt.await_all("reported", self._settings.launch.stop_grace + REPORT_SLACK)
+                attempt.await_all("reported", report_timeout(self._settings))
             attempt.end("stopped", exit_code=0, cause="", highest_step=self._steps())
             attempt.close()
             return None
@@ -405,23 +360,31 @@ class HoldfastAgent(LocalElasticAgent):
                 "replace it. Start the same command again, or use --rdzv-backend c10d"
             )
         self._meeting.see_gone(0, notice.detail)
+        self._recovery.lost_leader = lost_nodes(notice)
         attempt.close()
         return None
 
     def _recover(self, attempt: Attempt, notice: Notice) -> int | None:
-        if attempt.place.leads:
-            with self._signals.interruptible():
-                reported = attempt.await_all("reported", self._settings.launch.stop_grace + REPORT_SLACK)
-            incident = decide(attempt, notice, self._settings, reported)
-        else:
-            with self._signals.interruptible():
-                incident = learn(attempt, self._settings.control.decision_timeout)
+        with self._signals.interruptible():
+            incident = self._recovery.settle(attempt, notice)
         if self._meeting is not None:
             for rank, why in attempt.lost_nodes().items():
                 self._meeting.see_gone(rank, why)
-        say(describe(incident, str(attempt.control.path)))
-        if incident.decision.action == Action.STOP:
-            return self._leave(attempt, incident.decision.exit_code)
+        return self._act(attempt, incident)
+
+    def _act(self, attempt: Attempt, incident: Incident) -> int | None:
+        """Do what was decided: an exit code, or None for another attempt."""
+        decision = incident.decision
+        self._context.learned_exclusions.extend(decision.exclude)
+        if attempt.place.leads:
+            self._recovery.tell(incident)
+        if decision.action in (Action.STOP, Action.REQUEUE):
+            return self._leave(attempt, decision.exit_code)
+        goes_on = wait_while_paused(
+            attempt.control, self._settings.launch.max_pause, check=self._signals.check, tell=say
+        )
+        if not goes_on:
+            return self._leave(attempt, ExitCode.PAUSED_TOO_LONG)
         attempt.close()
         return None
 
@@ -438,9 +401,16 @@ class HoldfastAgent(LocalElasticAgent):
             failed,
             files,
             oom_kills=count_oom_kills() - self._oom_kills,
+            devices=self._devices_of_ranks(attempt),
         )
         self._shutdown()
         report(attempt, failures)
+
+    def _devices_of_ranks(self, attempt: Attempt) -> dict[int, str]:
+        arranged, node = attempt.told.arrangement, attempt.place.node
+        if not arranged.nodes:
+            return {}
+        return {w.global_rank: arranged.device_of(node, w.local_rank) for w in self._worker_group.workers}
 
     def _error_file(self, local_rank: int) -> str:
         return str(self._pcontext.error_files[local_rank]) if self._pcontext is not None else ""
@@ -507,6 +477,21 @@ class HoldfastAgent(LocalElasticAgent):
                 meeting.finish(code, why)
             else:
                 meeting.leave(why)
+
+
+def _make_workers(members: Sequence[Member], place: int) -> list[Worker]:
+    """The workers of the node at `place`, with their ranks."""
+    ranks = ranks_of(list(members), place)
+    return [
+        Worker(
+            local_rank=local_rank,
+            global_rank=ranks.first + local_rank,
+            role_rank=ranks.first_of_role + local_rank,
+            world_size=ranks.world_size,
+            role_world_size=ranks.role_world_size,
+        )
+        for local_rank in range(members[place].slots)
+    ]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ number and epoch; only the leader writes the attempt's end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -25,8 +25,11 @@ from holdfast.errors import HoldfastError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed
 from holdfast.journal.writer import JournalWriter
+from holdfast.launch.arrangement import Arrangement, arrange_attempt
 from holdfast.launch.attempt_store import AttemptStore
+from holdfast.launch.history import last_decision
 from holdfast.launch.watch import FollowerWatch, LeaderWatch
+from holdfast.policy.rounds import Member
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -71,6 +74,9 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 0
     watch_port: int = 0
     """Where the leader is watched and watches."""
+    arrangement: Arrangement = Arrangement()
+    avoid: list[str] = []
+    """Checkpoints that the last decision said not to use."""
     refused: str = ""
     """Why there is no attempt; empty if there is one."""
     exit_code: int = 0
@@ -83,6 +89,9 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     """failure, hang, node_lost, leader_lost, store_lost, left (a node other than the leader's was told to
     stop), regroup, stopped, lease_lost, finished."""
     node: str
+    nodes: list[str] = []
+    """Those that were lost."""
+    at: float = 0.0
     detail: str = ""
     exit_code: int = 0
 
@@ -209,11 +218,25 @@ def lead(
     address: str,
     store: Store,
     torch_version: str,
+    *,
     node_timeout: float,
+    members: Sequence[Member],
+    max_restarts: int,
 ) -> Attempt:
     """Number the attempt, host its store, watch over the others, tell them."""
     earlier = sum(record.launch == held.owner for record, _ in ends_of(control))
-    begun = begin_attempt(control, Fence(control, held.epoch), held.owner, place.world_size)
+    decided = last_decision(control)
+    arrangement = arrange_attempt(members, decided.rotate_by if decided is not None else 0)
+    begun = begin_attempt(
+        control,
+        Fence(control, held.epoch),
+        held.owner,
+        place.world_size,
+        max_restarts=max_restarts,
+        nodes=[member.node for member in members] or [place.node],
+        placement=arrangement.placement,
+        rotation=arrangement.rotation,
+    )
     hosted = AttemptStore(address)
     watching = None
     if place.nodes > 1:
@@ -233,6 +256,8 @@ def lead(
         master_addr=address,
         master_port=hosted.port,
         watch_port=watching.port if watching is not None else 0,
+        arrangement=arrangement,
+        avoid=decided.avoid if decided is not None else [],
     )
     attempt = Attempt(control, place, held.owner, told, store, node_timeout)
     attempt.hosted, attempt.watching = hosted, watching

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 from holdfast.config import Settings
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.exclusions import Exclusion, excluded
 from holdfast.control.handover import LaunchInfo
+from holdfast.launch.alert import Alerts
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.signals import StopSignals
+from holdfast.policy.capacity import Exclusion as Decided
 
 
 @dataclass(kw_only=True)
@@ -22,18 +25,29 @@ class LaunchContext:
     command_line: dict[str, str]
     launch: str
     """This agent's proposal, then what all agents of the launch agreed on."""
-    earlier_launches: list[str] = field(default_factory=list)
-    """Ids under which these agents met before the store's host was lost."""
+    min_nodes: int
     max_nodes: int
+    alerts: Alerts
     signals: StopSignals
     leadership: Leadership
+    earlier_launches: list[str] = field(default_factory=list)
+    """Ids under which these agents met before the store's host was lost."""
+    learned_exclusions: list[Decided] = field(default_factory=list)
+    """What decisions of this launch excluded: known here before the record of it can be read everywhere."""
 
     def rename_launch(self) -> None:
         """A new id for what goes on after the loss of the store."""
         self.earlier_launches.append(self.launch)
         self.launch = uuid.uuid4().hex[:12]
 
-    def handover(self, attempt: int, epoch: int, node: str) -> LaunchInfo:
+    def exclusions(self) -> list[Exclusion]:
+        """What is kept out of the run now."""
+        found = excluded(self.control)
+        known = {(one.node, one.device) for one in found}
+        fresh = [one for one in self.learned_exclusions if (one.node, one.device) not in known]
+        return found + [Exclusion(node=one.node, device=one.device, reason=one.reason) for one in fresh]
+
+    def handover(self, attempt: int, epoch: int, node: str, avoid: list[str]) -> LaunchInfo:
         return LaunchInfo(
             run_dir=str(self.control.path),
             run_id=self.control.run_id,
@@ -44,4 +58,5 @@ class LaunchContext:
             config=self.config,
             command_line=self.command_line,
             lease_ttl=self.settings.control.lease_ttl,
+            avoid=avoid,
         )

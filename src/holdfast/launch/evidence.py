@@ -1,4 +1,4 @@
-"""Gathers what a failed attempt left behind, and turns the run's records into the policies' history.
+"""Gathers what a failed attempt left behind.
 
 Guarantee: nothing a worker wrote can make this fail. An error file that is missing, torn, huge or of another
 shape costs its message, not the decision.
@@ -11,17 +11,16 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from holdfast.checkpoint.identity import MANIFEST, CheckpointRoot
-from holdfast.control.attempts import FailureRecord, ends_of, failures_of
-from holdfast.control.directory import ControlDirectory
+from holdfast.control.attempts import FailureRecord
 from holdfast.files import read_regular
 from holdfast.launch.workers import Workers
-from holdfast.policy.budgets import PastAttempt
-from holdfast.policy.classify import KERNEL_OOM, is_symptom, root_cause
+from holdfast.policy.classify import KERNEL_OOM, is_symptom
 
 SETTLE = 1.0
 """Seconds to wait for the cause when only symptoms of a lost peer are seen yet."""
@@ -103,6 +102,7 @@ def gather(
     error_files: Mapping[int, str],
     *,
     oom_kills: int,
+    devices: Mapping[int, str] = MappingProxyType({}),
 ) -> list[FailureRecord]:
     """One record for each worker in `exit_codes` (by global rank) that failed by itself."""
     records = []
@@ -120,6 +120,7 @@ def gather(
                 at=min(time.time(), written_at(source) or time.time()),
                 message=message,
                 error_file=keep_error_file(source, attempt, rank),
+                device=devices.get(rank, ""),
             )
         )
     return records
@@ -148,28 +149,3 @@ def highest_committed_step(root: Path) -> int:
         )
     except OSError:
         return 0
-
-
-def past_attempts(control: ControlDirectory, *, before: int) -> list[PastAttempt]:
-    """The run's history, for the policies."""
-    history = []
-    for record, end in ends_of(control):
-        if record.number >= before:
-            continue
-        if end is None:
-            history.append(PastAttempt(number=record.number, launch=record.launch, outcome="lost"))
-            continue
-        failures = failures_of(control, record.number) if end.outcome == "failed" else []
-        root = root_cause(failures) if failures else None
-        history.append(
-            PastAttempt(
-                number=record.number,
-                launch=record.launch,
-                outcome=end.outcome,
-                cause=end.cause,
-                exit_code=root.exit_code if root else end.exit_code,
-                message=root.message if root else "",
-                highest_step=end.highest_step,
-            )
-        )
-    return history

@@ -8,30 +8,52 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast.checkpoint.identity import CheckpointRoot
+from holdfast.checkpoint.inventory import take_inventory
 from holdfast.config import Settings
+from holdfast.control import operator
 from holdfast.control.attempts import (
+    AttemptRecord,
     EndRecord,
     FailureRecord,
+    HeadRecord,
     end_attempt,
     ends_of,
     failures_of,
+    read_attempt,
     record_failure,
 )
 from holdfast.control.directory import ControlDirectory, create_record, read_record
+from holdfast.control.exclusions import exclude
 from holdfast.control.lease import Claim, Fence
+from holdfast.errors import ControlError, UsageError
 from holdfast.journal import events
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Attempt, Notice
-from holdfast.launch.evidence import highest_committed_step, past_attempts
+from holdfast.launch.evidence import highest_committed_step
+from holdfast.launch.history import DECISION, keep_incident, past_attempts
 from holdfast.policy.budgets import PastAttempt
-from holdfast.policy.classify import Cause, classify, evidence_of, is_symptom, root_cause
+from holdfast.policy.capacity import Cluster
+from holdfast.policy.classify import Cause, Diagnosis, diagnose, end_of, is_symptom, root_cause
+from holdfast.policy.evidence import Evidence, Hang, Loss, LostNode
 from holdfast.policy.recovery import Decision, Situation, describe_end, recover
 
-WITHOUT_FAILURE = {"left": Cause.PREEMPTION, "node_lost": Cause.INFRASTRUCTURE}
-"""The cause when no worker is known to have failed by itself, by the kind of the notice."""
+
+@dataclass(kw_only=True)
+class Circumstances:
+    """What the agent that decides knows beside the attempt's records."""
+
+    cluster: Cluster | None = None
+    lost: list[LostNode] = field(default_factory=list)
+    hangs: list[Hang] = field(default_factory=list)
+    last_step: int | None = None
+    """The last step that a rank is known to have completed."""
+    facts: list[str] = field(default_factory=list)
+    """What else was seen, in words."""
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,47 +84,26 @@ def report(attempt: Attempt, failures: list[FailureRecord]) -> None:
     attempt.count_in("reported")
 
 
-def decide(attempt: Attempt, notice: Notice, settings: Settings, reported: int) -> Incident:
+def decide(
+    attempt: Attempt, notice: Notice, settings: Settings, reported: int, known: Circumstances
+) -> Incident:
     """The leader's part, after `reported` nodes did: choose, fix it, write it down, end the attempt."""
-    failures = failures_of(attempt.control, attempt.number)
+    control = attempt.control
+    failures = failures_of(control, attempt.number)
     root = root_cause(failures) if failures else None
-    cause = classify(evidence_of(root)) if root else WITHOUT_FAILURE.get(notice.kind, Cause.HANG)
-    steps = highest_committed_step(settings.checkpoint_root())
-    failed = PastAttempt(
-        number=attempt.number,
-        launch=attempt.launch,
-        outcome="failed",
-        cause=cause,
-        exit_code=root.exit_code if root else notice.exit_code,
-        message=root.message if root else "",
-        highest_step=steps,
-    )
-    situation = Situation(
-        attempt=failed,
-        max_restarts=settings.launch.max_restarts,
-        facts=_facts(attempt, notice, root, failures, reported),
-    )
-    history = past_attempts(attempt.control, before=attempt.number)
+    record = read_attempt(control, attempt.number)
+    failed = _judge(control, record, failures, settings, known, notice)
+    facts = [*_facts(attempt, notice, root, failures, reported), *known.facts]
+    situation = _situation(control, failed, settings, known, facts)
+    history = past_attempts(control, before=attempt.number)
     decision = attempt.decisions.decide("recovery", Decision, lambda: recover(history, situation))
-    attempt.journal.write(
-        events.Decision(
-            about="recovery",
-            chosen=decision.action,
-            evidence=[*decision.evidence, decision.reason],
-            details={
-                "cause": str(cause),
-                "root_rank": root.rank if root else None,
-                "exit_code": failed.exit_code,
-                "restarts_left": decision.restarts_left,
-            },
-        )
-    )
-    attempt.end("failed", exit_code=failed.exit_code, cause=cause, highest_step=steps)
-    return Incident(attempt=attempt.number, cause=cause, root=root, decision=decision)
+    _write_down(control, attempt.journal, failed, root, decision)
+    attempt.end("failed", exit_code=failed.exit_code, cause=failed.cause, highest_step=failed.highest_step)
+    return Incident(attempt=attempt.number, cause=failed.cause, root=root, decision=decision)
 
 
 def decide_lost(
-    control: ControlDirectory, held: Claim, earlier: list[str], settings: Settings
+    control: ControlDirectory, held: Claim, earlier: list[str], settings: Settings, known: Circumstances
 ) -> Incident | None:
     """The new leader's part when the old one died: what it would have decided about its last attempt.
 
@@ -120,33 +121,20 @@ def decide_lost(
     if lost is None:
         return None
     failures = failures_of(control, lost.number)
-    steps = highest_committed_step(settings.checkpoint_root())
-    failed = PastAttempt(
-        number=lost.number,
-        launch=lost.launch,
-        outcome="failed",
-        cause=Cause.INFRASTRUCTURE,
-        highest_step=steps,
-    )
-    facts = ["the leading node was lost before it could decide"]
+    failed = _judge(control, lost, failures, settings, known, None)
+    facts = ["the leading node was lost before it could decide", *known.facts]
     facts += [f"rank {one.rank} on {one.node} then failed: {describe_end(one.exit_code)}" for one in failures]
-    situation = Situation(attempt=failed, max_restarts=settings.launch.max_restarts, facts=facts)
+    situation = _situation(control, failed, settings, known, facts)
     fence = Fence(control, held.epoch)
-    path = control.attempt(lost.number) / "decisions" / "recovery.json"
+    path = control.attempt(lost.number) / "decisions" / DECISION
     with fence.guard(f"decide about attempt {lost.number}"):
         decision = read_record(path, Decision)
         if decision is None:
             decision = recover(past_attempts(control, before=lost.number), situation)
             create_record(path, decision)
     with contextlib.closing(JournalWriter(control.journal, f"agent-{held.owner}", lost.number)) as journal:
-        journal.write(
-            events.Decision(
-                about="recovery",
-                chosen=decision.action,
-                evidence=[*decision.evidence, decision.reason],
-                details={"cause": str(failed.cause), "restarts_left": decision.restarts_left},
-            )
-        )
+        _write_down(control, journal, failed, None, decision)
+        steps = failed.highest_step
         end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
         end_attempt(control, fence, lost.number, end)
         journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
@@ -158,8 +146,116 @@ def learn(attempt: Attempt, timeout: float) -> Incident:
     decision = attempt.decisions.await_decision("recovery", Decision, timeout, attempt.lost_leader)
     failures = failures_of(attempt.control, attempt.number)
     root = root_cause(failures) if failures else None
-    cause = str(classify(evidence_of(root))) if root else ""
+    cause = str(diagnose(Evidence(ends=[end_of(one) for one in failures])).cause) if failures else ""
     return Incident(attempt=attempt.number, cause=cause, root=root, decision=decision)
+
+
+def _judge(
+    control: ControlDirectory,
+    record: AttemptRecord,
+    failures: list[FailureRecord],
+    settings: Settings,
+    known: Circumstances,
+    notice: Notice | None,
+) -> PastAttempt:
+    """What the attempt's end was, as recovery and every later decision see it."""
+    head = read_record(control.attempt(record.number) / "head.json", HeadRecord)
+    steps = known.last_step - head.step if head is not None and known.last_step is not None else None
+    evidence = Evidence(
+        ends=[end_of(failure) for failure in failures],
+        hangs=known.hangs,
+        lost=known.lost,
+        world_size=record.world_size,
+        rung=(head.checkpoint or "") if head is not None else "",
+        steps=None if steps is None else max(0, steps),
+    )
+    found = diagnose(evidence)
+    if not (evidence.ends or evidence.hangs or evidence.lost):
+        found = Diagnosis(cause=Cause.INFRASTRUCTURE if notice is None else Cause.HANG, rung=evidence.rung)
+    now = time.time()
+    return PastAttempt(
+        number=record.number,
+        launch=record.launch,
+        outcome="failed",
+        highest_step=highest_committed_step(settings.checkpoint_root()),
+        began=head is not None,
+        seconds=max(0.0, now - record.started),
+        at=now,
+        nodes=record.nodes,
+        node_count=len(record.nodes),
+        world_size=record.world_size,
+        placement=record.placement,
+        rotation=record.rotation,
+        **msgspec.structs.asdict(found),
+    )
+
+
+def _situation(
+    control: ControlDirectory,
+    failed: PastAttempt,
+    settings: Settings,
+    known: Circumstances,
+    facts: list[str],
+) -> Situation:
+    return Situation(
+        attempt=failed,
+        max_restarts=settings.launch.max_restarts,
+        facts=facts,
+        cluster=known.cluster,
+        lower_rungs=_lower_rungs(control, settings, failed.rung),
+        budget_reset=operator.budget_reset(control) or 0,
+    )
+
+
+def _lower_rungs(control: ControlDirectory, settings: Settings, rung: str) -> int:
+    """Checkpoints below the one that was loaded which a resume may still use, as far as names tell."""
+    if not rung:
+        return 0
+    try:
+        ladder = take_inventory(control, CheckpointRoot(settings.checkpoint_root()), "auto", force=False)
+    except (ControlError, UsageError, OSError):
+        return 0
+    steps = {one.name: one.step for one in ladder.rungs}
+    return sum(step < steps[rung] for step in steps.values()) if rung in steps else 0
+
+
+def _write_down(
+    control: ControlDirectory,
+    journal: JournalWriter,
+    failed: PastAttempt,
+    root: FailureRecord | None,
+    decision: Decision,
+) -> None:
+    """Everything that must outlive this process: the history, what is excluded, and why it was so decided."""
+    keep_incident(control, failed, decision)
+    for one in decision.exclude:
+        exclude(control, one.node, one.device, one.reason, "recovery", failed.number)
+    journal.write(
+        events.Decision(
+            about="recovery",
+            chosen=decision.action,
+            evidence=[*decision.evidence, decision.reason],
+            details={
+                "cause": str(failed.cause),
+                "root_rank": root.rank if root else None,
+                "exit_code": failed.exit_code,
+                "restarts_left": decision.restarts_left,
+                "excluded": [msgspec.to_builtins(one) for one in decision.exclude],
+                "avoid": decision.avoid,
+                "rotate_by": decision.rotate_by,
+            },
+        )
+    )
+
+
+def lost_nodes(notice: Notice) -> list[LostNode]:
+    """The nodes that a notice says were lost."""
+    if notice.kind == "left":
+        return [LostNode(node=notice.node, how=Loss.LEFT, at=time.time(), detail=notice.detail)]
+    if notice.kind not in ("node_lost", "leader_lost"):
+        return []
+    how = Loss.SILENT if "nothing was heard" in notice.detail else Loss.CLOSED
+    return [LostNode(node=node, how=how, at=notice.at, detail=notice.detail) for node in notice.nodes]
 
 
 def _facts(

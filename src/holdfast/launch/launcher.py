@@ -33,12 +33,17 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from torch.distributed.run import config_from_args
 
+from holdfast.config import Settings
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import VARIABLE
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
+from holdfast.journal.events import Warned
+from holdfast.journal.writer import JournalWriter
 from holdfast.launch import run_path
 from holdfast.launch.agent import HoldfastAgent
+from holdfast.launch.alert import Alerts
+from holdfast.launch.arrangement import usable_devices, visible_devices, why_unfit
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import Endpoints, parse_endpoints
@@ -67,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
             config=options.config,
             command_line=options.command_line,
             launch=uuid.uuid4().hex[:12],
+            min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
+            alerts=_make_alerts(control, options.settings),
             signals=signals,
             leadership=leadership,
         )
@@ -85,7 +92,16 @@ def main(argv: Sequence[str]) -> int:
         except (RendezvousError, DistError) as error:
             return _explain_rendezvous(error, config)
         finally:
+            context.alerts.close()
             leadership.release()
+
+
+def _make_alerts(control: ControlDirectory, settings: Settings) -> Alerts:
+    def warn(text: str) -> None:
+        with contextlib.closing(JournalWriter(control.journal, "alerts", 0)) as journal:
+            journal.write(Warned(message=text))
+
+    return Alerts(settings.launch, run=control.run_id, run_dir=control.path, warn=warn)
 
 
 def _configure(options: Options) -> tuple[LaunchConfig, list[str]]:
@@ -165,6 +181,7 @@ def _make_handler(
     if parameters.backend == "static":
         return rendezvous_registry.get_rendezvous_handler(parameters)
     launch = context.settings.launch
+    name = launch.node_name or socket.gethostname()
     endpoints = Endpoints(
         parse_endpoints(parameters.endpoint),
         is_host=parameters.get_as_bool("is_host"),
@@ -173,7 +190,7 @@ def _make_handler(
     return MeetingHandler(
         endpoints,
         parameters.run_id,
-        node=launch.node_name or socket.gethostname(),
+        node=name,
         slots=config.nproc_per_node,
         role=config.role,
         min_nodes=parameters.min_nodes,
@@ -181,8 +198,8 @@ def _make_handler(
         join_timeout=float(parameters.get_as_int("join_timeout", 600) or 600),
         last_call=float(parameters.get_as_int("last_call_timeout", 30) or 0),
         node_timeout=launch.node_timeout,
-        devices=list,
-        unfit=lambda: "",
+        devices=lambda: usable_devices(visible_devices(), name, context.exclusions()),
+        unfit=lambda: why_unfit(visible_devices(), name, config.nproc_per_node, context.exclusions()),
         say=say,
     )
 
@@ -190,7 +207,10 @@ def _make_handler(
 def _explain_rendezvous(error: Exception, config: LaunchConfig) -> int:
     where = f"rendezvous {config.run_id}"
     if isinstance(error, RendezvousTimeoutError):
-        code, what = ExitCode.FAILED, f"fewer than {config.min_nodes} nodes joined {where} in time: {error}"
+        code, what = (
+            ExitCode.NO_CAPACITY,
+            f"fewer than {config.min_nodes} nodes joined {where} in time: {error}",
+        )
     elif isinstance(error, RendezvousClosedError):
         code, what = ExitCode.FAILED, f"{where} was closed by another node: the run has ended there"
     else:

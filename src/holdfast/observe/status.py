@@ -33,7 +33,7 @@ from holdfast.control.operator import Controls, Pin, Request, in_force
 from holdfast.errors import ControlError
 from holdfast.exit_codes import MEANINGS, ExitCode
 from holdfast.journal.render import printable
-from holdfast.launch.evidence import past_attempts
+from holdfast.launch.history import past_attempts
 from holdfast.launch.incident_line import Decided, one_line
 from holdfast.observe.tails import batches, last_loss, last_step, nodes_started, rate
 from holdfast.policy.budgets import restarts_left, restarts_without_progress

@@ -1,0 +1,77 @@
+"""Which devices a node has, which of them may be used, and on which of them its ranks run.
+
+The order of nodes and devices is chosen once for the job, by the leading agent, from the last decision
+(`policy.rotation`); every node is told the whole of it, and it is recorded with the attempt, so that a later
+verdict can compare where a fault appeared.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.control.exclusions import Exclusion
+from holdfast.policy.rotation import NodeDevices, arrange, describe, device_of
+from holdfast.policy.rounds import Member
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEV = Path("/dev")
+
+
+def visible_devices(environ: Mapping[str, str] = os.environ, dev: Path = _DEV) -> list[str]:
+    """The devices of this node as its workers see them, in that order; none on a CPU."""
+    given = environ.get(VISIBLE)
+    if given is not None:
+        return [device.strip() for device in given.split(",") if device.strip()]
+    found = [path.name.removeprefix("nvidia") for path in dev.glob("nvidia[0-9]*")]
+    return sorted((name for name in found if name.isdigit()), key=int)
+
+
+def usable_devices(devices: Sequence[str], node: str, excluded: Sequence[Exclusion]) -> list[str]:
+    """Pure: those that are not excluded."""
+    out = {one.device for one in excluded if one.node == node}
+    return [device for device in devices if device not in out]
+
+
+def why_unfit(devices: Sequence[str], node: str, workers: int, excluded: Sequence[Exclusion]) -> str:
+    """Pure: why a node may not take part; empty if it may."""
+    whole = next((one for one in excluded if one.node == node and one.device is None), None)
+    if whole is not None:
+        return f"this node is excluded: {whole.reason}"
+    left = usable_devices(devices, node, excluded)
+    if devices and len(left) < min(workers, len(devices)):
+        reasons = "; ".join(f"{one.device}: {one.reason}" for one in excluded if one.node == node)
+        return f"{len(left)} devices are left for {workers} workers; excluded are {reasons}"
+    return ""
+
+
+class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes of an attempt in rank order, each with its devices in the order its workers see them."""
+
+    nodes: list[NodeDevices] = []
+    placement: str = ""
+    rotation: int = 0
+
+    def place_of(self, node: str) -> int:
+        return next(index for index, one in enumerate(self.nodes) if one.node == node)
+
+    def devices_of(self, node: str) -> list[str]:
+        return self.nodes[self.place_of(node)].devices
+
+    def environment(self, node: str, visible: Sequence[str]) -> dict[str, str]:
+        """What a worker's environment needs; nothing where the devices are in their plain order."""
+        devices = self.devices_of(node)
+        return {VISIBLE: ",".join(devices)} if devices != list(visible) else {}
+
+    def device_of(self, node: str, local_rank: int) -> str:
+        return device_of(self.devices_of(node), local_rank)
+
+
+def arrange_attempt(members: Sequence[Member], rotation: int) -> Arrangement:
+    """Pure: the arrangement of an attempt; `members` are in their plain order."""
+    arranged = arrange([NodeDevices(member.node, member.devices) for member in members], rotation)
+    workers = max((member.slots for member in members), default=1)
+    return Arrangement(nodes=arranged, placement=describe(arranged, workers), rotation=rotation)

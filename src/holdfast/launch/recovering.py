@@ -1,0 +1,90 @@
+"""How this node's agent takes part in recovery: what it knows goes into the decision, which is then told.
+
+The decision itself is `policy.recovery`'s, and how it is fixed for all nodes `launch.incident`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.config import Settings
+from holdfast.control.lease import Claim
+from holdfast.launch.alert import EXCLUSION, INCIDENT, STOP
+from holdfast.launch.attempt import Attempt, Notice, StopRun
+from holdfast.launch.context import LaunchContext
+from holdfast.launch.incident import Circumstances, Incident, decide, decide_lost, learn, lost_nodes
+from holdfast.launch.meeting import MeetingHandler
+from holdfast.launch.summary import describe, one_line, say
+from holdfast.policy.capacity import Cluster, Exclusion
+from holdfast.policy.evidence import LostNode
+from holdfast.policy.recovery import Action
+
+REPORT_SLACK = 10.0
+"""Seconds beyond the stop grace for the other nodes to report."""
+
+
+def report_timeout(settings: Settings) -> float:
+    """Seconds within which every node has ended its workers and reported."""
+    return settings.launch.stop_grace + REPORT_SLACK
+
+
+class Recovery:
+    """Recovery as one agent sees it, across the attempts of a launch."""
+
+    def __init__(self, context: LaunchContext, meeting: MeetingHandler | None, workers_per_node: int) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._meeting = meeting
+        self._workers_per_node = workers_per_node
+        self.lost_leader: list[LostNode] = []
+        """How the last attempt's leader was lost, for whoever decides about that."""
+
+    def settle(self, attempt: Attempt, notice: Notice) -> Incident:
+        """The decision about a failed attempt: made here if this node leads, else learnt."""
+        if not attempt.place.leads:
+            return learn(attempt, self._settings.control.decision_timeout)
+        reported = attempt.await_all("reported", report_timeout(self._settings))
+        known = Circumstances(cluster=self._cluster(notice.nodes), lost=lost_nodes(notice))
+        return decide(attempt, notice, self._settings, reported, known)
+
+    def settle_lost(self, held: Claim) -> None:
+        """The last attempt's leader died with it: decide about that now, before another one begins."""
+        context = self._context
+        known = Circumstances(cluster=self._cluster([]), lost=self.lost_leader)
+        incident = decide_lost(context.control, held, context.earlier_launches, self._settings, known)
+        self.lost_leader = []
+        if incident is None:
+            return
+        self.tell(incident)
+        if incident.decision.action in (Action.STOP, Action.REQUEUE):
+            raise StopRun(incident.decision.exit_code, incident.decision.reason)
+
+    def tell(self, incident: Incident) -> None:
+        """One line and the details on the terminal, and an alert to those who asked for one."""
+        control = self._context.control
+        line = one_line(incident, max_restarts=self._settings.launch.max_restarts)
+        say(f"{line}\n{describe(incident, str(control.path))}")
+        payload = {"text": line, "attempt": incident.attempt, "cause": incident.cause}
+        stops = incident.decision.action in (Action.STOP, Action.REQUEUE)
+        self._context.alerts.send(STOP if stops else INCIDENT, payload)
+        for one in incident.decision.exclude:
+            what = one.node if one.device is None else f"device {one.device} of {one.node}"
+            self._context.alerts.send(EXCLUSION, {**payload, "text": f"{what} is excluded: {one.reason}"})
+
+    def _cluster(self, lost: Sequence[str]) -> Cluster | None:
+        """What there is to go on with, as the leader sees it."""
+        meeting = self._meeting
+        if meeting is None:
+            return None
+        members, spares = meeting.members, meeting.spares()
+        excluded = [Exclusion(one.node, one.device, one.reason) for one in self._context.exclusions()]
+        return Cluster(
+            nodes=[member.node for member in members if member.node not in lost],
+            spares=[member.node for member in spares],
+            devices={member.node: member.devices for member in [*members, *spares]},
+            workers_per_node=self._workers_per_node,
+            min_nodes=self._context.min_nodes,
+            max_nodes=self._context.max_nodes,
+            may_shrink=self._context.min_nodes < self._context.max_nodes,
+            excluded=excluded,
+        )

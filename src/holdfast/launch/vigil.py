@@ -1,0 +1,118 @@
+"""Watches over one running attempt until something ends it.
+
+Guarantee: returns a notice, the same one on every node that can still be reached, or raises: StoreLostError
+when the other nodes cannot be reached any more, Interrupted when this agent was told to stop. Nothing is
+ended in here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from holdfast.launch.attempt import Attempt, Notice
+from holdfast.launch.context import LaunchContext
+from holdfast.launch.endpoints import StoreLostError
+from holdfast.launch.history import past_attempts
+from holdfast.launch.meeting import MeetingHandler
+from holdfast.launch.workers import Workers
+from holdfast.policy.budgets import may_regroup
+
+
+class Vigil:
+    """One attempt as its node's agent watches it."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        workers: Workers,
+        context: LaunchContext,
+        meeting: MeetingHandler | None,
+        *,
+        interval: float,
+        finish_timeout: float,
+        newcomers: Callable[[], int],
+    ) -> None:
+        """`newcomers` says how many nodes wait that the group has room for."""
+        self._attempt = attempt
+        self._workers = workers
+        self._context = context
+        self._meeting = meeting
+        self._interval = interval
+        self._finish_timeout = finish_timeout
+        self._newcomers = newcomers
+        self._finished: float | None = None
+
+    def watch(self) -> Notice:
+        """Until something ends the attempt: the notice that all nodes act on."""
+        while True:
+            time.sleep(self._interval)
+            self._context.signals.check()
+            found = self._look()
+            if found is not None:
+                return found
+
+    def _look(self) -> Notice | None:
+        attempt, node = self._attempt, self._attempt.place.node
+        lost = self._context.leadership.lost
+        if lost:
+            return attempt.give(Notice(kind="lease_lost", node=node, detail=lost))
+        if self._meeting is not None and self._meeting.lost:
+            raise StoreLostError(f"the rendezvous store is lost: {self._meeting.lost}")
+        ended = self._workers.ended()
+        if any(ended.values()):
+            return attempt.give(Notice(kind="failure", node=node, at=time.time()))
+        seen = self._lost()
+        if seen is not None:
+            return attempt.give(seen)
+        given = attempt.notice()
+        if given is not None:
+            return given
+        if len(ended) == len(self._workers.pids):
+            return self._finish()
+        if self._may_grow():
+            return attempt.give(Notice(kind="regroup", node=node))
+        return None
+
+    def _finish(self) -> Notice | None:
+        """This node's workers are done: so is the attempt when all nodes' are."""
+        attempt, node = self._attempt, self._attempt.place.node
+        if self._finished is None:
+            self._finished = time.monotonic()
+            attempt.count_in("finished")
+        if attempt.counted("finished") >= attempt.place.nodes:
+            return Notice(kind="finished", node=node)
+        if time.monotonic() - self._finished > self._finish_timeout:
+            waited = f"{self._finish_timeout:g} s after {node} finished, other nodes had not"
+            return attempt.give(Notice(kind="failure", node=node, detail=waited))
+        return None
+
+    def _lost(self) -> Notice | None:
+        """A notice of the nodes that this agent has just lost sight of."""
+        attempt = self._attempt
+        lost = attempt.lost_nodes()
+        if lost:
+            names = {rank: self._name_of(rank) for rank in sorted(lost)}
+            detail = "; ".join(f"node {name} was lost: {lost[rank]}" for rank, name in names.items())
+            nodes = list(names.values())
+            return Notice(kind="node_lost", node=nodes[0], nodes=nodes, at=time.time(), detail=detail)
+        why = attempt.lost_leader()
+        if why:
+            name = self._name_of(0)
+            detail = f"seen by {attempt.place.node}: {why}"
+            return Notice(kind="leader_lost", node=name, nodes=[name], at=time.time(), detail=detail)
+        return None
+
+    def _name_of(self, group_rank: int) -> str:
+        members = self._meeting.members if self._meeting is not None else []
+        return members[group_rank].node if group_rank < len(members) else f"of group rank {group_rank}"
+
+    def _may_grow(self) -> bool:
+        """Whether nodes wait that the group has room for, and another regrouping is allowed.
+
+        A full group never looks: it has no room, whoever waits.
+        """
+        attempt = self._attempt
+        if attempt.place.nodes >= self._context.max_nodes or self._newcomers() == 0:
+            return False
+        return may_regroup(past_attempts(attempt.control, before=attempt.number + 1))
