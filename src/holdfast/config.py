@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 ENVIRONMENT_PREFIX = "HOLDFAST_"
-NOT_SETTINGS = frozenset({"HOLDFAST_LAUNCH"})
+NOT_SETTINGS = frozenset({"HOLDFAST_LAUNCH", "HOLDFAST_AGENT", "HOLDFAST_OUTLIVES"})
 """Names with the prefix that are no settings: the launcher's hand-over to its workers."""
 
 FILE_LIMIT = 64 * 1024
