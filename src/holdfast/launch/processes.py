@@ -10,6 +10,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -34,6 +35,8 @@ STATES = {
     "X": "ended",
     "I": "idle",
 }
+
+_TGKILL = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine, 0)
 
 T = TypeVar("T")
 
@@ -142,6 +145,12 @@ def send(process: Process, number: int) -> bool:
     return True
 
 
+def send_thread(pid: int, tid: int, number: int) -> bool:
+    """Send a signal to one thread of a child that is not reaped yet, whose id is therefore still its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.syscall(_TGKILL, pid, tid, number)) == 0 if _TGKILL else False
+
+
 def threads(pid: int, *, proc: Path = PROC) -> list[Thread]:
     """What each thread of a process waits for, the main thread first."""
     task = proc / str(pid) / "task"
@@ -190,10 +199,8 @@ def within(seconds: float, call: Callable[[], T]) -> T | None:
     results: list[T] = []
 
     def work() -> None:
-        try:
+        with contextlib.suppress(Exception):  # None says that there is no answer
             results.append(call())
-        except Exception:  # noqa: BLE001, S110 - None says that there is no answer
-            pass
 
     thread = threading.Thread(target=work, name="holdfast-within", daemon=True)
     thread.start()

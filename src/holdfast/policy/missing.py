@@ -1,7 +1,7 @@
 """Which ranks are missing from the collective that others wait in.
 
-Guarantee: pure, and the same answer in whatever order the ranks are given. A rank is called missing only if it
-testified that it has not come so far; one that could not testify is named as such, never accused.
+Guarantee: pure, and the same answer in whatever order the ranks are given. A rank is called missing only if
+it testified that it has not come so far; one that could not testify is named as such, never accused.
 
 Every rank enters the collectives of a process group in one order and counts them. So who waits in number 412
 waits for those members that have entered fewer. They may be waiting themselves, in another group: the ranks
@@ -43,6 +43,8 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
     """Members that could not testify: they may be missing too."""
     differ: tuple[str, ...] = ()
     """More than one: what the waiting ranks call it. They do not all do the same thing."""
+    certain: bool = True
+    """False: nobody could say that it waits, only how many collectives it entered."""
 
 
 Positions = Mapping[int, Sequence[Position] | None]
@@ -50,20 +52,28 @@ Positions = Mapping[int, Sequence[Position] | None]
 
 
 def find_missing(positions: Positions) -> list[Missing]:
-    """For every group that somebody waits in: the first collective waited in, and who is not there."""
+    """For every group that somebody waits in: the first collective waited in, and who is not there.
+
+    If nobody is known to wait anywhere (no flight recorder), groups that ranks have come differently far in.
+    """
+    return _find(positions, waits=True) or [one for one in _find(positions, waits=False) if one.missing]
+
+
+def _find(positions: Positions, *, waits: bool) -> list[Missing]:
     spoken = {rank: {p.group: p for p in said} for rank, said in positions.items() if said is not None}
     unheard = {rank for rank, said in positions.items() if said is None}
     found = []
     for group in sorted({group for said in spoken.values() for group in said}):
         here = {rank: said[group] for rank, said in spoken.items() if group in said}
-        waits = [position.waits_in for position in here.values() if position.waits_in > 0]
-        if not waits:
+        numbers = {rank: position.waits_in if waits else position.entered for rank, position in here.items()}
+        known = [number for number in numbers.values() if number > 0]
+        if not known:
             continue
-        number = min(waits)
+        number = min(known) if waits else max(known)
         # Where members are not known, only those that have used the group count, and whoever is silent.
         named = {rank for position in here.values() for rank in position.members}
         members = (named & (set(spoken) | unheard)) if named else set(here) | unheard
-        waiting = sorted(rank for rank, position in here.items() if position.waits_in == number)
+        waiting = sorted(rank for rank in here if numbers[rank] == number)
         absent = sorted(
             rank for rank in members & set(spoken) if rank not in here or here[rank].entered < number
         )
@@ -77,6 +87,7 @@ def find_missing(positions: Positions) -> list[Missing]:
                 missing=tuple(absent),
                 silent=tuple(sorted(members & unheard)),
                 differ=tuple(names) if len(names) > 1 else (),
+                certain=waits,
             )
         )
     return found
@@ -96,7 +107,9 @@ def describe(one: Missing) -> str:
     what = f"{one.name or 'collective'} #{one.number} of group {one.group}"
     those = ranks(one.waiting)
     wait = "wait" if len(one.waiting) > 1 else "waits"
-    if one.missing:
+    if not one.certain:
+        text = f"{ranks(one.missing)} did not reach {what} that {those} did"
+    elif one.missing:
         text = f"{ranks(one.missing)} did not reach {what} that {those} {wait} in"
     elif one.silent:
         text = f"{those} {wait} in {what}"

@@ -87,7 +87,7 @@ class Installed:
         self.signal = number
 
     def close(self) -> None:
-        """Take the registration back; from here on the signal would end this process, so nobody may send it."""
+        """Take the registration back. Who sends the signal after this has not looked, and is ignored."""
         with contextlib.suppress(OSError):
             self._record.unlink(missing_ok=True)
         signal.signal(self.signal, signal.SIG_IGN)  # one that is under way must not end us
@@ -115,7 +115,7 @@ def install(directory: Path, rank: int) -> Installed | None:
         if number is None:
             return None
         path, record = stacks_path(directory, rank), record_path(directory, rank)
-        file = open(path, "wb", buffering=0)  # noqa: SIM115 - the handler needs it until the process ends
+        file = path.open("wb", buffering=0)  # the handler needs it until the process ends
         faulthandler.register(number, file=file, all_threads=True, chain=False)
         # Only once the handler is there: before, the signal would have ended this process.
         registered = Registered(
@@ -159,7 +159,7 @@ def _started() -> int:
 # --- what a thread of the rank can tell --------------------------------------------------------------------
 
 
-def testify(sections: Sequence[str] = ()) -> bytes:
+def testify(sections: Sequence[str] = ()) -> bytes:  # noqa: PT028 - no test
     """Everything that can be told now, as JSON of a `Testimony`. Never raises."""
     problems: list[str] = []
     stacks: list[ThreadStack] = []
@@ -205,7 +205,7 @@ def _stacks() -> list[ThreadStack]:
 
 
 def _frames(frame: FrameType | None) -> list[Frame]:
-    found = []
+    found: list[Frame] = []
     while frame is not None and len(found) < DEPTH:
         code = frame.f_code
         found.append(Frame(_clean(code.co_filename), frame.f_lineno or 0, _clean(code.co_name)))
