@@ -75,7 +75,9 @@ def _find(positions: Positions, *, waits: bool) -> list[Missing]:
         members = (named & (set(spoken) | unheard)) if named else set(here) | unheard
         waiting = sorted(rank for rank in here if numbers[rank] == number)
         absent = sorted(
-            rank for rank in members & set(spoken) if rank not in here or here[rank].entered < number
+            rank
+            for rank in members & set(spoken)
+            if rank not in here or max(here[rank].entered, here[rank].waits_in) < number
         )
         names = sorted({here[rank].name for rank in waiting if here[rank].name})
         found.append(
