@@ -184,7 +184,8 @@ def test_only_our_own_start_of_a_writer_is_recognised() -> None:
     assert seen([*waiting[:2], waiting[2], "-m", module]) == ("", 0), "no mark"
     same = [sys.executable, "-c", waiting[2], "-m", module]
     assert seen(same, apart=False, env=outliving(module)) == ("", 0), "not in a session of its own"
-    assert seen(same, env=outliving("some.other.module")) == ("", 0)
+    other = "some.other.module"
+    assert seen([*same[:4], other], env=outliving(other)) == ("", 0), "not one of those that may"
     assert seen(same, env=outliving(module)) == (module, os.getpid())
 
 
@@ -271,6 +272,14 @@ def test_what_sigkill_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(Left(9, None, "nfsd io", "D", "rpc_wait_bit_killable")) == (
         "pid 9 (nfsd io), in uninterruptible sleep in rpc_wait_bit_killable"
     )
+
+
+def test_where_orphans_cannot_be_adopted_what_is_below_a_worker_still_ends(tmp_path: Path) -> None:
+    with subprocess.Popen(["sh", "-c", BELOW], start_new_session=True, cwd=tmp_path) as process:
+        path = tmp_path / "below.pid"
+        wait_until(lambda: path.exists() and path.read_text().strip(), 30, "it is started")
+        assert Workers({0: process.pid}).stop(0.0)
+        wait_until(lambda: not alive(int(path.read_text())), 10, "it ends")
 
 
 def _ignores(pid: int, number: int) -> bool:

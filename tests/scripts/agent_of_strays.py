@@ -36,13 +36,13 @@ def main(place: Path, how: str, outlive: float, commands: list[str]) -> None:
     assert orphans.become_reaper()
     if how == "keeper":
         orphans.own(Keeper(outlive).start())
-    # Of the agent itself: in its session, and in one of its own.
-    helpers = [subprocess.Popen(["sleep", "300"], start_new_session=apart) for apart in (False, True)]
-    orphans.own(helpers[1].pid)
     started = [
         subprocess.Popen(guarded(["sh", "-c", command]), start_new_session=True, cwd=place)
         for command in commands
     ]
+    # Of the agent itself: in its session, and in one of its own.
+    helpers = [subprocess.Popen(["sleep", "300"], start_new_session=apart) for apart in (False, True)]
+    orphans.own(helpers[1].pid)
     workers = Workers({rank: worker.pid for rank, worker in enumerate(started)}, orphans)
     say(place / "ready", workers.pids)
     while True:
@@ -59,8 +59,8 @@ def main(place: Path, how: str, outlive: float, commands: list[str]) -> None:
                 "codes": workers.ended(),
                 "left": [str(left) for left in workers.left],
                 "helpers": [helper.poll() for helper in helpers],
-                "outliving": [str(one) for one in orphans.tend()],
                 "zombies": zombies(set(workers.pids.values())),
+                "outliving": [str(one) for one in orphans.tend()],
             }
             say(place / "done", report)
         elif order == "tend":
