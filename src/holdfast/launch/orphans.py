@@ -86,11 +86,16 @@ class Orphans:
         if found is not None:
             self._own.add(found.identity)
 
-    def clear(self, workers: Collection[int]) -> list[Process]:
+    def below(self, workers: Collection[int]) -> list[Process]:
+        """What these workers started, as far as it is still below them."""
+        return processes.descendants(workers, processes.everyone())
+
+    def clear(self, workers: Collection[int], seen: Iterable[Process] = ()) -> list[Process]:
         """Kill what these workers started, they themselves and what may outlive them left out.
 
-        Returns what was found alive: to be called until there is nothing. The workers must not be reaped
-        yet, since their ids would be free. Adopted processes that have ended are reaped.
+        `seen`: what was below them earlier, and may be nobody's by now. Returns what was found alive: to be
+        called until there is nothing. The workers must not be reaped yet, since their ids would be free.
+        Adopted processes that have ended are reaped.
         """
         everyone = processes.everyone()
         since = min((everyone[pid].started for pid in workers if pid in everyone), default=None)
@@ -98,8 +103,10 @@ class Orphans:
             return []
         adopted = [p for p in self._adopted(everyone.values()) if p.started >= since and p.pid not in workers]
         self._reap(adopted)
-        below = processes.descendants([*workers, *(process.pid for process in adopted)], everyone)
-        found = {process.pid: process for process in [*adopted, *below]}
+        there = {process.identity for process in everyone.values()}
+        known = [*adopted, *(everyone[process.pid] for process in seen if process.identity in there)]
+        below = processes.descendants([*workers, *(process.pid for process in known)], everyone)
+        found = {process.pid: process for process in [*known, *below]}
         left = []
         for process in found.values():
             if process.ended or process.identity in self._own:

@@ -84,18 +84,19 @@ class Workers:
 
     def stop(self, grace: float) -> bool:
         """SIGTERM, then SIGKILL after `grace` seconds, to the whole groups. True if all workers are dead."""
+        # Where orphans cannot be adopted, this is when it is last known whose they are.
+        seen = self._below()
         if len(self.ended()) < len(self.pids):
             self.signal(signal.SIGTERM)
             self._await_end(grace)
+            seen += self._below()
         # Also when all have ended: what a worker started (loader processes) must not outlive it.
         deadline = time.monotonic() + KILL_TIMEOUT
-        # First what is in other groups, while it is still seen below its worker.
-        strays = self._clear()
         self.kill()
         pause = POLL
         while True:
             dead = self._await_end(min(pause, max(0.0, deadline - time.monotonic())))
-            strays = self._clear()
+            strays = self._clear(seen)
             if (dead and not strays) or time.monotonic() >= deadline:
                 break
             if dead:
@@ -107,9 +108,12 @@ class Workers:
         self.left += [_left(stray.pid, None) for stray in strays if stray.pid not in alive]
         return not alive
 
-    def _clear(self) -> list[processes.Process]:
+    def _below(self) -> list[processes.Process]:
+        return self._orphans.below(set(self.pids.values())) if self._ours else []
+
+    def _clear(self, seen: list[processes.Process]) -> list[processes.Process]:
         """Kill what workers started outside their groups; what of it was found alive."""
-        return self._orphans.clear(set(self.pids.values())) if self._ours else []
+        return self._orphans.clear(set(self.pids.values()), seen) if self._ours else []
 
     def _await_end(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
