@@ -61,6 +61,26 @@ def test_one_that_went_ahead_is_not_missing() -> None:
     assert (one.number, one.waiting, one.missing) == (5, (1,), (2,))
 
 
+def test_backends_of_a_group_are_not_compared_with_each_other() -> None:
+    both = (0, 1)
+    said: Positions = {
+        0: [Position(group="0", backend="gloo", entered=3, waits_in=3, members=both)],
+        1: [
+            Position(group="0", backend="gloo", entered=2, members=both),
+            Position(group="0", backend="nccl", entered=900, members=both),
+        ],
+    }
+    assert [(one.backend, one.missing) for one in find_missing(said)] == [("gloo", (1,))]
+
+
+def test_one_whose_entries_are_no_longer_recorded_is_judged_by_the_groups_count() -> None:
+    waits = Position(group="0", backend="gloo", entered=3, waits_in=3, members=(0, 1, 2))
+    said: Positions = {0: [waits], 1: [at(3, name="", of=3)], 2: [at(2, name="", of=3)]}
+    assert [one.missing for one in find_missing(said)] == [(2,)]
+    done = Position(group="0", backend="gloo", entered=3, members=(0, 1))
+    assert find_missing({0: [done], 1: [at(3, name="", of=2)]}) == []
+
+
 def test_all_came_but_not_for_the_same() -> None:
     said: Positions = {0: [at(3, waits=True, of=2)], 1: [at(3, waits=True, of=2, name="broadcast")]}
     (one,) = find_missing(said)
@@ -123,6 +143,7 @@ def test_whoever_is_missing_is_found_in_any_order(
 positions = st.builds(
     Position,
     group=st.sampled_from("abc"),
+    backend=st.sampled_from(["", "gloo", "nccl"]),
     entered=st.integers(0, 5),
     waits_in=st.integers(0, 5),
     name=st.sampled_from(["", "all_reduce", "broadcast"]),

@@ -87,6 +87,16 @@ def agent(place: Path, *commands: str, keeper: bool = False, outlive: float = 60
         yield started
 
 
+@contextlib.contextmanager
+def sleeper(*, apart: bool = True) -> Iterator[subprocess.Popen[bytes]]:
+    """A child that does nothing, and is gone afterwards however the test ends."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=apart) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def alive(pid: int) -> bool:
     found = processes.read(pid)
     return found is not None and not found.ended
@@ -95,10 +105,9 @@ def alive(pid: int) -> bool:
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
     """A process that has nothing to do with any of it."""
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+    with sleeper() as process:
         yield process
         assert process.poll() is None, "somebody else's process was ended"
-        process.kill()
 
 
 def test_what_workers_started_in_other_sessions_ends_with_them(
@@ -279,7 +288,12 @@ def test_where_orphans_cannot_be_adopted_what_is_below_a_worker_still_ends(tmp_p
         path = tmp_path / "below.pid"
         wait_until(lambda: path.exists() and path.read_text().strip(), 30, "it is started")
         assert Workers({0: process.pid}).stop(0.0)
-        wait_until(lambda: not alive(int(path.read_text())), 10, "it ends")
+        below = processes.read(int(path.read_text()))
+        try:
+            wait_until(lambda: below is None or not alive(below.pid), 10, "it ends")
+        finally:
+            if below is not None:
+                processes.send(below, signal.SIGKILL)
 
 
 def _ignores(pid: int, number: int) -> bool:
@@ -290,7 +304,7 @@ def _ignores(pid: int, number: int) -> bool:
 
 
 def test_a_kill_from_a_signals_handler_does_not_wait_for_this_thread() -> None:
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+    with sleeper() as process:
         group = Workers({0: process.pid})
         with group._lock:  # as in the middle of `signal`
             group.kill()
@@ -301,7 +315,7 @@ def test_a_kill_from_a_signals_handler_does_not_wait_for_this_thread() -> None:
 
 
 def test_a_signal_goes_to_that_process_or_to_none() -> None:
-    with subprocess.Popen(["sleep", "600"]) as process:
+    with sleeper(apart=False) as process:
         found = processes.read(process.pid)
         assert found is not None
         assert not processes.send(found._replace(started=found.started - 1), signal.SIGKILL)
@@ -346,9 +360,6 @@ def test_a_read_that_hangs_is_given_up() -> None:
 
 def test_without_the_right_to_reap_nothing_counts_as_adopted() -> None:
     """A child in a session of its own that this process did start, unknown to it, is left alone."""
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as worker:
-        with subprocess.Popen(["sleep", "600"], start_new_session=True) as mine:
-            assert Orphans(1.0).clear({worker.pid}) == []
-            assert mine.poll() is None
-            mine.kill()
-        worker.kill()
+    with sleeper() as worker, sleeper() as mine:
+        assert Orphans(1.0).clear({worker.pid}) == []
+        assert mine.poll() is None

@@ -76,16 +76,18 @@ def test_a_recorders_entries_say_which_is_the_first_that_is_not_done() -> None:
         entry(412, state="started", profiling_name="nccl:_all_gather_base"),
         entry(413),
         entry(3, process_group=["1", "tp"], retired=True),
+        entry(7, profiling_name="gloo:barrier", retired=True),  # the group's other backend counts for itself
         entry(999, is_p2p=True),
         {"torn": True}, None, entry(1, process_group=None),
     ]  # fmt: skip
     found = testimony.read_entries(entries, {"0": (0, 1)})
     assert {group: (p.entered, p.waits_in, p.name) for group, p in found.items()} == {
-        "0": (413, 412, "_all_gather_base"),
-        "1": (3, 0, "all_reduce"),
+        ("0", "nccl"): (413, 412, "_all_gather_base"),
+        ("0", "gloo"): (7, 0, "barrier"),
+        ("1", "nccl"): (3, 0, "all_reduce"),
     }
-    assert found["0"].members == (0, 1)
-    assert found["0"].shapes == "[4,2] -> [4,2]"
+    assert found["0", "nccl"].members == (0, 1)
+    assert found["0", "nccl"].shapes == "[4,2] -> [4,2]"
 
 
 ONE_RANK = """

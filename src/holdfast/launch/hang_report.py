@@ -193,7 +193,7 @@ def render_positions(positions: Mapping[str, Position] | Sequence[Position] | No
         return "(could not be asked)"
     each = positions.values() if isinstance(positions, Mapping) else positions
     lines = [
-        f"group {one.group} ({ranks(one.members)}): entered #{one.entered}"
+        f"group {one.group} {one.backend} ({ranks(one.members)}): entered #{one.entered}"
         + (
             f", waits in {one.name or 'collective'} #{one.waits_in}"
             if one.waits_in

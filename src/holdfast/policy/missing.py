@@ -3,7 +3,8 @@
 Guarantee: pure, and the same answer in whatever order the ranks are given. A rank is called missing only if
 it testified that it has not come so far; one that could not testify is named as such, never accused.
 
-Every rank enters the collectives of a process group in one order and counts them. So who waits in number 412
+Every rank enters the collectives of a process group in one order and counts them, each backend of the group
+for itself. So who waits in number 412
 waits for those members that have entered fewer. They may be waiting themselves, in another group: the ranks
 to look at first are those that others wait for and that wait for nobody.
 """
@@ -19,6 +20,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     """Where one rank stands in one process group."""
 
     group: str
+    backend: str = ""
+    """Which of the group's backends counts here; empty if only the group's own count is known."""
     entered: int
     """Number of the last collective that it entered; 0 if none."""
     name: str = ""
@@ -34,6 +37,7 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
     """A collective that some ranks wait in."""
 
     group: str
+    backend: str = ""
     number: int
     name: str
     waiting: tuple[int, ...]
@@ -60,11 +64,14 @@ def find_missing(positions: Positions) -> list[Missing]:
 
 
 def _find(positions: Positions, *, waits: bool) -> list[Missing]:
-    spoken = {rank: {p.group: p for p in said} for rank, said in positions.items() if said is not None}
+    spoken = {
+        rank: {(p.group, p.backend): p for p in said} for rank, said in positions.items() if said is not None
+    }
     unheard = {rank for rank, said in positions.items() if said is None}
     found = []
-    for group in sorted({group for said in spoken.values() for group in said}):
-        here = {rank: said[group] for rank, said in spoken.items() if group in said}
+    for key in sorted({key for said in spoken.values() for key in said}):
+        group, backend = key
+        here = {rank: said[key] for rank, said in spoken.items() if key in said}
         numbers = {rank: position.waits_in if waits else position.entered for rank, position in here.items()}
         known = [number for number in numbers.values() if number > 0]
         if not known:
@@ -74,15 +81,12 @@ def _find(positions: Positions, *, waits: bool) -> list[Missing]:
         named = {rank for position in here.values() for rank in position.members}
         members = (named & (set(spoken) | unheard)) if named else set(here) | unheard
         waiting = sorted(rank for rank in here if numbers[rank] == number)
-        absent = sorted(
-            rank
-            for rank in members & set(spoken)
-            if rank not in here or max(here[rank].entered, here[rank].waits_in) < number
-        )
+        absent = sorted(rank for rank in members & set(spoken) if _entered(spoken[rank], key) < number)
         names = sorted({here[rank].name for rank in waiting if here[rank].name})
         found.append(
             Missing(
                 group=group,
+                backend=backend,
                 number=number,
                 name=names[0] if names else "",
                 waiting=tuple(waiting),
@@ -93,6 +97,16 @@ def _find(positions: Positions, *, waits: bool) -> list[Missing]:
             )
         )
     return found
+
+
+def _entered(said: Mapping[tuple[str, str], Position], key: tuple[str, str]) -> int:
+    """How far a rank has come. Entries are recorded for a while only; then the group's own count remains."""
+    group, backend = key
+    if key in said:
+        fits = [said[key]]
+    else:
+        fits = [p for p in said.values() if p.group == group and "" in (backend, p.backend)]
+    return max((max(position.entered, position.waits_in) for position in fits), default=0)
 
 
 def suspects(positions: Positions, found: Sequence[Missing] | None = None) -> tuple[int, ...]:

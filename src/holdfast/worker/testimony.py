@@ -228,7 +228,7 @@ def _positions() -> tuple[list[Position], list[str], list[str]]:
         return [], [], []
     members = _members(distributed)
     problems: list[str] = []
-    found: dict[str, Position] = {}
+    found: dict[tuple[str, str], Position] = {}
     sources: list[str] = []
     for source, name in (("nccl", "_dump_nccl_trace_json"), ("generic", "_dump_fr_trace_json")):
         dump = getattr(c10d, name, None)
@@ -240,14 +240,12 @@ def _positions() -> tuple[list[Position], list[str], list[str]]:
         seen = read_entries(entries, members)
         if seen:
             sources.append(source)
-        # A group of two backends is in both recorders: one count for both, so the higher number is newer.
-        for group, position in seen.items():
-            if group not in found or position.entered > found[group].entered:
-                found[group] = position
-    counted = _counters(distributed, members)
-    if any(group not in found for group in counted):
+        found.update(seen)
+    recorded = {group for group, _ in found}
+    counted = [one for one in _counters(distributed, members) if one.group not in recorded]
+    if counted:
         sources.append("counters")
-    return list({**counted, **found}.values()), sources, problems
+    return [*found.values(), *counted], sources, problems
 
 
 def _entries(dump: Any) -> tuple[list[dict[str, Any]], str]:
@@ -269,36 +267,40 @@ def _entries(dump: Any) -> tuple[list[dict[str, Any]], str]:
     return [], errors[0] if errors else f"no answer within {RECORDER_PATIENCE:g} s"
 
 
-def read_entries(entries: Sequence[Any], members: dict[str, tuple[int, ...]]) -> dict[str, Position]:
-    """Per group, from a flight recorder's entries: the first collective that is not done, and the last one.
+def read_entries(
+    entries: Sequence[Any], members: dict[str, tuple[int, ...]]
+) -> dict[tuple[str, str], Position]:
+    """Per group and backend, from a flight recorder: the first collective that is not done, and the last one.
 
     Entries of another shape are passed over. Sends and receives count apart, and not here: that a peer has
     not sent is seen from its stack.
     """
-    first: dict[str, dict[str, Any]] = {}
-    last: dict[str, dict[str, Any]] = {}
+    first: dict[tuple[str, str], dict[str, Any]] = {}
+    last: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         try:
             if entry["is_p2p"]:
                 continue
-            group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+            number = int(entry["collective_seq_id"])
+            key = _clean(entry["process_group"][0]), _clean(entry["profiling_name"]).partition(":")[0]
             done = bool(entry["retired"]) or entry["state"] == "completed"
         except (KeyError, TypeError, ValueError, IndexError):
             continue
-        if group not in last or number >= int(last[group]["collective_seq_id"]):
-            last[group] = entry
-        if not done and (group not in first or number < int(first[group]["collective_seq_id"])):
-            first[group] = entry
+        if key not in last or number >= int(last[key]["collective_seq_id"]):
+            last[key] = entry
+        if not done and (key not in first or number < int(first[key]["collective_seq_id"])):
+            first[key] = entry
     return {
-        group: Position(
-            group=_clean(group),
+        key: Position(
+            group=key[0],
+            backend=key[1],
             entered=int(entry["collective_seq_id"]),
-            name=_name(first.get(group, entry)),
-            waits_in=int(first[group]["collective_seq_id"]) if group in first else 0,
-            members=members.get(group, ()),
-            shapes=_shapes(first.get(group, entry)),
+            name=_name(first.get(key, entry)),
+            waits_in=int(first[key]["collective_seq_id"]) if key in first else 0,
+            members=members.get(key[0], ()),
+            shapes=_shapes(first.get(key, entry)),
         )
-        for group, entry in last.items()
+        for key, entry in last.items()
     }
 
 
@@ -324,13 +326,12 @@ def _members(distributed: Any) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _counters(distributed: Any, members: dict[str, tuple[int, ...]]) -> dict[str, Position]:
+def _counters(distributed: Any, members: dict[str, tuple[int, ...]]) -> list[Position]:
     """How many collectives were entered in each group: what is known without a flight recorder."""
-    found = {}
+    found = []
     for group, name in list(distributed._world.pg_names.items()):
         with contextlib.suppress(Exception):  # a backend that does not count
             entered = int(group._get_sequence_number_for_group())
-            found[str(name)] = Position(
-                group=str(name), entered=max(0, entered), members=members.get(str(name), ())
-            )
+            known = members.get(str(name), ())
+            found.append(Position(group=str(name), entered=max(0, entered), members=known))
     return found
