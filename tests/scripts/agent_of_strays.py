@@ -56,11 +56,11 @@ def main(place: Path, how: str, outlive: float, commands: list[str]) -> None:
             dead = workers.stop(float(grace))
             report = {
                 "dead": dead,
-                "codes": workers.ended(),
                 "left": [str(left) for left in workers.left],
                 "helpers": [helper.poll() for helper in helpers],
                 "zombies": zombies(set(workers.pids.values())),
                 "outliving": [str(one) for one in orphans.tend()],
+                "codes": workers.ended(),  # last: workers must not have been reaped by any of this
             }
             say(place / "done", report)
         elif order == "tend":
