@@ -74,9 +74,15 @@ class Thread(NamedTuple):
 def read(pid: int, *, proc: Path = PROC) -> Process | None:
     """A process, or None if there is none with this id."""
     try:
-        raw = (proc / str(pid) / "stat").read_bytes()
+        fd = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # a node may have thousands of them
     except OSError:
         return None
+    try:
+        raw = os.read(fd, 4096)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
     # The name is in brackets and may hold anything, brackets too.
     before, _, after = raw.decode(errors="replace").rpartition(")")
     fields = after.split()

@@ -2,8 +2,9 @@
 
 Guarantee: a worker's end is observed without reaping it, so its process id stays reserved and signals to its
 process group can only reach what the worker started. `stop` ends also what workers started in sessions of its
-own (see orphans.py), and returns within the grace plus `KILL_TIMEOUT` whatever they do: torch's own waits
-ignore the configured grace (a literal 30 seconds). What SIGKILL does not end is in `left`.
+own (see orphans.py), and returns within the grace plus `KILL_TIMEOUT` whatever they do, give or take a second
+for each process that hangs in the kernel: torch's own waits ignore the configured grace (a literal 30
+seconds). What SIGKILL does not end is in `left`.
 """
 
 from __future__ import annotations
