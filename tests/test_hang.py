@@ -58,6 +58,8 @@ class Ranks:
 
     def start(self, rank: int, how: str, *arguments: str) -> None:
         argv = python(SCRIPT, str(self.private), str(rank), how, *arguments)
+        if how == "deaf" and arguments == ("wrapped",):
+            argv = ["sh", "-c", '"$@"; exit $?', "wrapper", *argv]
         self.jobs[rank] = self._stack.enter_context(job(argv, cwd=self.home, may_leave=True))
 
     def await_ready(self) -> None:
@@ -219,6 +221,16 @@ def test_nobody_gets_the_signal_who_did_not_register_it(ranks: Ranks) -> None:
     assert report.ranks[0].problems == ["did not answer", "registered no stack signal"]
     assert "does not handle the stack signal" in report.ranks[2].problems[-1]
     assert ranks.all_live()
+
+
+def test_a_rank_behind_a_wrapper_is_looked_at_itself(ranks: Ranks) -> None:
+    """`holdfast run --no-python wrapper.sh`: the worker is a shell that waits."""
+    ranks.start(0, "deaf", "wrapped")
+    ranks.await_ready()
+    (one,) = ranks.collect(0, span=6.0).ranks
+    assert one.pid != ranks.pids[0]
+    assert (one.stacks_by, one.where) == ("signal", f"hang_rank.py:{sleeping_line()} in forward")
+    assert one.pid in ranks.jobs[0].processes()
 
 
 def test_a_registration_alone_is_not_believed(ranks: Ranks) -> None:

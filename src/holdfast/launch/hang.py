@@ -142,15 +142,18 @@ class _Look:
 
     def __init__(self, rank: int, pid: int, ask: Ask, stacks: Path | None, began: float, span: float) -> None:
         self._rank = rank
+        self._child = pid
         self._pid = pid
         self._ask = ask
         self._directory = stacks
+        self._record = registered(stacks, rank) if stacks is not None else None
         self._began = began
         self._span = span
         self._problems: list[str] = []
 
     def all(self) -> tuple[RankEvidence, str]:
         """The evidence, and the whole of it as text."""
+        self._look_behind_wrapper()
         before = processes.read(self._pid)
         stopped = before is not None and before.state in ("T", "t")
         told: Testimony | None = None
@@ -182,6 +185,15 @@ class _Look:
         )
         return evidence, _text(evidence, stacks, threads)
 
+    def _look_behind_wrapper(self) -> None:
+        """The worker may be a shell that started the rank and waits for it: then look at the rank."""
+        record = self._record
+        if record is not None and record.pid != self._child:
+            everyone = processes.everyone()
+            below = {process.identity for process in processes.descendants([self._child], everyone)}
+            if (record.pid, record.started) in below:
+                self._pid = record.pid
+
     def _left(self, share: float) -> float:
         return max(0.0, self._began + share * self._span - time.monotonic())
 
@@ -198,8 +210,7 @@ class _Look:
 
     def _signalled(self) -> list[ThreadStack]:
         """The stacks that the stack signal's handler writes, if there is such a handler."""
-        record = registered(self._directory, self._rank) if self._directory is not None else None
-        process = processes.read(self._pid)
+        record, process = self._record, processes.read(self._pid)
         if self._directory is None or record is None or process is None:
             self._problems.append("registered no stack signal")
             return []
@@ -212,7 +223,7 @@ class _Look:
         start = path.stat().st_size
         processes.send(process, record.signal)
         text = self._await_stacks(path, start, self._left((ASKING + SIGNALLING) / 2))
-        if not text:
+        if not text and self._pid == self._child:
             # The kernel gives the signal to the main thread, which cannot take it in uninterruptible sleep.
             for thread in processes.threads(self._pid)[1:4]:
                 processes.send_thread(self._pid, thread.tid, record.signal)
