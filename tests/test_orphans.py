@@ -209,7 +209,7 @@ def test_nothing_outlives_a_killed_agent(tmp_path: Path, bystander: subprocess.P
     ):
         strays = [running.pid_of(name) for name in ("below", "daemon")]
         theirs = other.pid_of("below")
-        os.kill(running.job.pid, signal.SIGKILL)
+        os.killpg(running.job.pid, signal.SIGKILL)  # its whole group, as a shell or a scheduler would
         wait_until(lambda: not running.job.processes(), 60, "everything ends, the keeper last")
         assert not any(alive(pid) for pid in strays)
         assert "the launcher is gone; ended" in running.job.output().err

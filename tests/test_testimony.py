@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,9 @@ def test_a_recorder_that_hangs_or_fails_costs_only_itself(monkeypatch: pytest.Mo
     monkeypatch.setattr(testimony, "RECORDER_PATIENCE", 0.1)
     monkeypatch.setattr(c10d, "_dump_nccl_trace_json", hangs, raising=False)
     monkeypatch.setattr(c10d, "_dump_fr_trace_json", fails)
+    started = time.monotonic()
     said = told()
+    assert time.monotonic() - started < 15
     gate.set()
     assert said.threads
     assert said.problems == [
