@@ -137,17 +137,33 @@ def test_the_budget_is_durable_and_refunded_by_progress_only(tmp_path: Path) -> 
     )
 
 
-def test_a_repeated_job_error_and_an_incurable_code_stop_early(tmp_path: Path) -> None:
+def test_a_repeated_job_error_stops_the_run(tmp_path: Path) -> None:
     """Scenario 13."""
-    acts = "error:ValueError: the label is missing,error:ValueError: the label is missing,exit:17"
-    result = finish(launch("--max-restarts", "50", args=(acts, "log")), cwd=tmp_path)
+    args = ("--log", "log", "--fail", "raise,raise,raise", "--rank", "1")
+    flags = ("--nproc-per-node", "2", "--max-restarts", "50")
+    result = finish(launch(*flags, script=GLOO, args=args), cwd=tmp_path, timeout=120)
     assert result.code == ExitCode.FAILED, result.text
-    assert len(lines(tmp_path / "log")) == 2
-    for told in ("the label is missing", "error file: ", "the same error repeated", "next: "):
+    assert {line[0] for line in lines(tmp_path / "log")} == {1, 2}
+    for told in ("error file: ", "the same error repeated", "next: "):
         assert told in result.err
-    result = finish(launch("--max-restarts", "50", args=(acts, "log")), cwd=tmp_path)
+
+
+@pytest.mark.parametrize("act", ["error:ModuleNotFoundError: No module named 'data'", "exit:2"])
+def test_what_fails_at_once_on_all_ranks_is_not_tried_again(tmp_path: Path, act: str) -> None:
+    """A module that is missing, a flag that the script does not know: the first error is the last."""
+    result = finish(launch("--max-restarts", "50", args=(act, "log")), cwd=tmp_path)
+    assert result.code == ExitCode.FAILED, result.text
+    assert len(lines(tmp_path / "log")) == 1
+    assert "before its first step" in result.err
+    if act.startswith("error"):
+        assert "No module named 'data'" in result.err
+
+
+def test_an_incurable_code_stops_the_run_with_that_code(tmp_path: Path) -> None:
+    """Scenario 13."""
+    result = finish(launch("--max-restarts", "50", args=("exit:17", "log")), cwd=tmp_path)
     assert result.code == ExitCode.VALIDATION_FAILED, result.text
-    assert len(lines(tmp_path / "log")) == 3
+    assert len(lines(tmp_path / "log")) == 1
 
 
 def test_a_second_launcher_is_refused_and_a_dead_ones_run_is_taken_over(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import msgspec
 from holdfast.checkpoint.drain_messages import Delete, DrainOrder, Finish, Outcome, Push
 from holdfast.checkpoint.identity import CheckpointRoot
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.marks import outliving
 from holdfast.files import make_dirs
 from holdfast.journal.events import Warned
 from holdfast.journal.writer import JournalWriter
@@ -91,6 +92,7 @@ class Drain:
                     stdout=log_file,  # not the trainer's: whoever reads that to its end must not wait for us
                     stderr=log_file,
                     pass_fds=[theirs.fileno()],
+                    env=outliving("holdfast.checkpoint.drain_process"),
                     start_new_session=True,
                 )
             ours.setblocking(False)

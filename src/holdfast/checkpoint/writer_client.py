@@ -33,6 +33,7 @@ from holdfast.checkpoint.handoff import (
 )
 from holdfast.checkpoint.plan import Plan
 from holdfast.checkpoint.staging import Buffer
+from holdfast.control.marks import outliving
 from holdfast.control.writing import give_up
 from holdfast.errors import SaveFailedError
 
@@ -51,6 +52,7 @@ def spawn(descriptor: int) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "holdfast.checkpoint.writer_process", str(descriptor)],
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
+        env=outliving("holdfast.checkpoint.writer_process"),
         start_new_session=True,  # what ends a trainer's session or group must not end its writer
     )
 

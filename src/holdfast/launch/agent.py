@@ -206,7 +206,8 @@ class HoldfastAgent(LocalElasticAgent):
             pids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._signals.install()  # torch took them over
-        workers = Workers({w.global_rank: pids[w.local_rank] for w in worker_group.workers})
+        ids = {w.global_rank: pids[w.local_rank] for w in worker_group.workers}
+        workers = Workers(ids, self._context.orphans)
         self._workers = workers
         self._signals.hurry = workers.kill
         attempt = self._attempt

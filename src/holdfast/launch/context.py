@@ -10,7 +10,9 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import Exclusion, excluded
 from holdfast.control.handover import LaunchInfo
 from holdfast.launch.alert import Alerts
+from holdfast.launch.keeper import Keeper
 from holdfast.launch.leadership import Leadership
+from holdfast.launch.orphans import Orphans
 from holdfast.launch.signals import StopSignals
 from holdfast.policy.capacity import Exclusion as Decided
 
@@ -30,6 +32,8 @@ class LaunchContext:
     alerts: Alerts
     signals: StopSignals
     leadership: Leadership
+    orphans: Orphans
+    keeper: Keeper
     earlier_launches: list[str] = field(default_factory=list)
     """Ids under which these agents met before the store's host was lost."""
     learned_exclusions: list[Decided] = field(default_factory=list)

@@ -47,10 +47,12 @@ from holdfast.launch.arrangement import usable_devices, visible_devices, why_unf
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import Endpoints, parse_endpoints
+from holdfast.launch.keeper import Keeper
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.options import Options, parse
 from holdfast.launch.orphan_guard import guarded
+from holdfast.launch.orphans import Orphans
 from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.summary import next_step, say
 
@@ -77,7 +79,10 @@ def main(argv: Sequence[str]) -> int:
             alerts=_make_alerts(control, options.settings),
             signals=signals,
             leadership=leadership,
+            orphans=Orphans(options.settings.checkpoint.timeout),
+            keeper=Keeper(options.settings.checkpoint.timeout),
         )
+        _keep_together(context)
         try:
             return _run(config, command, context)
         except Interrupted:
@@ -94,6 +99,16 @@ def main(argv: Sequence[str]) -> int:
         finally:
             context.alerts.close()
             leadership.release()
+
+
+def _keep_together(context: LaunchContext) -> None:
+    """From now on nothing that this process starts can get away from it, nor outlive it but for a while."""
+    if not context.orphans.become_reaper():
+        say("warning: this kernel does not let the launcher adopt what workers leave behind")
+    try:
+        context.orphans.own(context.keeper.start())
+    except OSError as error:
+        say(f"warning: no keeper could be started ({error}); a killed launcher may leave processes behind")
 
 
 def _make_alerts(control: ControlDirectory, settings: Settings) -> Alerts:

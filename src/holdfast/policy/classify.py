@@ -255,10 +255,13 @@ def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
 def _alike(root: WorkerEnd, evidence: Evidence) -> bool:
     """Whether no rank tells another story, and most tell this one; of what fails at import one is enough.
 
-    Not all: the agent stops the others as soon as it sees the first one fail.
+    Not all: the agent stops the others as soon as it sees the first one fail. Exit code 2 without a word is
+    how a script refuses its own arguments, which are the same on all ranks.
     """
     if not root.message:
-        return False
+        return root.exit_code == ExitCode.USAGE and {end.exit_code for end in evidence.ends} == {
+            ExitCode.USAGE
+        }
     told = (root.exit_code, comparable(_text(root)))
     same = sum((end.exit_code, comparable(_text(end))) == told for end in evidence.ends)
     if same < len(evidence.ends) or evidence.hangs or evidence.lost:

@@ -1,0 +1,19 @@
+"""Marks in the environment by which processes are recognised, whoever their parent is by now.
+
+A process's parent, group and session say where it belongs only until it leaves them. What it was started with
+stays: `/proc/<pid>/environ`. Standard library only, so that any process may read it at no cost.
+"""
+
+from __future__ import annotations
+
+import os
+
+AGENT = "HOLDFAST_AGENT"
+"""Which agent a process descends from: `<pid>.<start time>`, unique until the next boot."""
+OUTLIVES = "HOLDFAST_OUTLIVES"
+"""Set for a process that may outlive the trainer which started it: `<module> <trainer's pid>`."""
+
+
+def outliving(module: str) -> dict[str, str]:
+    """The environment for a process of ours, run as `-m module`, that may outlive this one."""
+    return {**os.environ, OUTLIVES: f"{module} {os.getpid()}"}
