@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from holdfast.control.exclusions import exclude
 from holdfast.errors import DecisionTimeoutError, HoldfastError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import LeaseLost, RunCreated, Warned, WorkersStarted
@@ -233,14 +234,18 @@ class HoldfastAgent(LocalElasticAgent):
             self._context.leadership.unguard()
             if not dead:
                 self._pcontext = None  # waiting for what SIGKILL cannot end would never return
-                left = sorted(set(workers.pids.values()))
-                raise StopRun(
-                    ExitCode.FAILED,
-                    f"workers could not be killed (pids among {left}): they hang in the kernel, and what "
-                    "they hold (devices, files) cannot be used by a new attempt. Look at the node",
-                )
+                self._mark_node("; ".join(str(one) for one in workers.left))
         super()._shutdown(signal.SIGKILL)
         self._pcontext = None
+
+    def _mark_node(self, left: str) -> None:
+        """Workers that SIGKILL does not end hold what a new attempt needs: this node is out."""
+        attempt = self._attempt
+        why = f"workers hang in the kernel and could not be killed: {left}"
+        if attempt is not None:
+            attempt.journal.write(Warned(message=f"{attempt.place.node} is excluded: {why}"))
+            exclude(attempt.control, attempt.place.node, None, why, "recovery", attempt.number)
+        raise StopRun(ExitCode.FAILED, f"{why}. Look at the node, then `holdfast control RUN readmit` it")
 
     # -- the loop -------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from holdfast.journal.events import Warned
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import StoreLostError
@@ -17,6 +18,9 @@ from holdfast.launch.history import past_attempts
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.workers import Workers
 from holdfast.policy.budgets import may_regroup
+
+TENDING = 5.0
+"""Seconds between two looks at all processes of the node."""
 
 
 class Vigil:
@@ -42,15 +46,29 @@ class Vigil:
         self._finish_timeout = finish_timeout
         self._newcomers = newcomers
         self._finished: float | None = None
+        self._tended = time.monotonic()
 
     def watch(self) -> Notice:
         """Until something ends the attempt: the notice that all nodes act on."""
         while True:
             time.sleep(self._interval)
             self._context.signals.check()
+            self._tend()
             found = self._look()
             if found is not None:
                 return found
+
+    def _tend(self) -> None:
+        """Reap what was left behind, and see that the keeper lives, every now and then."""
+        if time.monotonic() - self._tended < TENDING:
+            return
+        self._tended = time.monotonic()
+        self._context.orphans.tend()
+        keeper, told = self._context.keeper.check()
+        if keeper is not None:
+            self._context.orphans.own(keeper)
+        if told:
+            self._attempt.journal.write(Warned(message=told))
 
     def _look(self) -> Notice | None:
         attempt, node = self._attempt, self._attempt.place.node
