@@ -56,7 +56,7 @@ def test_a_killed_agent_is_noticed_at_once_and_the_others_go_on(tmp_path: Path) 
         finish_all(group, leader)
     assert outcomes(tmp_path) == ["failed", "finished"]
     (decision,) = journalled(tmp_path, events.Decision)
-    assert (decision.chosen, decision.details["cause"]) == ("restart", "infrastructure")
+    assert (decision.chosen, decision.details["cause"]) == ("shrink", "infrastructure")
     assert f"node {other} was lost: its connection was closed" in " ".join(decision.evidence)
     started = journalled(tmp_path, events.AttemptStarted)
     assert [(one.nodes, one.world_size) for one in started] == [(2, 2), (1, 1)]
