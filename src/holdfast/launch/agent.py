@@ -136,10 +136,11 @@ class HoldfastAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._oom_kills = count_oom_kills()
-        try:
+        starter = self._context.starter
+        with self._signals.interruptible():
+            starter.prepare()
+        with starter.in_place_of_torch():
             pids: dict[int, Any] = super()._start_workers(worker_group)
-        finally:
-            self._signals.install()  # torch took them over
         workers = Workers({w.global_rank: pids[w.local_rank] for w in worker_group.workers})
         self._workers = workers
         self._signals.hurry = workers.kill
@@ -165,7 +166,9 @@ class HoldfastAgent(LocalElasticAgent):
             workers.forget()
             self._context.leadership.unguard()
             if not dead:
-                self._pcontext = None  # waiting for what SIGKILL cannot end would never return
+                started: Any = self._pcontext
+                started.abandon()  # waiting for what SIGKILL cannot end would never return
+                self._pcontext = None
                 left = sorted(set(workers.pids.values()))
                 raise StopRun(
                     ExitCode.FAILED,
@@ -208,6 +211,7 @@ class HoldfastAgent(LocalElasticAgent):
         while True:
             time.sleep(self._worker_group.spec.monitor_interval)
             self._signals.check()
+            self._context.starter.tend()
             if self._context.leadership.lost:
                 return attempt.give(
                     Notice(kind="lease_lost", node=node, detail=self._context.leadership.lost)

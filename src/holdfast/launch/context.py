@@ -9,6 +9,7 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import LaunchInfo
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.signals import StopSignals
+from holdfast.launch.starting import Starter
 
 
 @dataclass(kw_only=True)
@@ -24,6 +25,7 @@ class LaunchContext:
     max_nodes: int
     signals: StopSignals
     leadership: Leadership
+    starter: Starter
 
     def handover(self, attempt: int, epoch: int, node: str) -> LaunchInfo:
         return LaunchInfo(

@@ -41,19 +41,27 @@ from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.options import Options, parse
-from holdfast.launch.orphan_guard import guarded
+from holdfast.launch.preload import PreloadedParent
 from holdfast.launch.signals import Interrupted, StopSignals
+from holdfast.launch.starting import Starter
 from holdfast.launch.summary import next_step, say
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run a script and return the exit code. Errors raised on purpose go to the caller."""
+def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
+    """Run a script and return the exit code. Errors raised on purpose go to the caller.
+
+    `parent`: a preloaded parent that was started ahead of time; the caller ends it.
+    """
     options = parse(argv)
     with _scratch_logs(options):
         config, command = _configure(options)
         os.environ.pop(VARIABLE, None)  # of an outer launch: our workers are not its workers
         signals = StopSignals(getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"))
         signals.install()
+        starter = Starter(
+            modules=options.args.preload, parent=parent, enabled=not options.args.no_preload, say=say
+        )
+        starter.expect(command, numa=getattr(config, "numa_options", None) is not None)
         control, created = ControlDirectory.open_or_create(Path(options.settings.run.dir))
         leadership = Leadership(control, options.settings.control.lease_ttl, options.settings.handover())
         context = LaunchContext(
@@ -66,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
             max_nodes=config.max_nodes,
             signals=signals,
             leadership=leadership,
+            starter=starter,
         )
         try:
             return _run(config, command, context)
@@ -81,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
         except (RendezvousError, DistError) as error:
             return _explain_rendezvous(error, config)
         finally:
+            starter.close()
             leadership.release()
 
 
@@ -113,7 +123,7 @@ def _run(config: LaunchConfig, command: Sequence[str], context: LaunchContext) -
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     with context.signals.interruptible():
         handler = rendezvous_registry.get_rendezvous_handler(parameters)
-    program, *arguments = guarded(command)
+    program, *arguments = command
     wanted: dict[str, Any] = {
         "role": config.role,
         "local_world_size": config.nproc_per_node,
