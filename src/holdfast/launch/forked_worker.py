@@ -19,6 +19,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Mapping, Sequence
@@ -145,6 +146,9 @@ class Worker:
         sys.argv[:] = ["-m" if self.module else self.script, *self._request["arguments"]]
         _show_command(command)
         self._chance.refresh()
+        main_thread = threading.main_thread()
+        if hasattr(main_thread, "_set_native_id"):
+            main_thread._set_native_id()  # Python does not do it after a fork
         importlib.invalidate_caches()
         main = types.ModuleType("__main__")
         vars(main).update(self._main, __doc__=None, __builtins__=builtins)
@@ -154,7 +158,12 @@ class Worker:
             self.path = os.path.join(os.getcwd(), self.script)  # noqa: PTH109, PTH118 - as Python does it
             main.__file__ = self.path
             main.__loader__ = importlib.machinery.SourceFileLoader("__main__", self.path)
-        sys.modules["__main__"] = main
+        replaced = sys.modules["__main__"]
+        for name, module in list(sys.modules.items()):
+            if module is replaced:  # also the name that multiprocessing has for it
+                sys.modules[name] = main
+            elif getattr(module, "__dict__", {}).get("__main__") is replaced:
+                module.__dict__["__main__"] = main  # `import __main__`
 
     def read(self) -> bytes:
         try:

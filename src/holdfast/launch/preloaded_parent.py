@@ -29,6 +29,7 @@ import signal
 import socket
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 
 from holdfast.launch.forked_worker import Chance, Worker, die_with
@@ -48,7 +49,10 @@ LATER = (
     "torch.utils.data",
     "holdfast.run",
 )
-"""Imported when there is nothing else to do: a request waits for at most one of them."""
+"""What scripts that use holdfast.Run, DCP or FSDP import besides. They are for the next start, and imported
+while the first workers run, one at a time, so that a request waits for at most one of them."""
+LULL = 3.0
+"""Seconds without a request before that: workers that have just started need the processors more."""
 
 
 class Refusal(Exception):  # noqa: N818 - not an error of this process
@@ -87,14 +91,19 @@ class Parent:
                 signal.signal(number, signal.SIG_IGN)
         gc.collect()
         later = iter(LATER)
+        pause: float | None = None
         while True:
-            if not select.select([self._channel], [], [], 0)[0]:
+            if not select.select([self._channel], [], [], pause)[0]:
                 name = next(later, None)
-                if name is not None:
-                    with contextlib.suppress(ImportError):
-                        importlib.import_module(name)
-                    self._remember_files()
+                if name is None:
+                    pause = None
                     continue
+                pause = 0.0
+                with contextlib.suppress(ImportError), warnings.catch_warnings():
+                    importlib.import_module(name)
+                self._remember_files()
+                continue
+            pause = LULL
             try:
                 request, descriptors = receive(self._channel)
             except (EOFError, ConnectionError):
