@@ -44,11 +44,15 @@ MKL_*, PYTHON*, LD_*, TORCH_* …) makes a start cold: nobody knows who has read
 
 
 class ColdStart(Exception):  # noqa: N818 - not an error
-    """Why workers cannot be forked now. `lasting`: a new parent would not help."""
+    """Why workers cannot be forked now.
 
-    def __init__(self, reason: str, *, lasting: bool = False) -> None:
+    `lasting`: a new parent would not help. `spoilt`: one would that imports only what it must.
+    """
+
+    def __init__(self, reason: str, *, lasting: bool = False, spoilt: bool = False) -> None:
         super().__init__(reason)
         self.lasting = lasting
+        self.spoilt = spoilt
 
 
 class Preload(NamedTuple):
@@ -58,6 +62,8 @@ class Preload(NamedTuple):
     first_path: str
     """The first entry of the workers' sys.path."""
     environment: Mapping[str, str]
+    later: bool = True
+    """Whether it imports more while workers run."""
 
     def differs(self, environment: Mapping[str, str]) -> list[str]:
         """Variables that a worker's environment has otherwise, and that an import may have read."""
@@ -121,6 +127,7 @@ class PreloadedParent:
             "agent": os.getpid(),
             "first_path": preload.first_path,
             "modules": preload.modules,
+            "later": preload.later,
         }
         # Room for the command line that a worker shows in the place of this one.
         room = " " * (256 + sum(len(os.fsencode(part)) + 1 for part in sys.argv))
@@ -166,7 +173,7 @@ class PreloadedParent:
                 for rank in requests:
                     answer = self._answer(ANSWER, "did not fork a worker")
                     if "refused" in answer:
-                        raise ColdStart(answer["refused"])
+                        raise ColdStart(answer["refused"], spoilt=answer["spoilt"])
                     forked.pids[rank] = int(answer["pid"])
                 forked.await_ready()
             except BaseException:

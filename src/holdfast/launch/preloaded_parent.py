@@ -68,6 +68,8 @@ class Parent:
         self._environment = dict(os.environ)
         self._files: dict[str, tuple[int, int, int]] = {}
         self._chance = Chance()
+        self._spoilt = False
+        """Whether it was one of LATER that made forks unsafe."""
 
     def load(self, modules: Sequence[str]) -> None:
         """Import torch, and what the user named; the first failure is told, and ends this process."""
@@ -84,17 +86,17 @@ class Parent:
         self._chance.compare()
         self._remember_files()
 
-    def serve(self) -> Worker:
+    def serve(self, later: Sequence[str]) -> Worker:
         """Fork workers; returns in each of them, and never in this process."""
         for number in QUIET:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, signal.SIG_IGN)
         gc.collect()
-        later = iter(LATER)
+        left = iter(later)
         pause: float | None = None
         while True:
             if not select.select([self._channel], [], [], pause)[0]:
-                name = next(later, None)
+                name = next(left, None)
                 if name is None:
                     pause = None
                     continue
@@ -102,6 +104,10 @@ class Parent:
                 with contextlib.suppress(ImportError), warnings.catch_warnings():
                     importlib.import_module(name)
                 self._remember_files()
+                try:
+                    self.check()
+                except Refusal:
+                    self._spoilt = True
                 continue
             pause = LULL
             try:
@@ -111,7 +117,7 @@ class Parent:
             try:
                 worker = self._fork(request, descriptors)
             except Refusal as refusal:
-                send(self._channel, {"refused": str(refusal)})
+                send(self._channel, {"refused": str(refusal), "spoilt": self._spoilt})
                 worker = None
             if worker is not None:
                 return worker
@@ -143,14 +149,19 @@ class Parent:
         self.check()
         ctypes.CDLL(None).fflush(None)  # what C code printed so far is printed once
         reader, writer = os.pipe()
-        middle = os.fork()
+        try:
+            middle = os.fork()
+        except OSError as error:
+            os.close(reader)
+            os.close(writer)
+            raise Refusal(f"the preloaded parent cannot fork: {error.strerror}") from error
         if middle:
             os.close(writer)
             pid = int(os.read(reader, 32) or b"0")
             os.close(reader)
             os.waitpid(middle, 0)  # from here on the worker has another parent: the agent
             if not pid:
-                raise Refusal("a fork failed; the machine may be out of memory or processes")
+                raise Refusal("a fork of the preloaded parent failed: out of memory, or of processes?")
             send(self._channel, {"pid": pid})
             return None
         try:
@@ -236,7 +247,7 @@ def _main() -> Worker:
         send(channel, {"refused": str(refusal)})
         os._exit(0)  # what the imports left to be done at exit is not ours to do
     send(channel, {"ready": os.getpid()})
-    worker = parent.serve()
+    worker = parent.serve(LATER if told["later"] else ())
     worker.prepare()
     return worker
 

@@ -189,8 +189,10 @@ class Starter:
     def tend(self) -> None:
         """Look after the parent while workers run: one that died is replaced ahead of the next start."""
         if self._parent is not None and (how := self._parent.ended()):
-            self._go_cold(ColdStart(how))
+            self._drop()
             self._have_parent()
+            if self._parent is not None:
+                self._say_once(f"{how}; another one gets ready for the next restart")
 
     def close(self) -> None:
         self._drop()
@@ -212,9 +214,14 @@ class Starter:
         self._drop()
         if cold.lasting:
             self._enabled = False
-        if str(cold) not in self._said:
-            self._said.add(str(cold))
-            self._say(f"workers start cold (slower, and otherwise the same): {cold}")
+        if cold.spoilt and self._preload is not None:
+            self._preload = self._preload._replace(later=False)
+        self._say_once(f"workers start cold (slower, and otherwise the same): {cold}")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
 
     def _drop(self) -> None:
         if self._parent is not None:
