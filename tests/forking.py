@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from holdfast.launch.preload import Forked, PreloadedParent, Request, Script
 
@@ -22,6 +23,23 @@ class Ended:
     code: int
     out: str
     err: str
+
+
+TORCH = """
+class cuda:
+    is_initialized = staticmethod(lambda: False)
+
+def initial_seed():
+    return 0
+
+class default_generator:
+    seed = staticmethod(lambda: None)
+"""
+
+
+def without_torch(place: Path) -> None:
+    """Scripts here find a torch that is imported in no time, for tests that need nothing of it."""
+    (place / "torch.py").write_text(TORCH)
 
 
 def command(*args: str) -> list[str]:

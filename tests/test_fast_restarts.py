@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from forking import cold, command, ended, fork, streams, text_of, warm
+from forking import cold, command, ended, fork, streams, text_of, warm, without_torch
 from harness import REPO, wait_until
 from holdfast.launch.preload import ColdStart, Preload, PreloadedParent
 from holdfast.launch.starting import Starter
@@ -271,6 +271,11 @@ def test_nothing_runs_before_the_word_and_nothing_is_left_without_it(
         pid = forked.pids[0]
         assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
         assert os.getpgid(pid) == os.getsid(pid) == pid
+        deadline = time.monotonic() + 1.0  # long enough for a script of one line, were it run
+        while time.monotonic() < deadline:
+            assert alive(pid)
+            assert not (place / "mark").exists()
+            time.sleep(0.05)
         forked.end()
     assert not (place / "mark").exists()
     assert state(pid) == "", "it was reaped"
@@ -318,6 +323,7 @@ AGENT = """
 def test_nothing_outlives_an_agent_that_is_killed(when: str, tmp_path: Path) -> None:
     from harness import job, python
 
+    without_torch(tmp_path)
     write(tmp_path, "agent.py", AGENT)
     write(tmp_path, "sleep.py", "import time; time.sleep(300)")
     write(tmp_path, "slow.py", "import time; print('importing', flush=True); time.sleep(300)")
@@ -366,6 +372,7 @@ def test_a_preloaded_module_that_makes_forking_unsafe(
     name: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     text, reason = MODULES[name]
+    without_torch(tmp_path)
     write(tmp_path, "chosen.py", text)
     preloaded = PreloadedParent(Preload(("chosen",), str(tmp_path), environment))
     try:
@@ -418,6 +425,7 @@ def test_what_is_imported_later_is_left_out_once_it_made_forks_unsafe(
     tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """sympy stands for something that starts a thread, on some machine, some day."""
+    without_torch(tmp_path)
     monkeypatch.chdir(tmp_path)
     write(
         tmp_path,

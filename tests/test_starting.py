@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from forking import ended
+from forking import ended, without_torch
 from harness import REPO, finish, holdfast, wait_until
 from holdfast.launch.early import guess
 from holdfast.launch.preload import REPLACEMENTS, PreloadedParent
@@ -60,7 +60,7 @@ def test_logs_are_laid_out_as_by_torchrun_and_kept_for_every_attempt(tmp_path: P
 @pytest.mark.parametrize(
     ("flags", "variables", "how", "reason"),
     [
-        (["--no-preload"], {}, "cold", ""),
+        pytest.param(["--no-preload"], {}, "cold", "", marks=pytest.mark.drill),
         ([], {"PET_NO_PRELOAD": "1"}, "cold", ""),
         (["--preload", "chosen"], {}, "forked", ""),
         (["--preload", "nowhere_at_all"], {}, "cold", "the import of --preload nowhere_at_all failed"),
@@ -119,6 +119,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "sleep.py").write_text(SLEEP)
+    without_torch(tmp_path)
     there = Stage(tmp_path)
     yield there
     there.stop()

@@ -74,7 +74,7 @@ class Parent:
     def load(self, modules: Sequence[str]) -> None:
         """Import torch, and what the user named; the first failure is told, and ends this process."""
         for name in ("torch", "torch.distributed", "numpy"):
-            with contextlib.suppress(ImportError):
+            with contextlib.suppress(Exception):  # if the script needs it, it fails there, as it should
                 importlib.import_module(name)
         self._chance.remember()
         for name in modules:
@@ -101,7 +101,7 @@ class Parent:
                     pause = None
                     continue
                 pause = 0.0
-                with contextlib.suppress(ImportError), warnings.catch_warnings():
+                with contextlib.suppress(Exception), warnings.catch_warnings():
                     importlib.import_module(name)
                 self._remember_files()
                 try:
