@@ -176,6 +176,71 @@ def step(work: Path, size_mib: int, repeat: int) -> Samples:
     return alternate(repeat, ours, bare)
 
 
+def restarted(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds from a worker's death until both workers have met again and summed a number."""
+    del size_mib
+    ours, baseline = _launches(work, repeat)
+    return [restart for _, restart in ours], [restart for _, restart in baseline]
+
+
+def launched(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds from the command until both workers have met and summed a number."""
+    del size_mib
+    ours, baseline = _launches(work, repeat)
+    return [launch for launch, _ in ours], [launch for launch, _ in baseline]
+
+
+Launches = list[tuple[float, float]]
+
+
+@functools.cache
+def _launches(work: Path, repeat: int) -> tuple[Launches, Launches]:
+    """Two workers that import torch, one of which dies once: launch and restart of each, in turns."""
+    found: tuple[Launches, Launches] = ([], [])
+    flags = ["--nproc-per-node", "2", "--max-restarts", "1"]
+    commands = (
+        [sys.executable, "-m", "holdfast", "run", *flags, "--run-dir", str(work / "launched")],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *flags],
+    )
+    for turn in range(repeat + 1):
+        sides = [(found[0], commands[0]), (found[1], commands[1])]
+        for kept, command in sides if turn % 2 else reversed(sides):
+            sample = _launch(work, command)
+            if turn:  # the first of each warms the caches
+                kept.append(sample)
+    return found
+
+
+def _launch(work: Path, command: list[str]) -> tuple[float, float]:
+    log, output = work / "launched.log", work / "launched.out"
+    script = str(Path(__file__).with_name("restart_rank.py"))
+    # Without the variable torchrun's own restart fails: new ranks read the addresses of dead ones.
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    started = time.time()
+    try:
+        with output.open("wb") as file:
+            subprocess.run(
+                [*command, script, str(log)],
+                env=environment,
+                stdout=file,
+                stderr=file,
+                timeout=CHILD_DEADLINE,
+            )
+        lines = [line.split() for line in log.read_text().splitlines()]
+        first, second = (
+            [float(at) for what, attempt, _, at in lines if (what, attempt) == ("together", number)]
+            for number in ("0", "1")
+        )
+        crash = next(float(at) for what, _, _, at in lines if what == "crash")
+        if len(first) != 2 or len(second) != 2:
+            raise RuntimeError(f"{command[2]} did not form both groups:\n{output.read_text()}")
+        return max(first) - started, max(second) - crash
+    finally:
+        for path in (log, output):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(work / "launched", ignore_errors=True)
+
+
 def _run(directory: Path, model: Weights) -> holdfast.Run:
     run = holdfast.Run(run_dir=str(directory), checkpoint_interval=0, checkpoint_save_at_end=False)
     run.track(model=model)

@@ -74,6 +74,17 @@ BENCHMARKS = {
         1.0,
         "ratio",
     ),
+    "restart": Benchmark(
+        "a worker of two dies: until the group is whole again",
+        measures.restarted,
+        "torchrun",
+        "s",
+        0.25,
+        "ratio",
+    ),
+    "launch": Benchmark(
+        "two workers launched: until their first all-reduce", measures.launched, "torchrun", "s", 1.0, "ratio"
+    ),
     "step": Benchmark(
         "cost of a step with nothing to do", measures.step, "bare for loop", "us", 50.0, "ours"
     ),

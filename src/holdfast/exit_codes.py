@@ -92,7 +92,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ),
     ExitCode.PAUSED_TOO_LONG: (
         "Recovery was paused by an operator and nobody ended the pause in time.",
-        "`holdfast control RUN unpause`, then launch again",
+        "`holdfast control unpause RUN`, then launch again",
     ),
     ExitCode.STORE_LOST: (
         "The host of the rendezvous store is gone or cut off, and no other endpoint is left.",

@@ -11,11 +11,18 @@ def run(ctx: typer.Context) -> None:
     """Start a training script like torchrun, and keep it alive. `holdfast run --help` shows all flags."""
     # c10d warns of every lost connection with a page of frames; the launcher says what it means, in a line.
     # Read once, when torch is imported; the workers must not inherit it.
-    ours = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    if ours:
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    from holdfast.launch.launcher import main
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    from holdfast.launch.early import start_early
 
-    if ours:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]
-    raise typer.Exit(main(ctx.args))
+    parent = start_early(ctx.args)  # before torch is imported here: both imports run side by side
+    try:
+        if quiet:
+            os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        from holdfast.launch.launcher import main
+
+        if quiet:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+        raise typer.Exit(main(ctx.args, parent))
+    finally:
+        if parent is not None:
+            parent.close()

@@ -203,10 +203,12 @@ class HoldfastAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._oom_kills = count_oom_kills()
-        try:
+        starter = self._context.starter
+        with self._signals.interruptible():
+            starter.prepare()
+        self._context.tend_starter()
+        with starter.in_place_of_torch():
             pids: dict[int, Any] = super()._start_workers(worker_group)
-        finally:
-            self._signals.install()  # torch took them over
         ids = {w.global_rank: pids[w.local_rank] for w in worker_group.workers}
         workers = Workers(ids, self._context.orphans)
         self._workers = workers
@@ -233,7 +235,9 @@ class HoldfastAgent(LocalElasticAgent):
             workers.forget()
             self._context.leadership.unguard()
             if not dead:
-                self._pcontext = None  # waiting for what SIGKILL cannot end would never return
+                started: Any = self._pcontext
+                started.abandon()  # waiting for what SIGKILL cannot end would never return
+                self._pcontext = None
                 self._mark_node("; ".join(str(one) for one in workers.left))
         super()._shutdown(signal.SIGKILL)
         self._pcontext = None
@@ -245,7 +249,7 @@ class HoldfastAgent(LocalElasticAgent):
         if attempt is not None:
             attempt.journal.write(Warned(message=f"{attempt.place.node} is excluded: {why}"))
             exclude(attempt.control, attempt.place.node, None, why, "recovery", attempt.number)
-        raise StopRun(ExitCode.FAILED, f"{why}. Look at the node, then `holdfast control RUN readmit` it")
+        raise StopRun(ExitCode.FAILED, f"{why}. Look at the node, then `holdfast control readmit` it")
 
     # -- the loop -------------------------------------------------------------------------------------------
 

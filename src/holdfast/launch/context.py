@@ -14,6 +14,7 @@ from holdfast.launch.keeper import Keeper
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.orphans import Orphans
 from holdfast.launch.signals import StopSignals
+from holdfast.launch.starting import Starter
 from holdfast.policy.capacity import Exclusion as Decided
 
 
@@ -34,10 +35,17 @@ class LaunchContext:
     leadership: Leadership
     orphans: Orphans
     keeper: Keeper
+    starter: Starter
     earlier_launches: list[str] = field(default_factory=list)
     """Ids under which these agents met before the store's host was lost."""
     learned_exclusions: list[Decided] = field(default_factory=list)
     """What decisions of this launch excluded: known here before the record of it can be read everywhere."""
+
+    def tend_starter(self) -> None:
+        """Look after the parent of the workers; it is a child that is neither a worker nor an orphan."""
+        self.starter.tend()
+        if self.starter.parent_pid is not None:
+            self.orphans.own(self.starter.parent_pid)
 
     def rename_launch(self) -> None:
         """A new id for what goes on after the loss of the store."""

@@ -51,20 +51,28 @@ from holdfast.launch.keeper import Keeper
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.options import Options, parse
-from holdfast.launch.orphan_guard import guarded
 from holdfast.launch.orphans import Orphans
+from holdfast.launch.preload import PreloadedParent
 from holdfast.launch.signals import Interrupted, StopSignals
+from holdfast.launch.starting import Starter
 from holdfast.launch.summary import next_step, say
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run a script and return the exit code. Errors raised on purpose go to the caller."""
+def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
+    """Run a script and return the exit code. Errors raised on purpose go to the caller.
+
+    `parent`: a preloaded parent that was started ahead of time; the caller ends it.
+    """
     options = parse(argv)
     with _scratch_logs(options):
         config, command = _configure(options)
         os.environ.pop(VARIABLE, None)  # of an outer launch: our workers are not its workers
         signals = StopSignals(getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"))
         signals.install()
+        starter = Starter(
+            modules=options.args.preload, parent=parent, enabled=not options.args.no_preload, say=say
+        )
+        starter.expect(command, numa=getattr(config, "numa_options", None) is not None)
         control, created = ControlDirectory.open_or_create(Path(options.settings.run.dir))
         leadership = Leadership(control, options.settings.control.lease_ttl, options.settings.handover())
         context = LaunchContext(
@@ -81,6 +89,7 @@ def main(argv: Sequence[str]) -> int:
             leadership=leadership,
             orphans=Orphans(options.settings.checkpoint.timeout),
             keeper=Keeper(options.settings.checkpoint.timeout),
+            starter=starter,
         )
         _keep_together(context)
         try:
@@ -98,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
             return _explain_rendezvous(error, config)
         finally:
             context.alerts.close()
+            starter.close()
             leadership.release()
 
 
@@ -148,7 +158,7 @@ def _run(config: LaunchConfig, command: Sequence[str], context: LaunchContext) -
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     with context.signals.interruptible():
         handler = _make_handler(parameters, config, context)
-    program, *arguments = guarded(command)
+    program, *arguments = command
     wanted: dict[str, Any] = {
         "role": config.role,
         "local_world_size": config.nproc_per_node,

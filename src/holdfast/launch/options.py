@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from torch.distributed.argparse_util import check_env
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
 from holdfast.config import Settings, load, parse_assignments
@@ -56,6 +57,14 @@ def make_parser() -> ArgumentParser:
     ours.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting, e.g. launch.stop_grace=60"
     )
+    ours.add_argument(
+        "--preload", action="append", default=[], metavar="MODULE",
+        help="import this module once, before the workers are forked; repeatable",
+    )  # fmt: skip
+    ours.add_argument(
+        "--no-preload", "--no_preload", action=check_env,
+        help="start every worker as a new interpreter instead of forking it from one that has imported torch",
+    )  # fmt: skip
     # Shown first: what is ours is what a user of torchrun does not know yet.
     parser._action_groups.remove(ours)
     parser._action_groups.insert(0, ours)

@@ -54,6 +54,7 @@ class Vigil:
             time.sleep(self._interval)
             self._context.signals.check()
             self._tend()
+            self._context.tend_starter()
             found = self._look()
             if found is not None:
                 return found

@@ -1,0 +1,305 @@
+"""The agent's side of the preloaded parent: starting it, asking it for workers, replacing it.
+
+Light: it is started before the agent imports torch itself, so that both imports run side by side.
+
+Guarantee: `fork` gives all the workers that it was asked for, each a child of this process that dies with it
+and waits for the word to go; or it raises ColdStart and leaves none of them. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.launch.messages import receive, send
+
+IMPORTS = 120.0
+"""Seconds for the imports, from the start of the parent; a cold start would take about as long."""
+ANSWER = 30.0
+"""Seconds for the parent to fork, and for a worker to prepare itself."""
+REPLACEMENTS = 3
+"""Parents that are started in place of others, in one launch."""
+PR_SET_CHILD_SUBREAPER = 36
+PR_GET_CHILD_SUBREAPER = 37
+
+MAY_DIFFER = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
+    "CUDA_MODULE_LOADING", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+)  # fmt: skip
+MAY_DIFFER_PREFIXES = ("HOLDFAST_", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "NCCL_", "GLOO_")
+"""Variables that are read when a worker runs, and not while torch is imported. Every other difference (OMP_*,
+MKL_*, PYTHON*, LD_*, TORCH_* …) makes a start cold: nobody knows who has read it already."""
+
+
+class ColdStart(Exception):  # noqa: N818 - not an error
+    """Why workers cannot be forked now.
+
+    `lasting`: a new parent would not help. `spoilt`: one would that imports only what it must.
+    """
+
+    def __init__(self, reason: str, *, lasting: bool = False, spoilt: bool = False) -> None:
+        super().__init__(reason)
+        self.lasting = lasting
+        self.spoilt = spoilt
+
+
+class Preload(NamedTuple):
+    """What a parent has to be like for the workers of a command."""
+
+    modules: tuple[str, ...]
+    first_path: str
+    """The first entry of the workers' sys.path."""
+    environment: Mapping[str, str]
+    later: bool = True
+    """Whether it imports more while workers run."""
+
+    def differs(self, environment: Mapping[str, str]) -> list[str]:
+        """Variables that a worker's environment has otherwise, and that an import may have read."""
+        names = {*self.environment, *environment}
+        return sorted(
+            name
+            for name in names
+            if self.environment.get(name) != environment.get(name)
+            and name not in MAY_DIFFER
+            and not name.startswith(MAY_DIFFER_PREFIXES)
+        )
+
+
+class Script(NamedTuple):
+    """A worker's command, as Python understands it."""
+
+    command: tuple[str, ...]
+    module: str
+    script: str
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def of(cls, command: Sequence[str]) -> Script:
+        """Raises ColdStart if it is not one that a forked Python can become."""
+        if not command or command[0] != sys.executable:
+            interpreter = command[0] if command else "nothing"
+            raise ColdStart(f"the workers are run by {interpreter}, not by {sys.executable}", lasting=True)
+        if list(command[1:3]) == ["-u", "-m"] and len(command) > 3:
+            return cls(tuple(command), command[3], "", tuple(command[4:]))
+        if command[1:2] != ["-u"] or len(command) < 3 or command[2].startswith("-"):
+            raise ColdStart(f"the workers' command is of another form: {' '.join(command)}", lasting=True)
+        script = command[2]
+        if not Path(script).is_file() or script.endswith(".pyc") or zipfile.is_zipfile(script):
+            raise ColdStart(f"{script} is not a file of Python source", lasting=True)
+        return cls(tuple(command), "", script, tuple(command[3:]))
+
+    @property
+    def first_path(self) -> str:
+        return str(Path.cwd()) if self.module else str(Path(self.script).resolve().parent)
+
+
+class Request(NamedTuple):
+    """One worker."""
+
+    script: Script
+    environment: Mapping[str, str]
+    stdio: Mapping[int, int]
+    """Descriptor in the worker → descriptor here; the others are inherited."""
+
+
+class PreloadedParent:
+    """One parent process."""
+
+    def __init__(self, preload: Preload) -> None:
+        self.preload = preload
+        self._ready = False
+        self._deadline = time.monotonic() + IMPORTS
+        ours, theirs = socket.socketpair()
+        told = {
+            "socket": theirs.fileno(),
+            "agent": os.getpid(),
+            "first_path": preload.first_path,
+            "modules": preload.modules,
+            "later": preload.later,
+        }
+        # Room for the command line that a worker shows in the place of this one.
+        room = " " * (256 + sum(len(os.fsencode(part)) + 1 for part in sys.argv))
+        path = str(Path(__file__).resolve().with_name("preloaded_parent.py"))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", path, json.dumps(told), room],
+                env=dict(preload.environment),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # the terminal's signals are for the agent
+            )
+        except OSError as error:
+            ours.close()
+            raise ColdStart(f"the preloaded parent cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        self._channel = ours
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self) -> None:
+        """Until it has imported everything, or raise ColdStart."""
+        if self._ready:
+            return
+        message = self._answer(self._deadline - time.monotonic(), "had not finished its imports")
+        if "refused" in message:
+            raise ColdStart(message["refused"], lasting=True)
+        self._ready = True
+
+    def fork(self, requests: Mapping[int, Request]) -> Forked:
+        """A prepared worker for each request, none of which runs before `Forked.go`; or ColdStart."""
+        self.wait()
+        for request in requests.values():
+            if names := self.preload.differs(request.environment):
+                raise ColdStart(f"{', '.join(names)} changed since the parent was started")
+        forked = Forked()
+        with _subreaper():
+            try:
+                for rank, request in requests.items():
+                    self._send(request, forked.connect(rank))
+                for rank in requests:
+                    answer = self._answer(ANSWER, "did not fork a worker")
+                    if "refused" in answer:
+                        raise ColdStart(answer["refused"], spoilt=answer["spoilt"])
+                    forked.pids[rank] = int(answer["pid"])
+                forked.await_ready()
+            except BaseException:
+                forked.end()
+                raise
+        return forked
+
+    def _send(self, request: Request, connection: socket.socket) -> None:
+        script = request.script
+        message = {
+            "command": script.command,
+            "module": script.module,
+            "script": script.script,
+            "arguments": script.arguments,
+            "environment": dict(request.environment),
+            "stdio": list(request.stdio),
+            "cwd": str(Path.cwd()),
+            **_inherited(),
+        }
+        self._channel.settimeout(ANSWER)
+        with connection:
+            try:
+                send(self._channel, message, [connection.fileno(), *request.stdio.values()])
+            except OSError as error:
+                raise ColdStart(self._end_of_parent()) from error
+
+    def _answer(self, timeout: float, silent: str) -> dict[str, Any]:
+        self._channel.settimeout(max(timeout, 0.001))
+        try:
+            return receive(self._channel)[0]
+        except TimeoutError as error:
+            raise ColdStart(f"the preloaded parent {silent} in time") from error
+        except (EOFError, OSError) as error:
+            raise ColdStart(self._end_of_parent()) from error
+
+    def _end_of_parent(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(1.0)
+            how = f"with {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+            return f"the preloaded parent ended {how}"
+        return "the preloaded parent closed its connection"
+
+    def ended(self) -> str:
+        """How it ended; empty while it lives."""
+        return self._end_of_parent() if self._process.poll() is not None else ""
+
+    def close(self) -> None:
+        """End it. Workers that it forked are not its children, and stay."""
+        self._channel.close()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(ANSWER)
+
+
+class Forked:
+    """Prepared workers, by local rank. They run after `go`, and end if this process ends before."""
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}
+        self._connections: dict[int, socket.socket] = {}
+
+    def connect(self, rank: int) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        self._connections[rank] = ours
+        return theirs
+
+    def await_ready(self) -> None:
+        for rank, connection in self._connections.items():
+            connection.settimeout(ANSWER)
+            try:
+                answer = receive(connection)[0]
+            except (EOFError, OSError) as error:
+                raise ColdStart(
+                    f"the forked worker {rank} ended, or did not answer, as it started"
+                ) from error
+            if "failed" in answer:
+                raise ColdStart(f"the forked worker {rank} could not be prepared: {answer['failed']}")
+
+    def go(self) -> None:
+        """Let them run. One that is gone by now is seen as any worker that ended."""
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                send(connection, {})
+            connection.close()
+        self._connections = {}
+
+    def end(self) -> None:
+        """None of them may be left."""
+        for connection in self._connections.values():
+            connection.close()
+        deadline = time.monotonic() + ANSWER
+        for pid in self.pids.values():
+            with contextlib.suppress(ChildProcessError):  # not ours (any more): its id may be another's
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                os.kill(pid, signal.SIGKILL)
+                while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+                    time.sleep(0.005)
+        self._connections, self.pids = {}, {}
+
+
+def _inherited() -> dict[str, Any]:
+    """What a program that is executed here would inherit."""
+    ignored = [
+        int(number)
+        for number in signal.valid_signals()
+        if signal.getsignal(number) == signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ)
+    ]
+    blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    return {"umask": _umask(), "ignored": ignored, "blocked": blocked}
+
+
+def _umask() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o022
+
+
+@contextlib.contextmanager
+def _subreaper() -> Iterator[None]:
+    """Orphans among this process's descendants become its children, while workers are made."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.c_int(0)
+    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)

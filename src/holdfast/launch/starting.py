@@ -1,0 +1,329 @@
+"""Starts the workers of an attempt on this node: forked from the preloaded parent, or cold.
+
+torch's agent computes ranks, environments and arguments and would then call `start_processes`; this takes
+that call's place. What torch lays out is kept: directories and files of logs by its own LogsSpecs, tailed by
+its own TailLog. Workers are forked only when that is known to be as good as a cold start; otherwise they
+start cold, and the reason is said once.
+
+Guarantee: either all workers of an attempt are forked or all start cold, and each is a child of this process
+that leads a session and a process group of its own and dies with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+from holdfast.launch.orphan_guard import guarded
+from holdfast.launch.preload import (
+    MAY_DIFFER,
+    MAY_DIFFER_PREFIXES,
+    REPLACEMENTS,
+    ColdStart,
+    Preload,
+    PreloadedParent,
+    Request,
+    Script,
+)
+
+REAP = 10.0
+"""Seconds for killed workers to be reaped."""
+
+
+class Started:
+    """The workers of one attempt. Has the methods of torch's PContext that its agent uses."""
+
+    def __init__(
+        self, pids: Mapping[int, int], handlers: Sequence[SubprocessHandler], logs: Logs, *, warm: bool
+    ) -> None:
+        self.error_files: dict[int, str] = dict(logs.destinations.error_files)
+        self.warm = warm
+        self._pids = dict(pids)
+        self._handlers = handlers
+        self._logs = logs
+
+    def pids(self) -> dict[int, int]:
+        """By local rank."""
+        return dict(self._pids)
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: float = REAP) -> None:
+        """Reap the workers, which have ended or are killed now, and finish their logs."""
+        del death_sig
+        deadline = time.monotonic() + min(timeout, REAP)
+        if self.warm:
+            for pid in self._pids.values():
+                _reap(pid, deadline)
+        else:
+            for handler in self._handlers:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    handler.close(signal.SIGKILL)
+                    handler.proc.wait(max(0.0, deadline - time.monotonic()))
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Finish the logs only: somebody has found that the workers cannot be ended."""
+        self._logs.close()
+
+
+def _reap(pid: int, deadline: float) -> None:
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+        while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+class Logs:
+    """Where the output of an attempt's workers goes, and what is shown of it here."""
+
+    def __init__(
+        self,
+        name: str,
+        destinations: LogsDest,
+        prefixes: dict[int, str] | None,
+        stdout_filters: Sequence[str] | None,
+        stderr_filters: Sequence[str] | None,
+    ) -> None:
+        self.destinations = destinations
+        self._tails = [
+            TailLog(name, destinations.tee_stdouts, sys.stdout, prefixes),
+            TailLog(name, destinations.tee_stderrs, sys.stderr, prefixes),
+        ]
+        self._files: list[TextIO] = []
+        for filters, tees, path in (
+            (stdout_filters, destinations.tee_stdouts, getattr(destinations, "filtered_stdout", "")),
+            (stderr_filters, destinations.tee_stderrs, getattr(destinations, "filtered_stderr", "")),
+        ):
+            if filters:
+                file = Path(path).open("w", errors="replace", buffering=1)  # noqa: SIM115 - closed in close()
+                self._files.append(file)
+                self._tails.append(TailLog(name, tees, file, prefixes, log_line_filter=_any_of(filters)))
+
+    def open_for(self, local_rank: int) -> dict[int, TextIO]:
+        """The files that a worker's standard streams go to, by descriptor; the others are inherited."""
+        paths = {1: self.destinations.stdouts[local_rank], 2: self.destinations.stderrs[local_rank]}
+        return {number: Path(path).open("w") for number, path in paths.items() if path}
+
+    def show(self) -> None:
+        for tail in self._tails:
+            tail.start()
+
+    def close(self) -> None:
+        for tail in self._tails:
+            tail.stop()
+        for file in self._files:
+            file.close()
+
+
+def _any_of(needles: Sequence[str]) -> Callable[[str], bool]:
+    return lambda line: any(needle in line for needle in needles)
+
+
+class Starter:
+    """Starts workers for as long as a launch lasts. `close` ends the preloaded parent."""
+
+    def __init__(
+        self,
+        *,
+        modules: Sequence[str] = (),
+        parent: PreloadedParent | None = None,
+        enabled: bool = True,
+        say: Callable[[str], None],
+    ) -> None:
+        """`parent`: one that was started ahead of time; used if it fits what the workers turn out to need."""
+        self._modules = tuple(modules)
+        self._parent = parent
+        self._enabled = enabled
+        self._say = say
+        self._said: set[str] = set()
+        self._started = 0 if parent is None else 1
+        self._preload: Preload | None = None
+        if not enabled:
+            self._drop()
+
+    @property
+    def parent_pid(self) -> int | None:
+        """A child of this process that is no worker and no orphan."""
+        return self._parent.pid if self._parent is not None else None
+
+    # -- the parent -----------------------------------------------------------------------------------------
+
+    def expect(self, command: Sequence[str], *, numa: bool = False) -> None:
+        """Workers will run this command with this process's environment: have a parent that fits."""
+        if not self._enabled:
+            return
+        try:
+            if numa:
+                raise ColdStart("workers are bound to NUMA nodes by another program (numactl)", lasting=True)
+            script = Script.of(command)
+            wanted = Preload(self._modules, script.first_path, dict(os.environ))
+            if self._parent is not None:
+                found = self._parent.preload
+                other = found.modules != wanted.modules or found.first_path != wanted.first_path
+                if other or found.differs(wanted.environment):
+                    self._drop()
+            self._preload = wanted
+            self._have_parent()
+        except ColdStart as cold:
+            self._go_cold(cold)
+
+    def prepare(self) -> None:
+        """Wait until the parent has imported; what goes wrong is said and makes the next start cold."""
+        if self._parent is not None:
+            try:
+                self._parent.wait()
+            except ColdStart as cold:
+                self._go_cold(cold)
+
+    def tend(self) -> None:
+        """Look after the parent while workers run: one that died is replaced ahead of the next start."""
+        if self._parent is not None and (how := self._parent.ended()):
+            self._drop()
+            self._have_parent()
+            if self._parent is not None:
+                self._say_once(f"{how}; another one gets ready for the next restart")
+
+    def close(self) -> None:
+        self._drop()
+
+    def _have_parent(self) -> None:
+        if self._parent is not None or self._preload is None or not self._enabled:
+            return
+        if self._started > REPLACEMENTS:
+            self._enabled = False
+            self._say(f"{self._started} preloaded parents were of no use; workers start cold from now on")
+            return
+        self._started += 1
+        try:
+            self._parent = PreloadedParent(self._preload)
+        except ColdStart as cold:
+            self._go_cold(cold)
+
+    def _go_cold(self, cold: ColdStart) -> None:
+        self._drop()
+        if cold.lasting:
+            self._enabled = False
+        if cold.spoilt and self._preload is not None:
+            self._preload = self._preload._replace(later=False)
+        self._say_once(f"workers start cold (slower, and otherwise the same): {cold}")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
+    def _drop(self) -> None:
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
+
+    # -- the workers ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_place_of_torch(self) -> Iterator[None]:
+        """Within this, torch's agent starts its workers through `start`."""
+        names = vars(local_elastic_agent)
+        theirs = names["start_processes"]
+        names["start_processes"] = self.start
+        try:
+            yield
+        finally:
+            names["start_processes"] = theirs
+
+    def start(
+        self,
+        name: str,
+        entrypoint: str,
+        args: Mapping[int, Sequence[Any]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        numa_options: Any = None,
+        duplicate_stdout_filters: Sequence[str] | None = None,
+        duplicate_stderr_filters: Sequence[str] | None = None,
+        **others: Any,
+    ) -> Started:
+        """As torch's start_processes, whose parameters these are."""
+        del others  # how to start a function: there is none
+        destinations = logs_specs.reify(envs)
+        logs = Logs(name, destinations, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
+        commands = {rank: [entrypoint, *map(str, args[rank])] for rank in envs}
+        try:
+            started = self._start_warm(commands, envs, logs)
+            if started is None:
+                started = _start_cold(commands, envs, logs, numa_options)
+                self._have_parent()
+        except BaseException:
+            logs.close()
+            raise
+        logs.show()
+        return started
+
+    def _start_warm(
+        self, commands: Mapping[int, list[str]], envs: Mapping[int, Mapping[str, str]], logs: Logs
+    ) -> Started | None:
+        """None: they have to start cold."""
+        if self._parent is None:
+            return None
+        with contextlib.ExitStack() as files:
+            requests = {}
+            try:
+                for rank, command in commands.items():
+                    streams = {
+                        number: files.enter_context(file).fileno()
+                        for number, file in logs.open_for(rank).items()
+                    }
+                    environment = {**os.environ, **envs[rank]}
+                    requests[rank] = Request(Script.of(command), environment, streams)
+                forked = self._parent.fork(requests)
+            except ColdStart as cold:
+                if self._preload is not None and requests:
+                    self._preload = self._preload._replace(environment=_shared(requests[0].environment))
+                self._go_cold(cold)
+                return None
+        started = Started(forked.pids, [], logs, warm=True)
+        forked.go()
+        return started
+
+
+def _shared(environment: Mapping[str, str]) -> dict[str, str]:
+    """What all workers have of one worker's environment; what is its own comes from this process."""
+    own = {name for name in environment if name in MAY_DIFFER or name.startswith(MAY_DIFFER_PREFIXES)}
+    rest = {name: value for name, value in environment.items() if name not in own}
+    return {**{name: os.environ[name] for name in own if name in os.environ}, **rest}
+
+
+def _start_cold(
+    commands: Mapping[int, list[str]], envs: Mapping[int, dict[str, str]], logs: Logs, numa_options: Any
+) -> Started:
+    handlers: dict[int, SubprocessHandler] = {}
+    try:
+        for rank, command in commands.items():
+            program, *arguments = guarded(command)
+            handlers[rank] = SubprocessHandler(
+                entrypoint=program,
+                args=tuple(arguments),
+                env=envs[rank],
+                stdout=logs.destinations.stdouts[rank] or None,
+                stderr=logs.destinations.stderrs[rank] or None,
+                local_rank_id=rank,
+                numa_options=numa_options,
+            )
+    except BaseException:
+        for handler in handlers.values():
+            handler.close(signal.SIGKILL)
+            handler.proc.wait(REAP)
+        raise
+    pids = {rank: handler.proc.pid for rank, handler in handlers.items()}
+    return Started(pids, list(handlers.values()), logs, warm=False)

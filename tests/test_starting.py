@@ -1,0 +1,243 @@
+"""Workers of an attempt are forked or start cold, with torchrun's logs, whatever happens to the parent."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+from forking import ended, without_torch
+from harness import REPO, finish, holdfast, wait_until
+from holdfast.launch.early import guess
+from holdfast.launch.preload import REPLACEMENTS, PreloadedParent
+from holdfast.launch.starting import Started, Starter
+
+BORN = str(REPO / "tests" / "scripts" / "launch_born.py")
+SLEEP = "import sys, time\nprint('forked' if 'torch' in sys.modules else 'cold')\ntime.sleep(300)\n"
+
+
+def launch(*flags: str, acts: str = "ok", env: dict[str, str] | None = None, cwd: Path) -> tuple[str, str]:
+    """Run to a good end: what it wrote to stdout and stderr."""
+    flags = ("--run-dir", "run", "--nproc-per-node", "2", *flags)
+    result = finish(holdfast("run", *flags, BORN, acts), cwd=cwd, env=env, timeout=120)
+    assert result.code == 0, result.text
+    return result.out, result.err
+
+
+def test_logs_are_laid_out_as_by_torchrun_and_kept_for_every_attempt(tmp_path: Path) -> None:
+    out, err = launch(
+        "--log-dir", "logs", "--redirects", "2", "--tee", "1", acts="kill,kill,ok", cwd=tmp_path
+    )
+    assert "workers start cold" not in err
+    tops = list((tmp_path / "logs").iterdir())
+    assert len(tops) == 1
+    found = {str(path.relative_to(tops[0])) for path in tops[0].rglob("*.log")}
+    assert found == {
+        f"attempt_{attempt}/{rank}/{name}.log"
+        for attempt in (0, 1, 2)
+        for rank in (0, 1)
+        for name in ("stdout", "stderr")
+    }
+    for attempt in (0, 1, 2):
+        for rank in (0, 1):
+            place = tops[0] / f"attempt_{attempt}" / str(rank)
+            said = (place / "stdout.log").read_text()
+            errors = (place / "stderr.log").read_text()
+            if said:  # the other rank may have been stopped before it said anything
+                line = f"attempt {attempt + 1} rank {rank} forked preloaded=False\n"
+                assert said == line
+                assert errors in ("", f"attempt {attempt + 1} on stderr\n")
+                assert f"[default{rank}]:{line}" in out
+    assert "attempt 3 on stderr" not in err, "redirected, not shown"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "how", "reason"),
+    [
+        pytest.param(["--no-preload"], {}, "cold", "", marks=pytest.mark.drill),
+        ([], {"PET_NO_PRELOAD": "1"}, "cold", ""),
+        (["--preload", "chosen"], {}, "forked", ""),
+        (["--preload", "nowhere_at_all"], {}, "cold", "the import of --preload nowhere_at_all failed"),
+    ],
+)
+def test_flags(flags: list[str], variables: dict[str, str], how: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "chosen.py").write_text("")
+    out, err = launch(*flags, env={"PYTHONPATH": str(tmp_path), **variables}, acts="kill,ok", cwd=tmp_path)
+    assert {line.split()[4] for line in out.splitlines() if line.startswith("attempt")} == {how}
+    assert ("preloaded=True" in out) == (flags == ["--preload", "chosen"])
+    assert err.count("workers start cold") == (1 if reason else 0), "said once, in two attempts"
+    assert reason in err
+
+
+# -- without an agent ---------------------------------------------------------------------------------------
+
+
+class Stage:
+    """Starts workers as the agent does."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.said: list[str] = []
+        self.cwd = cwd
+        self.command = [sys.executable, "-u", "sleep.py"]
+        self.starter = Starter(say=self.said.append)
+        self.specs = DefaultLogsSpecs(log_dir=str(cwd / "logs"), redirects=Std.ALL)
+        self.attempts = 0
+        self.running: list[Started] = []
+
+    def start(self, extra: dict[str, str] | None = None) -> Started:
+        """A new attempt of two workers, after the last one has been ended."""
+        self.stop()
+        base = {"TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_RESTART_COUNT": str(self.attempts)}
+        envs = {rank: {**base, "RANK": str(rank), **(extra or {})} for rank in (0, 1)}
+        self.attempts += 1
+        self.starter.prepare()
+        program, *arguments = self.command
+        args = dict.fromkeys(envs, tuple(arguments))
+        started = self.starter.start("default", program, args, envs, self.specs)
+        self.running.append(started)
+        logs = Path(started.error_files[0]).parent / "stdout.log"
+        told = wait_until(logs.read_text, 60, "a worker says how it was born").strip()
+        assert told == ("forked" if started.warm else "cold")
+        return started
+
+    def stop(self) -> None:
+        for started in self.running:
+            started.close()
+            for pid in started.pids().values():
+                assert not Path(f"/proc/{pid}").exists(), "reaped"
+        self.running = []
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "sleep.py").write_text(SLEEP)
+    without_torch(tmp_path)
+    there = Stage(tmp_path)
+    yield there
+    there.stop()
+    last = there.starter.parent_pid
+    there.starter.close()
+    assert last is None or not Path(f"/proc/{last}").exists()
+
+
+def test_a_parent_that_dies_is_replaced_a_few_times_and_then_not(stage: Stage) -> None:
+    stage.starter.expect(stage.command)
+    for death in range(REPLACEMENTS + 1):
+        pid = stage.starter.parent_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        if death == 0:
+            started = stage.start()  # not noticed before the start: this one is cold
+            assert not started.warm
+            assert all(os.getsid(pid) == pid for pid in started.pids().values())
+        else:
+            wait_until(lambda: stage.starter.tend() or stage.starter.parent_pid != pid, 20, "noticed")  # noqa: B023
+    assert stage.starter.parent_pid is None
+    assert not stage.start().warm
+    assert stage.said == [
+        "workers start cold (slower, and otherwise the same): the preloaded parent ended with SIGKILL",
+        "the preloaded parent ended with SIGKILL; another one gets ready for the next restart",
+        "4 preloaded parents were of no use; workers start cold from now on",
+    ]
+
+
+def test_a_changed_environment_costs_one_cold_start(stage: Stage) -> None:
+    """Something that only the workers have, and that an import may read: the next parent has it too."""
+    stage.starter.expect(stage.command)
+    assert stage.start().warm
+    assert not stage.start({"MKL_CBWR": "COMPATIBLE"}).warm
+    assert stage.start({"MKL_CBWR": "COMPATIBLE"}).warm
+    assert len(stage.said) == 1
+    assert "MKL_CBWR changed" in stage.said[0]
+
+
+def test_a_parent_that_was_made_for_something_else_is_not_used(stage: Stage) -> None:
+    found = guess(["--nproc-per-node", "2", "sleep.py"], dict(os.environ))
+    assert found is not None
+    early = PreloadedParent(found._replace(environment={**os.environ, "OMP_NUM_THREADS": "3"}))
+    starter = stage.starter = Starter(parent=early, say=stage.said.append)
+    starter.expect(stage.command)
+    assert starter.parent_pid not in (None, early.pid)
+    assert stage.start().warm
+    assert stage.said == []
+
+
+def test_workers_that_cannot_be_forked_start_cold_and_die_with_the_agent(stage: Stage) -> None:
+    stage.command = [sys.executable, "-B", "sleep.py"]
+    stage.starter.expect(stage.command)
+    started = stage.start()
+    assert not started.warm
+    assert re.search("the workers' command is of another form", stage.said[0])
+    assert stage.starter.parent_pid is None
+    for pid in started.pids().values():
+        os.kill(pid, signal.SIGTERM)
+    assert [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None for pid in started.pids().values()]
+
+
+def test_closing_ends_what_still_runs(stage: Stage) -> None:
+    stage.starter.expect(stage.command)
+    started = stage.start()
+    assert started.warm
+    stage.stop()
+    with pytest.raises(ChildProcessError):
+        ended(started.pids()[0])
+
+
+# -- the quick look at the command line ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "modules", "threads"),
+    [
+        (["s.py"], {}, (), None),
+        (["--nproc-per-node", "2", "s.py", "--preload", "not.ours"], {}, (), "1"),
+        (["--nproc_per_node=4", "s.py"], {"OMP_NUM_THREADS": "8"}, (), "8"),
+        (["--nproc-per-node=1", "s.py"], {}, (), None),
+        (["s.py"], {"PET_NPROC_PER_NODE": "2"}, (), "1"),
+        (["--preload", "a.b", "--standalone", "--preload=c", "-m", "s"], {}, ("a.b", "c"), None),
+    ],
+)
+def test_the_guess(
+    argv: list[str],
+    variables: dict[str, str],
+    modules: tuple[str, ...],
+    threads: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.py").touch()
+    found = guess(argv, variables)
+    assert found is not None
+    assert found.modules == modules
+    assert found.first_path == str(tmp_path)
+    assert found.environment.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables"),
+    [
+        ([], {}),
+        (["--help"], {}),
+        (["nowhere.py"], {}),
+        (["--no-preload", "s.py"], {}),
+        (["--no_python", "s.py"], {}),
+        (["--numa-binding", "node", "s.py"], {}),
+        (["s.py"], {"PET_NO_PRELOAD": "1"}),
+        (["s.py"], {"PYTHON_EXEC": "/usr/bin/pypy"}),
+    ],
+)
+def test_no_parent_is_started_where_it_is_of_no_use(
+    argv: list[str], variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.py").touch()
+    assert guess(argv, variables) is None
