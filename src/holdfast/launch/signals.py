@@ -30,7 +30,7 @@ class StopSignals:
         self.hurry: Callable[[], None] | None = None
 
     def install(self) -> None:
-        """Take the signals over. Called again after each start of workers, because torch takes them too."""
+        """Take the signals over."""
         for number in self._numbers:
             signal.signal(number, self._handle)
 
