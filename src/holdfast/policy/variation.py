@@ -98,6 +98,8 @@ class Tried:
         rotations = sum(attempt.action == "rotate" for attempt in self._attempts)
         if self._failed.cause not in _ACCUSING or rotations >= MAX_ROTATIONS:
             return None
+        if self._failed.named:
+            return None  # the device is known, and under another rank it is no better
         seen = {attempt.rotation % arrangements for attempt in self._same}
         here = self._failed.rotation
         shifts = ((here + more) % arrangements for more in range(1, min(arrangements, len(seen) + 2)))
