@@ -65,6 +65,7 @@ def test_an_operator_forgives_what_was_before() -> None:
     history = [past(1), past(2), past(3), past(4)]
     assert restarts_without_progress(history, forgiven=3) == 1
     assert restarts_without_progress(history, forgiven=9) == 0
+    assert restarts_after(Cause.INFRASTRUCTURE, history, forgiven=3) == 1
     assert [attempt.number for attempt in episode(history, forgiven=2)] == [3, 4]
 
 
