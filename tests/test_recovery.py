@@ -155,6 +155,8 @@ def test_each_cause_has_an_end_of_its_own_below_the_jobs(cause: Cause) -> None:
         assert len(attempts) < 100
     assert stopped(decision) == ExitCode.BUDGET_SPENT
     assert len(attempts) == 1 + BUDGETS[cause].restarts
+    queued = decide(*attempts, can_requeue=True).action is Action.REQUEUE
+    assert queued is (cause in (Cause.PREEMPTION, Cause.INFRASTRUCTURE)), "a job's error goes along"
 
 
 def test_preemption_costs_no_restart_but_not_too_many_in_its_window() -> None:
@@ -277,6 +279,8 @@ def test_a_node_that_is_at_fault_twice_makes_room_for_a_spare() -> None:
     decision = decide(first, again(first), cluster=with_spare)
     assert (decision.action, decision.nodes) == (Action.EXCLUDE, ["a", "c"])
     assert "2 times" in decision.exclude[0].reason
+    other_device = again(msgspec.structs.replace(first, culprit_device="0"), culprit_device="1")
+    assert decide(first, other_device, cluster=with_spare).action is Action.EXCLUDE, "a kill accuses the node"
     elsewhere = again(first, culprit_node="a")
     assert decide(first, elsewhere, cluster=with_spare).action is Action.RESTART
     error = failed(cause=Cause.JOB, culprit_node="b")

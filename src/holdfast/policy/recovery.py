@@ -100,7 +100,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     rotate_by: int = 0
     """The shift of the next attempt's devices, counted from the plain order: see `rotation.arrange`."""
     nodes: list[str] = []
-    """Who takes part in the next attempt, in rank order; empty where that is not known here."""
+    """Who takes part in the next attempt, in the plain order; empty where that is not known here."""
     spares: list[str] = []
     """Which of them waited until now."""
     exclude: list[Exclusion] = []

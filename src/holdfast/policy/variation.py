@@ -72,13 +72,9 @@ class Tried:
     @property
     def same_error(self) -> PastAttempt | None:
         """The latest earlier attempt that ended with the same error of the job's own, at the same step."""
-        failed = self._failed
-        if not failed.message or failed.cause not in (Cause.JOB, Cause.DATA):
+        if not self._failed.message or self._failed.cause not in (Cause.JOB, Cause.DATA):
             return None
-        for earlier in reversed(self._same[:-1]):
-            if earlier.highest_step == failed.highest_step:
-                return earlier
-        return None
+        return self._same[-2] if len(self._same) > 1 else None
 
     @property
     def accused(self) -> int:
