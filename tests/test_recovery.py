@@ -302,6 +302,12 @@ def test_what_is_excluded_is_not_taken_as_a_spare() -> None:
     assert decide(broken(), cluster=out).nodes == ["a", "d"]
 
 
+def test_a_broken_device_that_is_kept_out_already_does_not_cost_its_node() -> None:
+    out = [Exclusion("b", "1", "XID 79")]
+    roomy = Cluster(nodes=["a", "b"], spares=["c"], devices=PAIR.devices, excluded=out)
+    assert decide(broken(), cluster=roomy).exclude == []
+
+
 def test_a_scheduler_gets_the_job_back_where_the_culprit_cannot_be_replaced() -> None:
     attempts = [failed(exit_code=-9, culprit_node="a", nodes=["a"])]
     for _ in range(BUDGETS[Cause.INFRASTRUCTURE].repeats):
