@@ -65,6 +65,7 @@ def test_an_operator_forgives_what_was_before() -> None:
     history = [past(1), past(2), past(3), past(4)]
     assert restarts_without_progress(history, forgiven=3) == 1
     assert restarts_without_progress(history, forgiven=9) == 0
+    assert restarts_after(Cause.INFRASTRUCTURE, history, forgiven=3) == 1
     assert [attempt.number for attempt in episode(history, forgiven=2)] == [3, 4]
 
 
@@ -100,7 +101,7 @@ def test_every_cause_has_a_budget_with_its_reason_and_the_bounds_follow_from_it(
 
 
 def test_the_page_has_the_budgets_of_the_code() -> None:
-    page = (REPO / "docs" / "recovery.md").read_text(encoding="utf-8")
+    page = " ".join((REPO / "docs" / "recovery.md").read_text(encoding="utf-8").split())
     for cause, budget in BUDGETS.items():
         hourly = f", at most {budget.per_window} in an hour" if budget.window == 3600 else ""
         row = f"| {cause} | {budget.restarts}{hourly} | {budget.repeats} | {budget.why} |"

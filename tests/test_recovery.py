@@ -155,6 +155,8 @@ def test_each_cause_has_an_end_of_its_own_below_the_jobs(cause: Cause) -> None:
         assert len(attempts) < 100
     assert stopped(decision) == ExitCode.BUDGET_SPENT
     assert len(attempts) == 1 + BUDGETS[cause].restarts
+    queued = decide(*attempts, can_requeue=True).action is Action.REQUEUE
+    assert queued is (cause in (Cause.PREEMPTION, Cause.INFRASTRUCTURE)), "a job's error goes along"
 
 
 def test_preemption_costs_no_restart_but_not_too_many_in_its_window() -> None:
@@ -174,10 +176,11 @@ def test_preemption_costs_no_restart_but_not_too_many_in_its_window() -> None:
 # -- rotation --------------------------------------------------------------------------------------------
 
 
-def test_a_device_error_that_names_nobody_moves_every_rank_and_goes_on_round() -> None:
+def test_a_device_error_that_names_nobody_moves_every_rank_but_not_for_ever() -> None:
+    many = msgspec.structs.replace(PAIR, devices={"a": list("0123"), "b": list("0123")})
     attempts = [failed(cause=Cause.DEVICE)]
     shifts = []
-    while (decision := decide(*attempts, cluster=PAIR)).action is Action.ROTATE:
+    while (decision := decide(*attempts, cluster=many)).action is Action.ROTATE:
         shifts.append(decision.rotate_by)
         attempts[-1] = msgspec.structs.replace(attempts[-1], action="rotate")
         attempts.append(
@@ -186,7 +189,19 @@ def test_a_device_error_that_names_nobody_moves_every_rank_and_goes_on_round() -
     assert shifts == [1, 2, 3]
     assert len(shifts) == MAX_ROTATIONS
     assert (decision.action, decision.rotate_by) == (Action.RESTART, 3), "then once more as it is"
-    assert stopped(decide(*attempts, again(attempts[-1]), cluster=PAIR)) == ExitCode.NOTHING_LEFT
+    assert stopped(decide(*attempts, again(attempts[-1]), cluster=many)) == ExitCode.NOTHING_LEFT
+
+
+def test_no_rotation_is_tried_twice_against_the_same_failure() -> None:
+    attempts = [failed(cause=Cause.DEVICE, placement="p0", action="rotate")]
+    attempts.append(again(attempts[0], rotation=1, placement="p1", action=""))
+    attempts.append(again(attempts[1], rotation=0, placement="p0", launch="next"))
+    assert decide(*attempts, cluster=PAIR).rotate_by == 2, "1 did not help"
+    other = msgspec.structs.replace(attempts[2], message="another one")
+    assert decide(*attempts[:2], other, cluster=PAIR).rotate_by == 1
+    two = Cluster(nodes=["a"], devices={"a": ["0", "1"]})
+    alone = [msgspec.structs.replace(attempt, nodes=["a"]) for attempt in attempts]
+    assert stopped(decide(*alone, cluster=two)) == ExitCode.NOTHING_LEFT
 
 
 def test_a_restart_stays_on_the_devices_that_it_was_rotated_to() -> None:
@@ -249,7 +264,12 @@ def test_its_node_goes_where_the_other_devices_are_too_few_for_its_workers() -> 
     assert (decision.action, decision.nodes) == (Action.SHRINK, ["a"])
     assert [e.node for e in decision.exclude] == ["b"]
     decision = decide(broken(), cluster=PAIR)
-    assert (decision.action, decision.exclude) == (Action.ROTATE, []), "never below the least number of nodes"
+    assert (decision.action, decision.exclude) == (Action.RESTART, []), (
+        "never below the least number of nodes"
+    )
+    assert stopped(decide(broken(), again(broken()), cluster=PAIR)) == ExitCode.NOTHING_LEFT
+    queued = decide(broken(), again(broken()), cluster=PAIR, can_requeue=True)
+    assert (queued.action, [e.node for e in queued.exclude]) == (Action.REQUEUE, ["b"])
 
 
 def test_a_node_that_is_at_fault_twice_makes_room_for_a_spare() -> None:
@@ -259,6 +279,8 @@ def test_a_node_that_is_at_fault_twice_makes_room_for_a_spare() -> None:
     decision = decide(first, again(first), cluster=with_spare)
     assert (decision.action, decision.nodes) == (Action.EXCLUDE, ["a", "c"])
     assert "2 times" in decision.exclude[0].reason
+    other_device = again(msgspec.structs.replace(first, culprit_device="0"), culprit_device="1")
+    assert decide(first, other_device, cluster=with_spare).action is Action.EXCLUDE, "a kill accuses the node"
     elsewhere = again(first, culprit_node="a")
     assert decide(first, elsewhere, cluster=with_spare).action is Action.RESTART
     error = failed(cause=Cause.JOB, culprit_node="b")
@@ -278,6 +300,12 @@ def test_the_group_does_not_get_smaller_while_repeating_may_still_help() -> None
 def test_what_is_excluded_is_not_taken_as_a_spare() -> None:
     out = msgspec.structs.replace(PAIR, spares=["c", "d"], excluded=[Exclusion("c", None, "bad")])
     assert decide(broken(), cluster=out).nodes == ["a", "d"]
+
+
+def test_a_broken_device_that_is_kept_out_already_does_not_cost_its_node() -> None:
+    out = [Exclusion("b", "1", "XID 79")]
+    roomy = Cluster(nodes=["a", "b"], spares=["c"], devices=PAIR.devices, excluded=out)
+    assert decide(broken(), cluster=roomy).exclude == []
 
 
 def test_a_scheduler_gets_the_job_back_where_the_culprit_cannot_be_replaced() -> None:
@@ -396,6 +424,9 @@ def test_an_error_right_after_a_resume_is_tried_once_from_below_and_then_is_the_
     second = again(first)
     decision = decide(first, second, lower_rungs=2)
     assert (decision.action, decision.avoid) == (Action.LOWER_RUNG, ["step_120"])
+    gone = Cluster(nodes=["a"], spares=["c"])
+    replaced = decide(first, second, lower_rungs=2, cluster=gone)
+    assert (replaced.action, replaced.nodes) == (Action.LOWER_RUNG, ["a", "c"]), "it is not the lost node's"
     second = msgspec.structs.replace(second, action="lower_rung", avoid=decision.avoid)
     third = again(second, rung="step_100", steps=23, action="", avoid=[])
     assert stopped(decide(first, second, third, lower_rungs=1)) == ExitCode.FAILED

@@ -124,7 +124,7 @@ class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
     """When it ended, in seconds since 1970; 0 if that is not known."""
     nodes: list[str] = []
-    """In rank order."""
+    """In the plain order: by rank before any rotation."""
     node_count: int = 0
     world_size: int = 0
     placement: str = ""

@@ -26,7 +26,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """What there is to run on."""
 
     nodes: list[str] = []
-    """Those that took part and are still there, in rank order."""
+    """Those that took part and are still there, in the plain order: by rank before any rotation."""
     spares: list[str] = []
     """Those that wait, the first to take first."""
     devices: dict[str, list[str]] = {}
@@ -44,7 +44,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes of a next attempt."""
 
     nodes: list[str]
-    """In rank order, those that were taken of the spares last."""
+    """In the plain order, those that were taken of the spares last."""
     spares: list[str] = []
     """Which of them are new."""
     shrinks: bool = False

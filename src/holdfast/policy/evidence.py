@@ -65,7 +65,7 @@ class LostNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceError(msgspec.Struct, frozen=True, kw_only=True):
-    """What a driver or a kernel log said about a device during the attempt."""
+    """What a driver or a kernel log said, during the attempt, about a device that it used."""
 
     node: str = ""
     device: str = ""

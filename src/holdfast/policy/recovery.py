@@ -100,7 +100,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     rotate_by: int = 0
     """The shift of the next attempt's devices, counted from the plain order: see `rotation.arrange`."""
     nodes: list[str] = []
-    """Who takes part in the next attempt, in rank order; empty where that is not known here."""
+    """Who takes part in the next attempt, in the plain order; empty where that is not known here."""
     spares: list[str] = []
     """Which of them waited until now."""
     exclude: list[Exclusion] = []
@@ -254,6 +254,8 @@ class _Case:
         if failed.culprit_node not in self._fit.nodes or not self._guilty():
             return None
         node, device = failed.culprit_node, failed.culprit_device
+        if any((out.node, out.device) == (node, device) for out in cluster.excluded):
+            return None  # it was kept out already, so its node is not to blame for it
         reason = self._accusation()
         if device and device in devices_of(cluster, node):
             left = devices_of(cluster, node, without=device)

@@ -72,13 +72,9 @@ class Tried:
     @property
     def same_error(self) -> PastAttempt | None:
         """The latest earlier attempt that ended with the same error of the job's own, at the same step."""
-        failed = self._failed
-        if not failed.message or failed.cause not in (Cause.JOB, Cause.DATA):
+        if not self._failed.message or self._failed.cause not in (Cause.JOB, Cause.DATA):
             return None
-        for earlier in reversed(self._same[:-1]):
-            if earlier.highest_step == failed.highest_step:
-                return earlier
-        return None
+        return self._same[-2] if len(self._same) > 1 else None
 
     @property
     def accused(self) -> int:
@@ -98,6 +94,8 @@ class Tried:
         rotations = sum(attempt.action == "rotate" for attempt in self._attempts)
         if self._failed.cause not in _ACCUSING or rotations >= MAX_ROTATIONS:
             return None
+        if self._failed.named:
+            return None  # the device is known, and under another rank it is no better
         seen = {attempt.rotation % arrangements for attempt in self._same}
         here = self._failed.rotation
         shifts = ((here + more) % arrangements for more in range(1, min(arrangements, len(seen) + 2)))
