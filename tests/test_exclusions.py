@@ -7,7 +7,7 @@ import string
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import wait_until
@@ -93,6 +93,7 @@ def test_a_damaged_readmission_still_readmits(control: ControlDirectory) -> None
     assert excluded(control) == []
 
 
+@settings(max_examples=30, deadline=None)  # each one is several fsyncs
 @given(
     node=st.text(min_size=1, max_size=20),
     device=st.none() | st.text(st.sampled_from(string.printable + "é%"), min_size=1, max_size=10),

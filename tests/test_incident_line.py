@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.control.attempts import FailureRecord
@@ -70,6 +70,7 @@ def test_before_the_decision_the_line_ends_early() -> None:
     assert one_line(attempt=1, cause="", root=None, decision=None) == "attempt 1: failed"
 
 
+@settings(deadline=None)
 @given(
     attempt=st.integers(0, 10**6),
     cause=st.text(max_size=20),

@@ -86,7 +86,6 @@ def test_an_attempt_lost_with_its_launcher_counts_from_its_last_sign_of_life() -
     assert incident.decision == f"resume from step 10 ({name})"
 
 
-@pytest.mark.parametrize("attempt", [1, 2])
 def test_what_an_operator_asks_later_is_no_sign_of_life_of_a_lost_attempt() -> None:
     run = Journal()
     run.start().steps(1, 10)
@@ -97,6 +96,7 @@ def test_what_an_operator_asks_later_is_no_sign_of_life_of_a_lost_attempt() -> N
     assert incident.at == died
 
 
+@pytest.mark.parametrize("attempt", [1, 2])
 def test_an_end_recorded_by_the_next_launcher_belongs_to_the_attempt_that_was_lost(attempt: int) -> None:
     run = Journal().start().steps(1, 10)
     died = run.now
