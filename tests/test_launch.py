@@ -80,7 +80,7 @@ def test_the_script_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
         ours = json.loads((tmp_path / f"ours.{rank}.json").read_text())
         assert ours["argv"] == [STEP, "dump", "ours", *extra]
         assert [ours["file"], len(ours["argv"])] == [theirs["file"], len(theirs["argv"])]
-        assert set(ours["env"]) - set(theirs["env"]) == {"HOLDFAST_LAUNCH"}
+        assert set(ours["env"]) - set(theirs["env"]) == {"HOLDFAST_LAUNCH", "HOLDFAST_AGENT"}
         assert set(theirs["env"]) - set(ours["env"]) == set()
         differ = {name for name in theirs["env"] if theirs["env"][name] != ours["env"][name]}
         # Values that name this very launch; HFTEST_JOB is the harness's.

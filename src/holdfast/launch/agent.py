@@ -12,10 +12,8 @@ on their end.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,11 +63,11 @@ from holdfast.launch.pause import wait_while_paused
 from holdfast.launch.recovering import Recovery, report_timeout
 from holdfast.launch.signals import Interrupted
 from holdfast.launch.summary import say
+from holdfast.launch.upstream import launch_store, make_workers, unshared_store
 from holdfast.launch.vigil import Vigil
 from holdfast.launch.workers import Workers
 from holdfast.policy.classify import Cause
 from holdfast.policy.recovery import Action
-from holdfast.policy.rounds import Member, ranks_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -99,7 +97,7 @@ class HoldfastAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other nodes, then lead or follow the attempt that this round is."""
-        with self._signals.interruptible(), _unshared_store():
+        with self._signals.interruptible(), unshared_store():
             super()._rendezvous(worker_group)
         self._rounds += 1
         context, spec = self._context, worker_group.spec
@@ -111,7 +109,7 @@ class HoldfastAgent(LocalElasticAgent):
             nodes=nodes,
             world_size=worker_group.workers[0].world_size,
         )
-        context.launch = agree_on_launch(_launch_store(store, spec), context.launch)
+        context.launch = agree_on_launch(launch_store(store, spec), context.launch)
         if spec.rdzv_handler.get_backend() == "static":
             store = PrefixStore(
                 f"round.{self._rounds}", store
@@ -135,7 +133,7 @@ class HoldfastAgent(LocalElasticAgent):
         members = {member.node: member for member in self._meeting.members}
         ordered = [members[one.node] for one in arranged.nodes]
         group.group_rank = arranged.place_of(attempt.place.node)
-        group.workers = _make_workers(ordered, group.group_rank)
+        group.workers = make_workers(ordered, group.group_rank)
 
     def _begin(self, place: Place, address: str, store: Store) -> Attempt:
         context = self._context
@@ -188,7 +186,7 @@ class HoldfastAgent(LocalElasticAgent):
         if self._meeting is None:
             found: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
             return found
-        return _make_workers(self._meeting.members, group_rank)
+        return make_workers(self._meeting.members, group_rank)
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
@@ -487,44 +485,3 @@ class HoldfastAgent(LocalElasticAgent):
                 meeting.finish(code, why)
             else:
                 meeting.leave(why)
-
-
-def _make_workers(members: Sequence[Member], place: int) -> list[Worker]:
-    """The workers of the node at `place`, with their ranks."""
-    ranks = ranks_of(list(members), place)
-    return [
-        Worker(
-            local_rank=local_rank,
-            global_rank=ranks.first + local_rank,
-            role_rank=ranks.first_of_role + local_rank,
-            world_size=ranks.world_size,
-            role_world_size=ranks.role_world_size,
-        )
-        for local_rank in range(members[place].slots)
-    ]
-
-
-@contextlib.contextmanager
-def _unshared_store() -> Iterator[None]:
-    """Keep torch's rendezvous from sharing its store with the workers, which have one of their own here.
-
-    With sharing (torch 2.13), a node caches the address of the first round and does not publish it again, so
-    that a node which joins later waits for it in vain. The variable must not reach the workers.
-    """
-    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _launch_store(store: Any, spec: WorkerSpec) -> Any:
-    """A part of the rendezvous store that all rounds of this launch share."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return PrefixStore(f"holdfast.{spec.rdzv_handler.get_run_id()}", store)
