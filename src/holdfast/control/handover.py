@@ -29,6 +29,8 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
     command_line: dict[str, str] = {}
     """Settings given on the command line: dotted key → text, as `config.load` takes them."""
     lease_ttl: float = 30.0
+    monitor: str = ""
+    """Path of the socket on which the agent listens for signs of life; empty if it does not."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchInfo | None:
