@@ -151,14 +151,15 @@ until("fail"); beats.failing(); stop()
 
 
 def test_an_agent_that_does_not_read_holds_up_no_step_and_learns_the_newest_state(tmp_path: Path) -> None:
-    """20,000 steps are many times what a socket holds. Without non-blocking sends the rank never ends."""
+    """20,000 messages are many times what a socket holds. Without non-blocking sends the rank never ends."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(tmp_path / "deaf.sock"))
     listener.listen(1)
     code = """
 beats = hello()
-for step in range(1, 20_001):
-    beats.enter("step"); beats.step_done(step)
+for number in range(20_000):
+    beats.enter(f"section {number}"); beats.leave(f"section {number}")
+beats.step_done(20_000)
 beats.enter("late")
 mark(f"dropped-{beats.dropped}")
 time.sleep(300)
@@ -169,7 +170,7 @@ time.sleep(300)
     ):
         listener.settimeout(60)
         channel, _ = listener.accept()
-        (mark,) = wait_until(lambda: list(tmp_path.glob("dropped-*")), 60, "the rank is through its steps")
+        (mark,) = wait_until(lambda: list(tmp_path.glob("dropped-*")), 60, "the rank is through its sections")
         dropped = int(mark.name.removeprefix("dropped-"))
         assert dropped > 10_000
         channel.settimeout(20)

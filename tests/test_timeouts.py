@@ -80,7 +80,7 @@ def test_a_first_step_that_compiles_longer_than_a_step_may_take_lives() -> None:
 
 
 def test_an_outer_clock_stands_still_while_an_inner_section_is_open() -> None:
-    """170 of the step's 180 s are used up; what `checkpointing` inside it takes is not taken from the rest."""
+    """170 of the step's 180 s are used up; what `checkpointing` inside takes is not taken from the rest."""
     inside = rank(at("step", spent=170.0), at("checkpointing", since=1000.0))
     held = ruling(inside, LIMITS, 1400.0)
     assert (held.section, held.seconds, held.overdue) == ("checkpointing", 400.0, False)

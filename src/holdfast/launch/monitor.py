@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import socket
 import threading
 import time
@@ -44,9 +43,10 @@ from holdfast.worker.beat_messages import (
 )
 from holdfast.worker.beats import short_address
 
-PAUSE = 0.02
-"""Seconds between two looks at what has come, so that very short steps do not keep the agent busy."""
-TICK = 0.25
+LOOK = 0.1
+"""Seconds between two looks at what has come. Nobody waits on the sockets themselves: a send that had to
+wake this process would cost a rank's step several times as much."""
+LOOK_FOR_ANSWERS = 0.005
 BLIND = 5.0
 """Seconds between two ticks from which on the agent counts as having been stopped itself."""
 UNHEARD = 300.0
@@ -138,8 +138,6 @@ class Monitor:
         except BaseException:
             self._listener.close()
             raise
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._watch, name="holdfast-monitor", daemon=True)
         self._thread.start()
 
@@ -245,27 +243,23 @@ class Monitor:
         with self._lock:
             for connection in list(self._connections.values()):
                 self._drop(connection)
-            with contextlib.suppress(OSError):
-                self._selector.close()
-                self._listener.close()
+            self._listener.close()
             with contextlib.suppress(OSError):
                 self.path.unlink()
 
     # --- the thread -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._stopping.is_set():
-            ready = self._selector.select(TICK)
+        while not self._stopping.wait(LOOK_FOR_ANSWERS if self._questions.any() else LOOK):
             with self._lock:
                 self._notice_blindness()
-                for key, _ in ready:
-                    if key.data is None:
-                        self._accept()
-                    elif key.data.rank is not None:
-                        self._read(key.data)
+                while self._accept():
+                    pass
+                for connection in list(self._connections.values()):
+                    if connection.rank is not None:
+                        self._read(connection)
                 self._end_pending()
                 self._tell_unheard()
-            self._stopping.wait(PAUSE)
 
     def _notice_blindness(self) -> None:
         now = _awake()
@@ -291,37 +285,38 @@ class Monitor:
 
     # --- who may speak --------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Take one new connection; False if there is none."""
         try:
             channel, _ = self._listener.accept()
         except OSError:
-            return
+            return False
         channel.setblocking(False)
         try:
             pid, uid = peer_of(channel)
         except OSError:
             channel.close()
-            return
+            return True
         if uid != os.geteuid() or len(self._connections) >= CONNECTIONS:
-            self._refuse(channel, f"process {pid} of user {uid}")
-            return
+            channel.close()
+            self._refuse(f"process {pid} of user {uid}")
+            return True
         connection = _Connection(channel, pid, time.monotonic())
         self._connections[channel.fileno()] = connection
         # A worker may be quicker than `begin`: who is not known yet is not read, and judged then.
         if not self._adopt(connection) and not descends(pid, os.getpid()):
             self._drop(connection)
-            self._refuse(None, f"process {pid}, which no worker of this node has started,")
+            self._refuse(f"process {pid}, which no worker of this node has started,")
+        return True
 
     def _end_pending(self) -> None:
         now = time.monotonic()
         for connection in list(self._connections.values()):
             if connection.rank is None and now - max(connection.since, self._fresh) > PENDING:
                 self._drop(connection)
-                self._refuse(None, f"process {connection.pid}, which is no worker of this attempt,")
+                self._refuse(f"process {connection.pid}, which is no worker of this attempt,")
 
-    def _refuse(self, channel: socket.socket | None, who: str) -> None:
-        if channel is not None:
-            channel.close()
+    def _refuse(self, who: str) -> None:
         self._refused += 1
         if self._refused == 1:
             self._tell(f"{who} tried to speak to the monitor of this node and was refused")
@@ -341,7 +336,6 @@ class Monitor:
                 return False
             self._drop(holder)
         connection.rank, known.connection, known.distance = rank, connection, distance
-        self._selector.register(connection.channel, selectors.EVENT_READ, connection)
         return True
 
     def _rank_of(self, pid: int) -> tuple[int, int] | None:
@@ -352,8 +346,6 @@ class Monitor:
 
     def _drop(self, connection: _Connection) -> None:
         self._connections.pop(connection.channel.fileno(), None)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.channel)
         connection.channel.close()
         if connection.rank is None:
             return

@@ -26,6 +26,9 @@ class Questions:
         self._open: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
 
+    def any(self) -> bool:
+        return bool(self._open)
+
     def put(self, rank: int) -> int:
         """A new question to a rank: its number."""
         with self._lock:

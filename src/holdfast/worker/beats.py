@@ -25,6 +25,8 @@ import msgspec
 
 from holdfast.policy.timeouts import (
     BEFORE_TRAINING,
+    CHECKPOINTING,
+    SETUP,
     STEP,
     Limits,
     Observed,
@@ -46,12 +48,16 @@ from holdfast.worker.beat_messages import (
 
 log = logging.getLogger("holdfast")
 
+CATCH_UP = 0.25
+"""Seconds between two attempts to send the newest state after one was dropped."""
 CONNECT = 10.0
 """Seconds to reach the agent."""
 PARTING = 2.0
 """Seconds for the last messages to be taken."""
 SEEN_EVERY = 5.0
-"""Seconds of steps after which what was measured is told again."""
+"""Seconds after which what was measured is told again."""
+RARE = (SETUP, CHECKPOINTING)
+"""Sections after which it is told at once."""
 UNIX_PATH = 100
 """Characters from which on the path of a socket is reached through its directory: the kernel takes 107."""
 
@@ -149,7 +155,8 @@ class Beats:
         if self._socket is None:
             return
         now = time.monotonic()
-        if self._close_section(section[:LONGEST_NAME], now, learn=learn) and learn:
+        self._close_section(section[:LONGEST_NAME], now, learn=learn)
+        if section in RARE or now - self._told_seen >= SEEN_EVERY:
             self._tell_seen(now)
         self._tell(now)
 
@@ -252,9 +259,7 @@ class Beats:
             channel.send(self._encode(self._state))
         except BlockingIOError:
             self._state.dropped += 1
-            if not self._behind:
-                self._behind = True
-                self._nudge()
+            self._behind = True
         except OSError as error:
             self._lost(error)
 
@@ -296,19 +301,15 @@ class Beats:
     # --- the thread -----------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Answer the agent, and send the newest state once there is room after a drop."""
+        """Answer the agent, and send the newest state if the agent could not take it before."""
         channel = self._socket
         assert channel is not None
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
         while not self._closing:
-            poll = select.poll()
-            poll.register(channel, select.POLLIN | (select.POLLOUT if self._behind else 0))
-            poll.register(self._wake, select.POLLIN)
-            ready = dict(poll.poll())
-            if self._wake in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
-            happened = ready.get(channel.fileno(), 0)
-            if happened & select.POLLOUT and self._behind and not self._resting:
+            ready = dict(poll.poll(CATCH_UP * 1000))
+            if self._behind and not self._resting:
                 self._behind = False  # before the state is read: what changes after that sets it again
                 try:
                     channel.send(self._encode(self._state))
@@ -316,7 +317,7 @@ class Beats:
                     self._behind = True
                 except OSError as error:
                     self._lost(error)
-            if happened & (select.POLLIN | select.POLLHUP | select.POLLERR) and not self._listen(channel):
+            if channel.fileno() in ready and not self._listen(channel):
                 return
 
     def _listen(self, channel: socket.socket) -> bool:
