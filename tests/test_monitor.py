@@ -21,7 +21,8 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.launch import monitor as monitors
 from holdfast.launch.learning import Learner
 from holdfast.launch.monitor import Monitor
-from holdfast.worker.beat_messages import PACKET_LIMIT, FromRank, Hello, State
+from holdfast.launch.questions import Questions
+from holdfast.worker.beat_messages import ANSWER_LIMIT, PACKET_LIMIT, Answer, FromRank, Hello, State
 from watching import FAR, PRELUDE, handover, heard, limits, speaking, watching
 
 STEADY = """
@@ -284,7 +285,7 @@ GARBAGE = {
     "a wrong field": msgspec.msgpack.encode(["state", "x", None]),
     "not a hello first": msgspec.msgpack.encode(State(0.0, 1, True, True, 0.0, [], 0)),
     "a pickle": b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94.",
-    "a huge message": b"\x00" * (PACKET_LIMIT + 1),
+    "a huge message": msgspec.msgpack.encode(Hello(1, 0.0, limits(**{"x" * PACKET_LIMIT: 1.0}))),
     "a huge text": msgspec.msgpack.encode(Hello(1, 0.0)) + b"x" * 60_000,
 }
 
@@ -381,7 +382,8 @@ def test_a_question_ends_whatever_the_rank_does(tmp_path: Path) -> None:
     raising = "beats = hello(testify=lambda: 1 / 0); beats.enter('step'); time.sleep(300)"
     without = "beats = hello(); beats.enter('step'); time.sleep(300)"
     too_long = "beats = hello(testify=lambda: bytes(17 << 20)); beats.enter('step'); time.sleep(300)"
-    with watching(tmp_path) as watch, contextlib.ExitStack() as stack:
+    told: list[str] = []
+    with watching(tmp_path, told=told) as watch, contextlib.ExitStack() as stack:
         pids = {}
         for number, code in enumerate((stopped, raising, without, too_long)):
             pids[number] = stack.enter_context(speaking(tmp_path, watch.path, code)).pid
@@ -393,8 +395,23 @@ def test_a_question_ends_whatever_the_rank_does(tmp_path: Path) -> None:
         assert [watch.ask(number, 60) for number in (1, 2, 3)] == [None, None, None]
         assert time.monotonic() - began < 50, "answered, not waited for"
         assert watch.ask_all([0, 1], 0.5) == {0: None, 1: None}
+        assert told == [], "a rank does not send more than its agent takes"
         os.kill(pids[0], signal.SIGKILL)
         assert watch.ask(0, 0.5) is None
+
+
+def test_an_answer_without_end_is_refused() -> None:
+    questions = Questions()
+    number = questions.put(0)
+    questions.take(1, Answer(number, 0, 1, b"of another rank"))
+    for index in range(ANSWER_LIMIT >> 20):
+        questions.take(0, Answer(number, index, 10_000, bytes(1 << 20)))
+    with pytest.raises(ValueError, match="more than"):
+        questions.take(0, Answer(number, 9_999, 10_000, b"x"))
+    with pytest.raises(ValueError, match="part 3 of 2"):
+        questions.take(0, Answer(number, 3, 2, b""))
+    assert questions.await_answer(number, 0.0) is None
+    assert not questions.any()
 
 
 # --- an agent that was itself stopped

