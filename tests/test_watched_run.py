@@ -281,7 +281,9 @@ def slow(step: int, run: holdfast.Run) -> None:
 @pytest.mark.parametrize("kind", ["rank_killed", "rank_hung"])
 def test_a_simulated_fault_happens_once_a_launch_and_is_journalled_first(kind: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    settings = {**UNHURRIED, **FAULT, "monitor_simulated_fault_type": kind, SECTIONS: f"setup:{FAR},step:1"}
+    # It may strike inside a step or between two.
+    limit = {SECTIONS: f"setup:{FAR},step:1", OUT: 1}
+    settings = {**UNHURRIED, **FAULT, **limit, "monitor_simulated_fault_type": kind}
     pids: dict[int, int] = {}
     with watching(tmp_path) as watch, killed_at_the_end(pids):
         endless = partial(train, run_dir, until=10_000, at_step=slow, checkpoint_interval=0, **settings)
