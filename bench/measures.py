@@ -18,6 +18,8 @@ import torch.distributed.checkpoint as dcp
 from workload import Weights
 
 import holdfast
+from holdfast.launch.monitor import Monitor
+from holdfast.policy.timeouts import Limits
 
 Samples = tuple[list[float], list[float]]
 STEPS = 20_000
@@ -239,6 +241,25 @@ def _launch(work: Path, command: list[str]) -> tuple[float, float]:
         for path in (log, output):
             path.unlink(missing_ok=True)
         shutil.rmtree(work / "launched", ignore_errors=True)
+
+
+def monitor(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Microseconds a step that signs of life to the agent add in the rank, and those of the bare loop."""
+    del size_mib
+    watch = Monitor(work / "monitor", Limits())
+    try:
+        script = str(Path(__file__).with_name("beat_rank.py"))
+        rank = subprocess.Popen(
+            [sys.executable, script, str(watch.path), str(repeat)], stdout=subprocess.PIPE
+        )
+        watch.begin({0: rank.pid})
+        told, _ = rank.communicate(timeout=CHILD_DEADLINE)
+    finally:
+        watch.close()
+    if rank.returncode:
+        raise RuntimeError(f"{script} ended with {rank.returncode}")
+    samples = json.loads(told)
+    return [ours - bare for ours, bare in samples], [bare for _, bare in samples]
 
 
 def _run(directory: Path, model: Weights) -> holdfast.Run:

@@ -88,6 +88,14 @@ BENCHMARKS = {
     "step": Benchmark(
         "cost of a step with nothing to do", measures.step, "bare for loop", "us", 50.0, "ours"
     ),
+    "monitor": Benchmark(
+        "signs of life to the agent, cost of a step in the rank",
+        measures.monitor,
+        "bare for loop",
+        "us",
+        20.0,
+        "ours",
+    ),
 }
 
 

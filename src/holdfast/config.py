@@ -30,13 +30,16 @@ from holdfast.settings import (
     KEEP_LAST,
     OTHER_FORMATS,
     RESUME_FROM,
+    SECTION_TIMEOUTS,
     CheckpointSettings,
     ControlSettings,
     Field,
     JournalSettings,
     LaunchSettings,
+    MonitorSettings,
     RunSettings,
     Settings,
+    parse_section_timeouts,
 )
 
 __all__ = [
@@ -47,6 +50,7 @@ __all__ = [
     "Field",
     "JournalSettings",
     "LaunchSettings",
+    "MonitorSettings",
     "RunSettings",
     "Settings",
     "digest",
@@ -146,6 +150,11 @@ def _check_text(field: Field, value: str) -> None:
         raise _RefusedError("write http:// or https://, a host and a path, without spaces")
     if value.startswith(("~", "$")):
         raise _RefusedError("~ and $NAME are not expanded: write it out, or put ./ before a real name")
+    if field.key == SECTION_TIMEOUTS:
+        try:
+            parse_section_timeouts(value)
+        except ValueError as why:
+            raise _RefusedError(str(why)) from None
     if field.key == RESUME_FROM:
         word = value.strip().lower()
         if word in ("auto", "fresh") and value != word:

@@ -17,6 +17,7 @@ tracked object, the RNG of every rank, the data position and the counters, all i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -44,6 +45,7 @@ from holdfast.control.handover import LaunchInfo
 from holdfast.errors import ConfigError, HoldfastError, LeaseLostError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, RunFinished, Warned
+from holdfast.policy.timeouts import CHECKPOINTING, LOADING, SETUP, STEP
 from holdfast.worker.assembly import make_saving
 from holdfast.worker.crash import install_crash_hook
 from holdfast.worker.data import DataFeed
@@ -53,7 +55,9 @@ from holdfast.worker.meter import Meter
 from holdfast.worker.rng import capture_rng, restore_rng
 from holdfast.worker.saving import Saving
 from holdfast.worker.schedule import SaveSchedule
+from holdfast.worker.simulated import SimulatedFault
 from holdfast.worker.versions import changes_since, current_versions
+from holdfast.worker.watched import judge_collectives, simulated_fault, start_beats
 
 log = logging.getLogger("holdfast")
 
@@ -74,6 +78,8 @@ class Run:
             keywords=settings,
         )
         self.settings = self._effective.settings
+        self._beats = start_beats(self._effective, self._launched)
+        self._fault: SimulatedFault | None = None
         self._root = CheckpointRoot(self.settings.checkpoint_root().absolute())
         self._tracked = Tracked()
         self._meter = Meter(self.settings.journal.step_flush)
@@ -84,7 +90,7 @@ class Run:
         self._saving: Saving | None = None
         self._lost = ""
         self._closed = False
-        self._in_step = False
+        self._in_step = self._looping = False
         self._versions = current_versions(self.settings)
         self._crash: BaseException | None = None
         install_crash_hook(self._on_crash)
@@ -137,7 +143,12 @@ class Run:
                 schedule=self._schedule,
                 step_seconds=self._meter.median_step,
             )
-            self._resume()
+            # Loading has a deadline of its own, and its failure must be told before it counts as a hang.
+            with self._beats.section(LOADING, at_least=chosen.checkpoint.timeout + 2 * EXCHANGE_SLACK):
+                self._resume()
+            if self._beats.watched:
+                self._fault = simulated_fault(self._effective, self._group, self._member)
+                judge_collectives(self._effective, self._group, self._member)
         except BaseException:
             self.close()  # the lease must not stay with a run that could not start
             raise
@@ -260,6 +271,10 @@ class Run:
         if self._in_step:
             raise UsageError(f"begin_step() twice: step {self.step + 1} was not ended")
         self._in_step = True
+        if not self._looping:
+            self._looping = True
+            self._beats.leave(SETUP)
+        self._beats.enter(STEP)
         self._meter.begin_step()
 
     def compute(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -286,16 +301,28 @@ class Run:
             raise UsageError("end_step() without begin_step()")
         self._in_step = False
         self._meter.end_step()
+        self._beats.step_done(self.step)
+        if self._fault is not None:
+            self._fault.arm()
         if self._lost:
             raise LeaseLostError(f"this attempt lost its lease: {self._lost}")
         assert self._saving is not None
         self._saving.at_boundary()
         if self.step >= self._schedule.next_step and not last:
             self._meter.flush_at_once(self._joined()[1].journal)
-            self._saving.scheduled()
-            self._schedule.after_save(self.step, self._meter.windows().step_seconds)
+            with self._checkpointing():
+                self._saving.scheduled()
+                self._schedule.after_save(self.step, self._meter.windows().step_seconds)
         elif self._meter.flush_due():
             self._meter.flush(self._joined()[1].journal)
+
+    def section(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A named span of the loop, watched by its own limit in monitor.rank_section_timeouts, if any."""
+        return self._beats.section(name)
+
+    def beat(self) -> None:
+        """A sign of life in work that is long and gives none, such as one batch of an evaluation."""
+        self._beats.beat()
 
     # --- saving ---------------------------------------------------------------------------------------------
 
@@ -310,13 +337,21 @@ class Run:
         _, member = self._joined()
         assert self._saving is not None
         self._meter.flush(member.journal)
-        return self._saving.save("diagnostic" if diagnostic else reason, diagnostic=diagnostic, wait=wait)
+        with self._checkpointing(waits=wait):
+            return self._saving.save("diagnostic" if diagnostic else reason, diagnostic=diagnostic, wait=wait)
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being saved any more; raise on every rank what went wrong on any."""
         self._joined()
         assert self._saving is not None
-        self._saving.wait("a save that was under way")
+        with self._checkpointing(waits=True):
+            self._saving.wait("a save that was under way")
+
+    def _checkpointing(self, *, waits: bool = False) -> contextlib.AbstractContextManager[None]:
+        """The section of a save. Waiting for a writer process has a deadline of its own, a long one."""
+        chosen = self.settings.checkpoint
+        at_least = 2 * (chosen.timeout + EXCHANGE_SLACK) if waits and chosen.async_save else 0.0
+        return self._beats.section(CHECKPOINTING, at_least=at_least, learn=not chosen.async_save)
 
     def _facts(self, parent: str | None, reason: str) -> SaveFacts:
         return SaveFacts(
@@ -343,7 +378,8 @@ class Run:
         group, member = self._joined()
         assert self._saving is not None
         self._meter.flush(member.journal)
-        self._saving.finish(self.step)
+        with self._checkpointing(waits=True):
+            self._saving.finish(self.step)
         if group.is_coordinator:
             counts = self._meter
             member.journal.write(RunFinished(step=self.step, samples=counts.samples, tokens=counts.tokens))
@@ -369,6 +405,16 @@ class Run:
     def _leave(self, outcome: str, code: ExitCode, *, unseen: bool = False) -> None:
         assert self._member is not None
         self._closed = True
+        if self._fault is not None:
+            self._fault.disarm()
+        # From here on every wait is bounded, and what the script does afterwards is its own affair; but an
+        # error that ends this rank has to end it.
+        if outcome == "failed":
+            self._beats.failing()
+        elif outcome == "finished":
+            self._beats.close()
+        else:
+            self._beats.rest()
         try:
             if self._saving is not None:
                 self._saving.close(outcome, unseen=unseen)
@@ -433,6 +479,7 @@ class Run:
         # The loop's generator is closed only after this, and then no longer sees why; the launcher may end
         # this process before that, so what is known of the last steps is written now.
         self._crash = error
+        self._beats.failing()
         if self._member is not None and not self._closed:
             self._meter.flush(self._member.journal, read_device=False)
 

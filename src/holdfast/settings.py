@@ -8,6 +8,7 @@ Building these classes by hand checks nothing; `holdfast.config.load` does.
 from __future__ import annotations
 
 import json
+import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ LARGEST_COUNT = 10**12 - 1
 LONGEST_WAIT = 31_536_000.0
 """A year in seconds. Every wait has a deadline, and longer ones overflow the platform's timers."""
 
+_SECTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
 RESUME_FROM = "checkpoint.resume_from"
 KEEP_LAST = "checkpoint.keep_last"
 REMOTE_ROOT = "checkpoint.remote_root"
@@ -29,6 +33,7 @@ NODE_NAME = "launch.node_name"
 ALERT_COMMAND = "launch.alert_command"
 ALERT_URL = "launch.alert_url"
 CKPT_FORMAT = "checkpoint.ckpt_format"
+SECTION_TIMEOUTS = "monitor.rank_section_timeouts"
 OTHER_FORMATS = {
     "torch": "one file written by one rank cannot be saved asynchronously, nor resharded",
     "zarr": "it cannot be saved asynchronously, and PyTorch no longer reads it",
@@ -216,6 +221,79 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How `holdfast run` finds ranks that hang."""
+
+    initial_rank_heartbeat_timeout: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Seconds without a sign of life after which a rank counts as hung, until it has completed a step of "
+        "the attempt; 0 switches it off. Raise it when loading and compiling before that takes longer.",
+    ] = 1800.0
+    rank_heartbeat_timeout: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "The same afterwards, in a section that has no limit of its own; 0 switches it off. Raise it when "
+        "such a section is longer than this without a `run.beat()`.",
+    ] = 300.0
+    rank_section_timeouts: Annotated[
+        str,
+        "Seconds that a rank may spend in a section itself, without those inside it, after its first step "
+        "(`setup` and `loading` also before); 0 means no limit. List all that shall have one; raise one that "
+        "healthy runs come near to.",
+    ] = "setup:600,step:180,checkpointing:420"
+    rank_out_of_section_timeout: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Seconds that a rank may be in no section after its first step; 0 switches it off. Raise it when the "
+        "loop does long work between steps, or name that work with `run.section`.",
+    ] = 300.0
+    calc_ft_timeouts: Annotated[
+        bool,
+        "Learn the limits of sections from what was seen, for the attempts after this one. Turn it on to "
+        "find hangs sooner, once the run is steady.",
+    ] = False
+    import_ft_state: Annotated[
+        str,
+        "An ft_state.json of nvidia-resiliency-ext whose calculated timeouts are taken over; empty means "
+        "none. Set it when a run comes from there.",
+    ] = ""
+    simulate_fault: Annotated[
+        bool,
+        "Let one rank fail on purpose, once, in the first attempt of a launch. Set it to rehearse recovery.",
+    ] = False
+    simulated_fault_type: Annotated[
+        Literal["random", "rank_hung", "rank_killed"],
+        "What happens to that rank: it stops (SIGSTOP), is killed (SIGKILL), or either. Set it to rehearse "
+        "one of them.",
+    ] = "random"
+    simulated_fault_rank: Annotated[
+        Annotated[int, Meta(ge=0, le=LARGEST_COUNT)] | Literal["any"],
+        "The rank that fails; `any` picks one. Set it to rehearse the loss of a certain rank.",
+    ] = "any"
+    simulated_fault_base_delay: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Seconds from the first completed step to the fault; up to a fifth of it is added at random. Raise "
+        "it to let a checkpoint be saved before.",
+    ] = 0.0
+
+
+def parse_section_timeouts(text: str) -> dict[str, float]:
+    """`"setup:600,step:180"` as a mapping. ValueError says what is wrong."""
+    found: dict[str, float] = {}
+    for part in text.split(",") if text.strip() else ():
+        name, colon, seconds = (piece.strip() for piece in part.partition(":"))
+        if not colon or not _SECTION.fullmatch(name):
+            raise ValueError(f"{part.strip()[:80]!r} is not a section's name, a colon and seconds")
+        if not _SECONDS.fullmatch(seconds) or float(seconds) > LONGEST_WAIT:
+            raise ValueError(f"{seconds[:80]!r} for {name} is not a number from 0 to {LONGEST_WAIT:.0f}")
+        if name in found:
+            raise ValueError(f"{name} is there twice")
+        found[name] = float(seconds)
+    return found
+
+
 class JournalSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The record of events and decisions."""
 
@@ -234,6 +312,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointSettings = msgspec.field(default_factory=CheckpointSettings)
     control: ControlSettings = msgspec.field(default_factory=ControlSettings)
     launch: LaunchSettings = msgspec.field(default_factory=LaunchSettings)
+    monitor: MonitorSettings = msgspec.field(default_factory=MonitorSettings)
     journal: JournalSettings = msgspec.field(default_factory=JournalSettings)
 
     def checkpoint_root(self) -> Path:
@@ -295,6 +374,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
             return "text: an http:// or https:// URL, or empty"
         if self.key == KEEP_LAST:
             return f"a whole number, 0 or 2 or more, at most {self.bounds.le:.0f}"
+        if self.key == SECTION_TIMEOUTS:
+            return "text: sections with their seconds, as setup:600,step:180, or empty"
         if self.words:
             return f"text: {', '.join(json.dumps(word) for word in self.words)}"
         if self.kind is str:

@@ -31,6 +31,8 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl: float = 30.0
     avoid: list[str] = []
     """Checkpoints that the recovery decision told this attempt not to use, by name."""
+    monitor: str = ""
+    """Path of the socket on which the agent listens for signs of life; empty if it does not."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchInfo | None:

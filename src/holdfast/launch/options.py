@@ -20,6 +20,7 @@ from torch.distributed.argparse_util import check_env
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
 from holdfast.config import Settings, load, parse_assignments
+from holdfast.control.limits import check_timeouts
 from holdfast.errors import UsageError
 
 BACKENDS = ("c10d", "static")
@@ -95,7 +96,9 @@ def parse(argv: Sequence[str]) -> Options:
     if getattr(args, "shutdown_timeout", None) is not None:
         command_line["launch.stop_grace"] = str(args.shutdown_timeout)
     config = str(Path(args.config).absolute()) if args.config else ""
-    settings = load(config or None, command_line=command_line).settings
+    effective = load(config or None, command_line=command_line)
+    check_timeouts(effective, os.environ)
+    settings = effective.settings
     args.max_restarts = settings.launch.max_restarts
     _choose_rendezvous(parser, args)
     _check_script(args)

@@ -1,0 +1,65 @@
+"""Learns a node's time limits while it runs, for the attempts and launches after this one.
+
+Within an attempt the limits stand still: what it sees is smoothed with what was known at its start, however
+often it is written. Writing fails quietly but once: a run does not end for want of an estimate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.timeouts import read_learned, store_learned
+from holdfast.launch.monitor import Monitor
+from holdfast.policy.timeouts import Learned, learn
+
+PERIOD = 30.0
+"""Seconds between two writes during an attempt."""
+
+
+class Learner:
+    """One node's learning. `tell` gets what a person should know."""
+
+    def __init__(self, control: ControlDirectory, tell: Callable[[str], None]) -> None:
+        self._control = control
+        self._tell = tell
+        self._node = ""
+        self._attempt = 0
+        self._earlier = Learned()
+        self._stored = Learned()
+        self._wrote = time.monotonic()
+        self._failed = False
+
+    def begin(self, node: str, attempt: int) -> Learned:
+        """An attempt starts: what was learned so far on all nodes, for `Monitor.begin`."""
+        self._node, self._attempt = node, attempt
+        self._wrote = time.monotonic()
+        self._earlier, problems = read_learned(self._control)
+        self._stored = self._earlier
+        for problem in problems:
+            self._tell(problem)
+        return self._earlier
+
+    def poll(self, monitor: Monitor) -> None:
+        """Call it now and then during an attempt."""
+        if time.monotonic() - self._wrote >= PERIOD:
+            self.keep(monitor)
+
+    def keep(self, monitor: Monitor) -> Learned | None:
+        """Write what was learned, at a commit or at the attempt's end; None if there is nothing new."""
+        self._wrote = time.monotonic()
+        if not monitor.learns():
+            return None
+        found = learn(*monitor.observed(), self._earlier)
+        if found == self._stored:
+            return None
+        try:
+            store_learned(self._control, self._node, self._attempt, found)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                self._tell(f"learned timeouts cannot be kept in {self._control.path}: {error}")
+            return None
+        self._stored = found
+        return found

@@ -1,0 +1,441 @@
+"""Watches the ranks of one node: where each one is, and whether it is overdue.
+
+Guarantees: nothing that a process sends can end or mislead the agent: only processes of this user that are
+workers or were started by one are listened to, messages are typed and bounded, and anything else closes that
+connection. A rank is overdue only by time that this process was awake to see: if it finds that it was itself
+stopped (SIGSTOP, a suspended machine), every clock starts afresh, loudly.
+
+Ranks that never say hello are watched by nothing but their process; that is told once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast.launch.peers import ANCESTORS, descends, lineage, make_private, peer_of
+from holdfast.launch.questions import Questions
+from holdfast.policy.timeouts import (
+    Learned,
+    Limits,
+    Observed,
+    RankState,
+    apply,
+    ruling,
+)
+from holdfast.worker.beat_messages import (
+    PACKET_LIMIT,
+    SOCKET,
+    Ask,
+    Bye,
+    FromRank,
+    Hello,
+    Seen,
+    State,
+)
+from holdfast.worker.beats import short_address
+
+LOOK = 0.1
+"""Seconds between two looks at what has come. Nobody waits on the sockets themselves: a send that had to
+wake this process would cost a rank's step several times as much."""
+LOOK_FOR_ANSWERS = 0.005
+BLIND = 5.0
+"""Seconds between two ticks from which on the agent counts as having been stopped itself."""
+UNHEARD = 300.0
+"""Seconds after which a rank that has not said hello is told."""
+MESSAGES_AT_ONCE = 1000
+PENDING = 60.0
+"""Seconds for which a process of this agent may wait to be named by `begin`."""
+CONNECTIONS = 1024
+
+
+class Overdue(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that has used up its limit."""
+
+    rank: int
+    section: str
+    """Empty for none."""
+    rule: str
+    """initial, section, heartbeat or out_of_section."""
+    limit: float
+    seconds: float
+    step: int
+    """The last step it completed."""
+
+    def __str__(self) -> str:
+        where = f"in section {self.section}" if self.section else "outside of any section"
+        step = f"after step {self.step}" if self.step else "before its first step"
+        return (
+            f"rank {self.rank} hangs {where}, {step}: {self.seconds:.1f} s, and the {self.rule} limit is "
+            f"{self.limit:g} s"
+        )
+
+
+@dataclass
+class _Connection:
+    channel: socket.socket
+    pid: int
+    since: float
+    rank: int | None = None
+    hello: Hello | None = None
+
+
+@dataclass
+class _Rank:
+    pid: int
+    distance: int = ANCESTORS
+    """How many forks lie between the worker and the process that speaks for it."""
+    connection: _Connection | None = None
+    limits: Limits | None = None
+    learns: bool = False
+    state: RankState | None = None
+    seen: Seen | None = None
+    dropped: int = 0
+
+
+def _ignore(message: str) -> None:
+    del message
+
+
+class Monitor:
+    """One for all attempts of an agent. Every method may be called from any thread.
+
+    `directory` must be, and if it is made here will be, accessible to its owner only.
+    """
+
+    def __init__(self, directory: Path, limits: Limits, tell: Callable[[str], None] = _ignore) -> None:
+        self.path = directory.absolute() / SOCKET
+        """What goes into `LaunchInfo.monitor`."""
+        self._limits = limits
+        self._tell = tell
+        self._lock = threading.RLock()
+        self._ranks: dict[int, _Rank] = {}
+        self._by_pid: dict[int, int] = {}
+        self._learned = Learned()
+        self._connections: dict[int, _Connection] = {}
+        self._questions = Questions()
+        self._decoder = msgspec.msgpack.Decoder(FromRank)
+        self._stopping = threading.Event()
+        self._ticked = _awake()
+        self._fresh = self._began = time.monotonic()
+        self._told_unheard = False
+        self._refused = 0
+        make_private(directory)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with short_address(self.path) as address:
+                self._listener.bind(address)
+            self._listener.listen(CONNECTIONS)
+            self._listener.setblocking(False)
+        except BaseException:
+            self._listener.close()
+            raise
+        self._thread = threading.Thread(target=self._watch, name="holdfast-monitor", daemon=True)
+        self._thread.start()
+
+    # --- for the agent --------------------------------------------------------------------------------------
+
+    def begin(self, pids: Mapping[int, int], learned: Learned | None = None) -> None:
+        """A new attempt: these are its workers, by global rank. Earlier ones are forgotten."""
+        with self._lock:
+            self._ranks = {rank: _Rank(pid) for rank, pid in pids.items()}
+            self._by_pid = {pid: rank for rank, pid in pids.items()}
+            self._learned = learned or Learned()
+            self._began = self._fresh = time.monotonic()
+            self._told_unheard = not pids
+            self._questions.give_up()
+            for connection in list(self._connections.values()):
+                if connection.rank is not None or not self._adopt(connection):
+                    self._drop(connection)
+
+    def overdue(self) -> list[Overdue]:
+        """The ranks that have used up the limit that rules them now, the most overdue first."""
+        with self._lock:
+            self._notice_blindness()
+            now = time.monotonic()
+            found = []
+            for rank, known in self._ranks.items():
+                if known.state is None:
+                    continue
+                held = ruling(known.state, self._limits_of(known), now, self._fresh)
+                if held.overdue:
+                    found.append(
+                        Overdue(
+                            rank=rank,
+                            section=held.section,
+                            rule=held.rule,
+                            limit=held.limit,
+                            seconds=held.seconds,
+                            step=known.state.step,
+                        )
+                    )
+            return sorted(found, key=lambda one: (one.limit - one.seconds, one.rank))
+
+    def state(self, rank: int) -> RankState | None:
+        """What a rank last said; None if it never said anything."""
+        with self._lock:
+            known = self._ranks.get(rank)
+            return known.state if known is not None else None
+
+    def limits(self, rank: int) -> Limits:
+        """The limits in force for a rank."""
+        with self._lock:
+            known = self._ranks.get(rank)
+            return self._limits_of(known) if known is not None else self._limits
+
+    def last_steps(self) -> dict[int, int]:
+        """Global rank → the last step it completed, of those that said hello."""
+        with self._lock:
+            return {rank: known.state.step for rank, known in self._ranks.items() if known.state is not None}
+
+    def sections(self) -> dict[int, str]:
+        """Global rank → the innermost section it is in, empty for none, of those that said hello."""
+        with self._lock:
+            return {r: known.state.section for r, known in self._ranks.items() if known.state is not None}
+
+    def dropped(self) -> dict[int, int]:
+        """Global rank → messages it could not send because this process did not read them in time."""
+        with self._lock:
+            return {rank: known.dropped for rank, known in self._ranks.items() if known.dropped}
+
+    def learns(self) -> bool:
+        """Whether any rank wants limits to be learned (monitor.calc_ft_timeouts)."""
+        with self._lock:
+            return any(known.learns for known in self._ranks.values())
+
+    def observed(self) -> tuple[dict[str, Observed], Observed]:
+        """What the ranks measured in this attempt: by section, and between sections; the longest of all."""
+        sections: dict[str, Observed] = {}
+        gaps = Observed()
+        with self._lock:
+            for seen in (known.seen for known in self._ranks.values()):
+                if seen is not None:
+                    for name, one in seen.sections.items():
+                        sections[name] = _longer(one, sections.get(name, Observed()))
+                    gaps = _longer(seen.out_of_section, gaps)
+        return sections, gaps
+
+    def ask(self, rank: int, timeout: float) -> bytes | None:
+        """What the rank testifies to be doing; None if it does not say so in time."""
+        return self.ask_all([rank], timeout)[rank]
+
+    def ask_all(self, ranks: Iterable[int], timeout: float) -> dict[int, bytes | None]:
+        """Ask several ranks at once and wait for all, at most `timeout` seconds together."""
+        deadline = time.monotonic() + timeout
+        asked = {rank: self._put(rank, timeout) for rank in ranks}
+        return {
+            rank: self._questions.await_answer(number, max(0.0, deadline - time.monotonic()))
+            for rank, number in asked.items()
+        }
+
+    def close(self) -> None:
+        """Stop watching; the socket is gone when this returns."""
+        self._stopping.set()
+        self._thread.join(5.0)
+        with self._lock:
+            for connection in list(self._connections.values()):
+                self._drop(connection)
+            self._listener.close()
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    # --- the thread -----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(LOOK_FOR_ANSWERS if self._questions.any() else LOOK):
+            with self._lock:
+                self._notice_blindness()
+                while self._accept():
+                    pass
+                for connection in list(self._connections.values()):
+                    if connection.rank is not None:
+                        self._read(connection)
+                self._end_pending()
+                self._tell_unheard()
+
+    def _notice_blindness(self) -> None:
+        now = _awake()
+        blind, self._ticked = now - self._ticked, now
+        if blind > BLIND:
+            self._fresh = time.monotonic()
+            self._tell(
+                f"this agent was itself stopped or starved for {blind:.1f} s: it saw nothing of its "
+                "ranks in that time, and all their time limits start afresh"
+            )
+
+    def _tell_unheard(self) -> None:
+        if self._told_unheard or time.monotonic() - max(self._began, self._fresh) < UNHEARD:
+            return
+        self._told_unheard = True
+        silent = sorted(rank for rank, known in self._ranks.items() if known.state is None)
+        if silent:
+            shown = ", ".join(map(str, silent[:8])) + (" …" if len(silent) > 8 else "")
+            self._tell(
+                f"rank {shown} has not said hello in {UNHEARD:g} s: a hang there is not found, only the "
+                "end of its process. Use holdfast.Run in the script to have its sections watched"
+            )
+
+    # --- who may speak --------------------------------------------------------------------------------------
+
+    def _accept(self) -> bool:
+        """Take one new connection; False if there is none."""
+        try:
+            channel, _ = self._listener.accept()
+        except OSError:
+            return False
+        channel.setblocking(False)
+        try:
+            pid, uid = peer_of(channel)
+        except OSError:
+            channel.close()
+            return True
+        if uid != os.geteuid() or len(self._connections) >= CONNECTIONS:
+            channel.close()
+            self._refuse(f"process {pid} of user {uid}")
+            return True
+        connection = _Connection(channel, pid, time.monotonic())
+        self._connections[channel.fileno()] = connection
+        # A worker may be quicker than `begin`: who is not known yet is not read, and judged then.
+        if not self._adopt(connection) and not descends(pid, os.getpid()):
+            self._drop(connection)
+            self._refuse(f"process {pid}, which no worker of this node has started,")
+        return True
+
+    def _end_pending(self) -> None:
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            if connection.rank is None and now - max(connection.since, self._fresh) > PENDING:
+                self._drop(connection)
+                self._refuse(f"process {connection.pid}, which is no worker of this attempt,")
+
+    def _refuse(self, who: str) -> None:
+        self._refused += 1
+        if self._refused == 1:
+            self._tell(f"{who} tried to speak to the monitor of this node and was refused")
+
+    def _adopt(self, connection: _Connection) -> bool:
+        """Find the rank that a connection speaks for. The process nearest to the worker is believed."""
+        found = self._rank_of(connection.pid)
+        if found is None:
+            return False
+        rank, distance = found
+        known = self._ranks[rank]
+        if known.connection is not None:
+            self._read(known.connection)  # it may have hung up meanwhile
+        holder = known.connection
+        if holder is not None:
+            if distance >= known.distance and connection.pid != holder.pid:
+                return False
+            self._drop(holder)
+        connection.rank, known.connection, known.distance = rank, connection, distance
+        return True
+
+    def _rank_of(self, pid: int) -> tuple[int, int] | None:
+        for distance, ancestor in enumerate(lineage(pid)):
+            if ancestor in self._by_pid:
+                return self._by_pid[ancestor], distance
+        return None
+
+    def _drop(self, connection: _Connection) -> None:
+        self._connections.pop(connection.channel.fileno(), None)
+        connection.channel.close()
+        if connection.rank is None:
+            return
+        known = self._ranks.get(connection.rank)
+        if known is not None and known.connection is connection:
+            known.connection, known.distance = None, ANCESTORS
+            self._questions.give_up(connection.rank)
+
+    # --- what they say --------------------------------------------------------------------------------------
+
+    def _read(self, connection: _Connection) -> None:
+        for _ in range(MESSAGES_AT_ONCE):
+            if connection.channel.fileno() < 0:
+                return
+            try:
+                data = connection.channel.recv(
+                    PACKET_LIMIT
+                )  # the rest of a longer one is lost: it is refused
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._drop(connection)  # the process's own end is seen elsewhere
+                return
+            try:
+                self._take(connection, self._decoder.decode(data))
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                self._drop(connection)
+                self._tell(
+                    f"rank {connection.rank} (process {connection.pid}) sent what no Holdfast sends: "
+                    f"{str(error)[:200]}. It is no longer listened to"
+                )
+                return
+
+    def _take(self, connection: _Connection, message: FromRank) -> None:
+        assert connection.rank is not None
+        known = self._ranks[connection.rank]
+        now = time.monotonic()
+        if isinstance(message, Hello):
+            if connection.hello is not None:
+                raise ValueError("a second hello")
+            connection.hello = message
+            at = min(message.at, now)
+            known.limits, known.learns = message.limits, message.learn
+            known.state, known.seen = RankState(sign=at, left=at), None
+        elif connection.hello is None:
+            raise ValueError("the first message is not a hello")
+        elif isinstance(message, State):
+            known.dropped = message.dropped
+            known.state = RankState(
+                sign=min(message.at, now),
+                left=min(message.left, now),
+                step=message.step,
+                trained=message.trained,
+                sectioned=message.sectioned,
+                sections=tuple(message.sections),
+            )
+        elif isinstance(message, Seen):
+            known.seen = message
+        elif isinstance(message, Bye):
+            assert known.state is not None
+            known.state = msgspec.structs.replace(
+                known.state, done=True, sections=(), left=min(message.at, now)
+            )
+        else:
+            self._questions.take(connection.rank, message)
+
+    def _put(self, rank: int, timeout: float) -> int:
+        """Send a question; its number, 0 if it could not be sent."""
+        with self._lock:
+            known = self._ranks.get(rank)
+            if known is None or known.connection is None:
+                return 0
+            number = self._questions.put(rank)
+            try:
+                known.connection.channel.send(msgspec.msgpack.encode(Ask(number, timeout)))
+            except OSError:
+                self._questions.give_up(rank)
+            return number
+
+    def _limits_of(self, known: _Rank) -> Limits:
+        limits = known.limits or self._limits
+        return apply(self._learned, limits) if known.learns else limits
+
+
+def _awake() -> float:
+    """Seconds on a clock that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _longer(one: Observed, other: Observed) -> Observed:
+    return Observed(max(one.count, other.count), max(one.longest, other.longest))

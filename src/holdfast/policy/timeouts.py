@@ -1,0 +1,295 @@
+"""Which time limit rules a rank at this moment, whether it is overdue, and what limits past runs suggest.
+
+A rank is either in a section or in none, and exactly one rule holds:
+
+| the rank                                             | rule           | its clock |
+|------------------------------------------------------|----------------|-----------|
+| has not completed a step of this attempt             | initial        | since the last sign of life |
+| the same, in `setup` or `loading` with a limit       | section        | the section's own |
+| is in a section that has a limit                     | section        | the section's own |
+| is in a section without one, or never used sections  | heartbeat      | since the last sign of life |
+| is in no section                                     | out_of_section | since it left the last one |
+
+A section's own clock stands still while another section is open inside it, so an outer limit never counts an
+inner one's time, and a hang in the inner one is found by the inner one's limit. A limit of 0 is switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+SETUP, LOADING, STEP, CHECKPOINTING = "setup", "loading", "step", "checkpointing"
+BEFORE_TRAINING = (SETUP, LOADING)
+"""Sections that exist only before the first step, and so keep their own limit then."""
+
+SAFETY_FACTOR = 5.0
+"""A learned limit is so many times the longest that was seen."""
+SMOOTHING = 0.5
+"""Weight of what an attempt saw against what was learned before it."""
+ENOUGH = {SETUP: 1, CHECKPOINTING: 1, STEP: 16}
+ENOUGH_OF_OTHERS = 3
+"""Samples of one rank from which on a limit is learned; gaps between sections need as many as steps."""
+FLOORS = {SETUP: 120.0, CHECKPOINTING: 60.0}
+FLOOR = 30.0
+"""Seconds below which no limit is learned: a busy machine or a slow disk must not look like a hang."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds, as configured for one rank; 0 is off."""
+
+    initial: float = 1800.0
+    heartbeat: float = 300.0
+    sections: dict[str, float] = {}
+    out_of_section: float = 300.0
+    given: list[str] = []
+    """Which of these four a person has set: what is learned never exceeds those."""
+
+
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits from what was seen; empty or 0 where not enough was."""
+
+    sections: dict[str, float] = {}
+    out_of_section: float = 0.0
+    initial: float = 0.0
+    """Never learned, because a cold cache makes any start slow; may be imported."""
+    heartbeat: float = 0.0
+
+
+class Observed(msgspec.Struct, frozen=True, array_like=True):
+    """How often something ended on one rank, and the longest it took, in seconds."""
+
+    count: int = 0
+    longest: float = 0.0
+
+
+class OpenSection(msgspec.Struct, array_like=True):
+    """A section that a rank is in."""
+
+    name: str
+    since: float
+    """When its clock last started to run; of no meaning while another section is open inside it."""
+    spent: float = 0.0
+    """Seconds that its clock had run before that."""
+    at_least: float = 0.0
+    """This once its limit is not below this: what happens in it has a deadline of its own."""
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank last said of itself; times are of the machine's monotonic clock."""
+
+    sign: float
+    """Its last sign of life."""
+    left: float
+    """When it was last in no section: since then if it is in none."""
+    step: int = 0
+    """The last step it completed; 0 if that is not known."""
+    trained: bool = False
+    """Whether it completed a step in this attempt (or gave a beat, if it uses no sections)."""
+    sectioned: bool = False
+    """Whether it ever used sections."""
+    sections: tuple[OpenSection, ...] = ()
+    """Outermost first."""
+    done: bool = False
+    """It said good-bye: from then on only its process is watched."""
+
+    @property
+    def section(self) -> str:
+        return self.sections[-1].name if self.sections else ""
+
+
+class Ruling(msgspec.Struct, frozen=True):
+    """The one limit that holds, and how much of it is used up."""
+
+    rule: str
+    """initial, section, heartbeat or out_of_section."""
+    section: str
+    limit: float
+    """0: nothing holds."""
+    seconds: float
+
+    @property
+    def overdue(self) -> bool:
+        return self.limit > 0 and self.seconds > self.limit
+
+
+def ruling(state: RankState, limits: Limits, now: float, fresh: float = 0.0) -> Ruling:
+    """What rules a rank at `now`. Clocks count from `fresh` at the earliest."""
+    if state.done:
+        return Ruling("none", "", 0.0, 0.0)
+    silent = max(0.0, now - max(state.sign, fresh))
+    if not state.sections:
+        if not state.trained:
+            return Ruling("initial", "", limits.initial, silent)
+        if not state.sectioned:
+            return Ruling("heartbeat", "", limits.heartbeat, silent)
+        return Ruling("out_of_section", "", limits.out_of_section, max(0.0, now - max(state.left, fresh)))
+    inner = state.sections[-1]
+    own = limits.sections.get(inner.name)
+    if not state.trained and not (own and inner.name in BEFORE_TRAINING):
+        return Ruling("initial", inner.name, _raised(limits.initial, inner), silent)
+    if own is None:
+        return Ruling("heartbeat", inner.name, _raised(limits.heartbeat, inner), silent)
+    spent = inner.spent if inner.since >= fresh else 0.0
+    seconds = spent + max(0.0, now - max(inner.since, fresh))
+    if inner.name == LOADING:
+        return Ruling("section", LOADING, own, seconds)  # no default: whoever gave it one means it
+    return Ruling("section", inner.name, _raised(own, inner), seconds)
+
+
+def _raised(limit: float, section: OpenSection) -> float:
+    return max(limit, section.at_least) if limit else 0.0
+
+
+# --- what is learned ----------------------------------------------------------------------------------------
+
+
+def learn(
+    sections: Mapping[str, Observed], out_of_section: Observed, earlier: Learned | None = None
+) -> Learned:
+    """Limits from what one attempt saw (the longest of its ranks), smoothed with those learned before."""
+    earlier = earlier or Learned()
+    found = dict(earlier.sections)
+    for name, seen in sections.items():
+        if seen.count >= ENOUGH.get(name, ENOUGH_OF_OTHERS):
+            found[name] = _smoothed(seen, found.get(name, 0.0), FLOORS.get(name, FLOOR))
+    out = earlier.out_of_section
+    if out_of_section.count >= ENOUGH[STEP]:
+        out = _smoothed(out_of_section, out, FLOOR)
+    return Learned(sections=found, out_of_section=out, initial=earlier.initial, heartbeat=earlier.heartbeat)
+
+
+def _smoothed(seen: Observed, earlier: float, floor: float) -> float:
+    wanted = SAFETY_FACTOR * seen.longest
+    if earlier > 0:
+        wanted = SMOOTHING * wanted + (1 - SMOOTHING) * earlier
+    return round(max(wanted, floor), 3)
+
+
+def longest_of(learned: Sequence[Learned]) -> Learned:
+    """Of what several nodes learned, the longest of each: a limit must suit the slowest."""
+    sections: dict[str, float] = {}
+    for one in learned:
+        for name, value in one.sections.items():
+            sections[name] = max(value, sections.get(name, 0.0))
+    return Learned(
+        sections=sections,
+        out_of_section=max((one.out_of_section for one in learned), default=0.0),
+        initial=max((one.initial for one in learned), default=0.0),
+        heartbeat=max((one.heartbeat for one in learned), default=0.0),
+    )
+
+
+def apply(learned: Learned, limits: Limits) -> Limits:
+    """The limits that hold with what was learned.
+
+    A limit that a person set is a bound that learning only ever lowers; one that is off stays off. A mere
+    default is replaced, up or down, by what was seen, up to the initial timeout. A section without a limit
+    gets one only where that is tighter than what rules it without.
+    """
+    sections = dict(limits.sections)
+    for name, value in learned.sections.items():
+        if name in sections:
+            sections[name] = _bounded(value, sections[name], limits, "sections")
+        else:
+            without = limits.initial if name in BEFORE_TRAINING else limits.heartbeat
+            if 0 < value < without:
+                sections[name] = value
+    return Limits(
+        initial=_bounded(learned.initial, limits.initial, limits, "initial"),
+        heartbeat=_bounded(learned.heartbeat, limits.heartbeat, limits, "heartbeat"),
+        sections=sections,
+        out_of_section=_bounded(learned.out_of_section, limits.out_of_section, limits, "out_of_section"),
+        given=limits.given,
+    )
+
+
+def _bounded(learned: float, configured: float, limits: Limits, what: str) -> float:
+    if not learned or not configured:
+        return configured
+    if what in limits.given:
+        return min(learned, configured)
+    return min(learned, max(configured, limits.initial))
+
+
+# --- whether the limits fit each other ----------------------------------------------------------------------
+
+
+class Value(msgspec.Struct, frozen=True):
+    """One timeout, and how a message names it: key, value and where it came from."""
+
+    seconds: float
+    shown: str
+    given: bool = True
+    """Whether a person has set it; a default of ours that is masked hides nobody's wish."""
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """All timeouts that a launch has, to be judged together. None is one that is not known."""
+
+    initial: Value
+    heartbeat: Value
+    sections: Mapping[str, Value]
+    save: Value
+    """checkpoint.timeout."""
+    stop_grace: Value
+    decision: Value
+    """control.decision_timeout; that it exceeds the lease is checked wherever settings are loaded."""
+    collective_watchdog: Value | None = None
+    """TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, where it is set."""
+
+
+REPORT_SLACK = 10.0
+"""Seconds beyond the stop grace for which the leading agent waits for the others' reports."""
+
+
+def contradictions(all_of: Timeouts) -> list[str]:
+    """Pairs in which one timeout would hide the other, with the order that is right. [] if all is well."""
+    found: list[str] = []
+    step = all_of.sections.get(STEP)
+    for other in (step, all_of.heartbeat):
+        if other is not None and _hides(all_of.initial, other, ties=False):
+            found.append(
+                f"{all_of.initial.shown} with {other.shown}: the first step of an attempt compiles and warms "
+                "up, and so needs at least as long as any later one; the right order is initial ≥ step and "
+                "initial ≥ heartbeat"
+            )
+    saving = all_of.sections.get(CHECKPOINTING)
+    if saving is not None and all_of.save.given and _hides(saving, all_of.save):
+        found.append(
+            f"{all_of.save.shown} with {saving.shown}: a slow save would be ended as a hang before it can "
+            f"fail as a save and training go on; the right order is checkpoint.timeout < the limit of "
+            f"{CHECKPOINTING}"
+        )
+    waiting = all_of.sections.get(SETUP)
+    waiting = waiting if waiting is not None and waiting.seconds else all_of.initial
+    if _hides(waiting, all_of.decision):
+        found.append(
+            f"{all_of.decision.shown} with {waiting.shown}: ranks wait for the group's decision during "
+            f"{SETUP}, and would be ended as hung before they can say that none came; the right order is "
+            f"control.decision_timeout < the limit of {SETUP}"
+        )
+    watchdog = all_of.collective_watchdog
+    for other in (step, all_of.heartbeat) if watchdog is not None else ():
+        assert watchdog is not None
+        if other is not None and _hides(watchdog, other):
+            found.append(
+                f"{watchdog.shown} with {other.shown}: NCCL's watchdog would end every rank of a hung "
+                "collective before the hung one is found and its stacks are kept; the right order is "
+                "monitor's limits < the watchdog"
+            )
+    if 0 < all_of.decision.seconds <= all_of.stop_grace.seconds + REPORT_SLACK:
+        found.append(
+            f"{all_of.decision.shown} with {all_of.stop_grace.shown}: after a failure the other nodes wait "
+            "for the decision while workers still have their grace, and would give up first; the right order "
+            f"is launch.stop_grace + {REPORT_SLACK:g} < control.decision_timeout"
+        )
+    return found
+
+
+def _hides(shorter: Value, longer: Value, *, ties: bool = True) -> bool:
+    """Whether `shorter` would fire first although it should not; either being off hides nothing."""
+    if not shorter.seconds or not longer.seconds:
+        return False
+    return shorter.seconds < longer.seconds or (ties and shorter.seconds == longer.seconds)

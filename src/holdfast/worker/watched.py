@@ -1,0 +1,77 @@
+"""How a rank comes to be watched, as its settings say and where there is somebody to watch it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from holdfast.config import Effective
+from holdfast.control.group import Group
+from holdfast.control.handover import LaunchInfo
+from holdfast.control.limits import UNPROTECTED, check_timeouts, limits_of, refuse_without_launcher
+from holdfast.journal.events import Warned
+from holdfast.policy.timeouts import SETUP, STEP
+from holdfast.settings import parse_section_timeouts
+from holdfast.worker.beats import Beats
+from holdfast.worker.membership import Membership
+from holdfast.worker.simulated import SimulatedFault, choose, is_first_attempt
+
+log = logging.getLogger("holdfast")
+
+
+def start_beats(
+    effective: Effective, launched: LaunchInfo | None, testify: Callable[[], bytes] | None = None
+) -> Beats:
+    """Begin to be watched, in section `setup`; without a launcher, say what that leaves unprotected."""
+    if launched is None:
+        refuse_without_launcher(effective)
+        if os.environ.get("RANK", "0") == "0":
+            log.warning("holdfast: %s", UNPROTECTED)
+        return Beats()
+    if not launched.monitor:
+        return Beats()
+    check_timeouts(effective, os.environ)
+    learn = effective.settings.monitor.calc_ft_timeouts
+    beats = Beats.connect(launched.monitor, limits_of(effective), learn=learn, testify=testify)
+    beats.enter(SETUP)
+    return beats
+
+
+def simulated_fault(effective: Effective, group: Group, member: Membership) -> SimulatedFault | None:
+    """The fault that this rank is to simulate, if any."""
+    chosen = effective.settings.monitor
+    if not chosen.simulate_fault:
+        return None
+    fault = choose(chosen, f"{member.control.run_id}/{member.launch}/{member.attempt}", group.world_size)
+    if fault.rank != group.rank or not is_first_attempt(member.control, member.attempt, member.launch):
+        return None
+    return SimulatedFault(fault, member.journal)
+
+
+def judge_collectives(effective: Effective, group: Group, member: Membership) -> None:
+    """Say so when collectives time out before a hung step is found: then the wrong ranks end first."""
+    limit = parse_section_timeouts(effective.settings.monitor.rank_section_timeouts).get(STEP, 0.0)
+    timeout = collective_timeout()
+    if group.is_coordinator and timeout is not None and limit and timeout <= limit:
+        told = (
+            f"the process group's timeout of {timeout:g} s is not longer than the {limit:g} s that a step "
+            "may take: in a hang the healthy ranks end first, and which one hung may not be known. The right "
+            f"order is: limit of {STEP} in monitor.rank_section_timeouts < timeout of init_process_group"
+        )
+        member.journal.write(Warned(message=told))
+        log.warning("holdfast: %s", told)
+
+
+def collective_timeout() -> float | None:
+    """Seconds after which a collective of the default group gives up; None where torch does not say."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    try:
+        group = dist.distributed_c10d._get_default_group()
+        backend = group._get_backend(next(iter(group._device_types)))
+        return float(backend.options._timeout.total_seconds())
+    except (AttributeError, RuntimeError, StopIteration):
+        return None

@@ -1,0 +1,352 @@
+"""Which limit rules a rank, what is learned, and which timeouts contradict each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.config import Effective, load
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.limits import check_timeouts, limits_of, refuse_without_launcher
+from holdfast.control.timeouts import read_ft_state, read_learned, store_learned
+from holdfast.errors import ConfigError
+from holdfast.policy.timeouts import (
+    ENOUGH,
+    FLOOR,
+    FLOORS,
+    Learned,
+    Limits,
+    Observed,
+    OpenSection,
+    RankState,
+    apply,
+    learn,
+    longest_of,
+    ruling,
+)
+
+LIMITS = Limits(
+    initial=1800,
+    heartbeat=300,
+    sections={"setup": 600, "step": 180, "checkpointing": 420},
+    out_of_section=200,
+)
+
+
+def rank(*sections: OpenSection, trained: bool = True, sign: float = 0.0, **more: object) -> RankState:
+    return RankState(sign=sign, left=0.0, trained=trained, sectioned=True, sections=sections, **more)
+
+
+def at(name: str, since: float = 0.0, spent: float = 0.0, at_least: float = 0.0) -> OpenSection:
+    return OpenSection(name, since, spent, at_least)
+
+
+# --- which rule holds
+
+
+@pytest.mark.parametrize(
+    ("state", "rule", "limit"),
+    [
+        (rank(trained=False), "initial", 1800),
+        (rank(at("step"), trained=False), "initial", 1800),
+        (rank(at("checkpointing"), trained=False), "initial", 1800),
+        (rank(at("setup"), trained=False), "section", 600),
+        (rank(at("setup"), at("loading"), trained=False), "initial", 1800),
+        (rank(at("step")), "section", 180),
+        (rank(at("checkpointing")), "section", 420),
+        (rank(at("eval")), "heartbeat", 300),
+        (rank(at("step"), at("eval")), "heartbeat", 300),
+        (rank(at("eval"), at("step")), "section", 180),
+        (rank(), "out_of_section", 200),
+        (RankState(sign=0.0, left=0.0), "initial", 1800),
+        (RankState(sign=0.0, left=0.0, trained=True), "heartbeat", 300),
+    ],
+)
+def test_exactly_one_rule_holds(state: RankState, rule: str, limit: float) -> None:
+    held = ruling(state, LIMITS, 50.0)
+    assert (held.rule, held.limit, held.seconds, held.overdue) == (rule, limit, 50.0, False)
+    assert ruling(state, LIMITS, limit + 1).overdue
+    assert not ruling(state, LIMITS, limit).overdue
+
+
+def test_a_first_step_that_compiles_longer_than_a_step_may_take_lives() -> None:
+    compiling = rank(at("step"), trained=False)
+    assert not ruling(compiling, LIMITS, 1700.0).overdue
+    assert ruling(compiling, LIMITS, 1801.0).overdue
+
+
+def test_an_outer_clock_stands_still_while_an_inner_section_is_open() -> None:
+    """170 of the step's 180 s are used up; what `checkpointing` inside takes is not taken from the rest."""
+    inside = rank(at("step", spent=170.0), at("checkpointing", since=1000.0))
+    held = ruling(inside, LIMITS, 1400.0)
+    assert (held.section, held.seconds, held.overdue) == ("checkpointing", 400.0, False)
+    assert ruling(inside, LIMITS, 1421.0).overdue
+    back = rank(at("step", since=5000.0, spent=170.0))
+    assert not ruling(back, LIMITS, 5009.0).overdue
+    assert ruling(back, LIMITS, 5011.0).overdue
+
+
+def test_a_beat_helps_where_the_heartbeat_rules_and_nowhere_else() -> None:
+    assert not ruling(rank(at("eval"), sign=1000.0), LIMITS, 1299.0).overdue
+    assert ruling(rank(at("step"), sign=1000.0), LIMITS, 1000.0).overdue
+
+
+def test_zero_switches_a_limit_off() -> None:
+    off = Limits(initial=0, heartbeat=0, sections={"step": 0.0, "setup": 0.0}, out_of_section=0)
+    for state in (rank(), rank(at("step")), rank(at("eval")), rank(at("setup"), trained=False)):
+        assert not ruling(state, off, 1e9).overdue
+    # A set-up without a limit of its own is still a start.
+    mixed = Limits(initial=1800, sections={"setup": 0.0})
+    assert ruling(rank(at("setup"), trained=False), mixed, 1801.0).rule == "initial"
+
+
+def test_a_wait_with_a_deadline_of_its_own_gets_at_least_that() -> None:
+    waiting = rank(at("checkpointing", at_least=3600.0))
+    assert not ruling(waiting, LIMITS, 3599.0).overdue
+    assert ruling(waiting, LIMITS, 3601.0).overdue
+    loading = rank(at("loading", at_least=4000.0), trained=False)
+    assert not ruling(loading, LIMITS, 3999.0).overdue
+    named = Limits(sections={"loading": 60.0})
+    assert ruling(loading, named, 61.0).overdue, "a limit that somebody gave to loading is meant"
+
+
+def test_a_rank_that_said_good_bye_is_never_overdue() -> None:
+    assert not ruling(rank(done=True), LIMITS, 1e9).overdue
+
+
+NAMES = st.sampled_from(["setup", "loading", "step", "checkpointing", "eval"])
+SECONDS = st.floats(0, 1e6)
+
+
+@given(
+    st.lists(st.tuples(NAMES, SECONDS, SECONDS), max_size=4), st.booleans(), st.booleans(), SECONDS, SECONDS
+)
+def test_a_fresh_start_excuses_everything_before_it(
+    stack: list[tuple[str, float, float]], trained: bool, sectioned: bool, sign: float, fresh: float
+) -> None:
+    """Whatever the rank's state, no time before the fresh start counts if its clocks began before it."""
+    sections = tuple(OpenSection(name, min(since, fresh), spent) for name, since, spent in stack)
+    state = RankState(
+        sign=min(sign, fresh),
+        left=0.0,
+        trained=trained,
+        sectioned=sectioned or bool(stack),
+        sections=sections,
+    )
+    late = fresh + 10.0
+    assert ruling(state, LIMITS, fresh, fresh).seconds <= (0.0 if not sections else sections[-1].spent)
+    if not sections or sections[-1].since < fresh:
+        assert ruling(state, LIMITS, late, fresh).seconds <= late - fresh + 1e-3
+
+
+# --- learning
+
+
+def test_a_limit_is_learned_from_enough_samples_only() -> None:
+    few = learn({"step": Observed(ENOUGH["step"] - 1, 100.0), "eval": Observed(2, 50.0)}, Observed(15, 9.0))
+    assert few == Learned()
+    found = learn({"step": Observed(16, 100.0), "eval": Observed(3, 50.0)}, Observed(16, 9.0))
+    assert found == Learned(sections={"step": 500.0, "eval": 250.0}, out_of_section=45.0)
+
+
+def test_a_learned_limit_is_smoothed_with_the_one_before_and_never_below_its_floor() -> None:
+    before = Learned(sections={"step": 100.0, "eval": 77.0})
+    found = learn({"step": Observed(20, 60.0), "setup": Observed(1, 0.5)}, Observed(), before)
+    assert found.sections == {"step": 200.0, "eval": 77.0, "setup": FLOORS["setup"]}
+    assert learn({"step": Observed(99, 0.001)}, Observed(99, 0.0)).sections["step"] == FLOOR
+
+
+@given(longest=st.floats(0.001, 1e5), earlier=st.floats(0, 1e5))
+def test_a_learned_limit_leaves_room_above_the_longest_seen(longest: float, earlier: float) -> None:
+    found = learn({"step": Observed(16, longest)}, Observed(), Learned(sections={"step": earlier}))
+    assert found.sections["step"] >= 2 * longest
+
+
+def test_a_given_limit_is_only_lowered_and_a_default_gives_way_to_what_was_seen() -> None:
+    learned = Learned(sections={"step": 900.0, "checkpointing": 70.0}, out_of_section=250.0)
+    by_default = apply(learned, LIMITS)
+    assert by_default.sections == {"setup": 600, "step": 900.0, "checkpointing": 70.0}
+    assert by_default.out_of_section == 250.0
+    given_ = Limits(sections={"step": 180.0, "checkpointing": 420.0}, given=["sections"])
+    assert apply(learned, given_).sections == {"step": 180.0, "checkpointing": 70.0}
+    assert apply(Learned(sections={"step": 1e6}), LIMITS).sections["step"] == LIMITS.initial
+
+
+def test_learning_turns_nothing_on_that_was_switched_off_and_loosens_nothing() -> None:
+    off = Limits(initial=0, heartbeat=0, sections={"step": 0.0}, out_of_section=0)
+    assert apply(Learned(sections={"step": 50.0, "eval": 50.0}, out_of_section=9.0), off) == off
+    assert apply(Learned(sections={"eval": 50.0}), LIMITS).sections["eval"] == 50.0
+    assert "eval" not in apply(Learned(sections={"eval": 301.0}), LIMITS).sections
+
+
+def test_of_several_nodes_the_longest_counts() -> None:
+    one = Learned(sections={"step": 40.0, "eval": 90.0}, out_of_section=31.0)
+    other = Learned(sections={"step": 50.0}, out_of_section=30.0)
+    assert longest_of([one, other]) == Learned(sections={"step": 50.0, "eval": 90.0}, out_of_section=31.0)
+    assert longest_of([]) == Learned()
+
+
+def test_what_was_learned_is_kept_by_node_and_a_damaged_file_is_told_and_left_out(tmp_path: Path) -> None:
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    assert read_learned(control) == (Learned(), [])
+    store_learned(control, "a/../b", 3, Learned(sections={"step": 40.0}))
+    store_learned(control, "host.1", 3, Learned(sections={"step": 60.0}))
+    store_learned(control, "host.1", 4, Learned(sections={"step": 50.0}))
+    store_learned(control, "left-long-ago", -20, Learned(sections={"step": 999.0}))
+    folder = control.path / "timeouts"
+    (folder / "bad.json").write_text('{"node": 3')
+    (folder / ".host.json.123.tmp").write_text("left by a kill")
+    learned, problems = read_learned(control)
+    assert learned.sections == {"step": 50.0}
+    assert len(problems) == 1
+    assert "bad.json" in problems[0]
+    assert sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) == [
+        "a_.._b.json", "bad.json", "host.1.json", "left-long-ago.json",
+    ]  # fmt: skip
+
+
+# --- another system's file
+
+FT_STATE = {
+    "current_timeouts": {
+        "heartbeat": {"initial": 90.5, "subsequent": 44.0, "were_calculated": True},
+        "section": {
+            "section": {"setup": 33.0, "step": 7.5, "checkpointing": 420.0},
+            "out_of_section": 12.5,
+            "calculated_sections": ["setup", "step"],
+            "is_out_of_section_calculated": True,
+        },
+    }
+}
+
+
+def test_an_ft_state_is_read_in_both_of_its_forms(tmp_path: Path) -> None:
+    file = tmp_path / "ft_state.json"
+    file.write_text(json.dumps(FT_STATE))
+    assert read_ft_state(file) == Learned(
+        initial=90.5, heartbeat=44.0, sections={"setup": 33.0, "step": 7.5}, out_of_section=12.5
+    )
+    old = {"current_timeouts": {"initial": 90.5, "subsequent": 44.0, "were_calculated": True}}
+    file.write_text(json.dumps(old))
+    assert read_ft_state(file) == Learned(initial=90.5, heartbeat=44.0)
+    file.write_text(json.dumps({"current_timeouts": {}}))
+    assert read_ft_state(file) == Learned()
+
+
+def test_an_imported_ft_state_gives_the_limits(tmp_path: Path) -> None:
+    file = tmp_path / "ft_state.json"
+    file.write_text(json.dumps(FT_STATE))
+    limits = limits_of(settings(monitor_import_ft_state=file))
+    assert limits.sections == {"setup": 33.0, "step": 7.5, "checkpointing": 420.0}
+    assert (limits.initial, limits.heartbeat, limits.out_of_section) == (90.5, 44.0, 12.5)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"current_timeouts": {"section": {"section": 5}}}'])
+def test_an_unusable_ft_state_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "ft_state.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"monitor\.import_ft_state = '.*ft_state\.json': cannot be used"):
+        limits_of(settings(monitor_import_ft_state=file))
+
+
+# --- all timeouts together
+
+
+def settings(**keywords: object) -> Effective:
+    return load(environ={}, keywords=keywords)
+
+
+def test_the_defaults_fit_each_other() -> None:
+    check_timeouts(settings(), {})
+    check_timeouts(settings(), {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "480"})
+    check_timeouts(settings(), {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "garbage"})
+
+
+SECTIONS = "monitor_rank_section_timeouts"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "environ", "names", "order"),
+    [
+        (
+            {SECTIONS: "setup:600,step:2000,checkpointing:420"},
+            {},
+            ["initial_rank_heartbeat_timeout = 1800 (default)", "step:2000 in monitor.rank_section_timeouts"],
+            "initial ≥ step",
+        ),
+        (
+            {"monitor_rank_heartbeat_timeout": 1900},
+            {},
+            ["monitor.rank_heartbeat_timeout = 1900 (keyword)", "= 1800 (default)"],
+            "initial ≥ heartbeat",
+        ),
+        (
+            {"checkpoint_timeout": 3600},
+            {},
+            ["checkpoint.timeout = 3600 (keyword)", "checkpointing:420", "(default)"],
+            "checkpoint.timeout < the limit of checkpointing",
+        ),
+        (
+            {"control_decision_timeout": 700},
+            {},
+            ["control.decision_timeout = 700 (keyword)", "setup:600"],
+            "control.decision_timeout < the limit of setup",
+        ),
+        (
+            {},
+            {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "200"},
+            [
+                "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC = 200 (environment)",
+                "rank_heartbeat_timeout = 300 (default)",
+            ],
+            "monitor's limits < the watchdog",
+        ),
+        (
+            {"launch_stop_grace": 290},
+            {},
+            ["launch.stop_grace = 290 (keyword)", "control.decision_timeout = 300 (default)"],
+            "launch.stop_grace + 10 < control.decision_timeout",
+        ),
+    ],
+)
+def test_a_timeout_that_would_hide_another_is_refused_with_the_right_order(
+    keywords: dict[str, object], environ: dict[str, str], names: list[str], order: str
+) -> None:
+    """Case torchtitan#2899: days were lost to timeouts in the wrong order."""
+    with pytest.raises(ConfigError) as caught:
+        check_timeouts(settings(**keywords), environ)
+    message = str(caught.value)
+    assert message.startswith("1 contradiction among the timeouts; nothing was started")
+    for part in (*names, f"the right order is {order}" if "initial" not in order else order):
+        assert part in message
+
+
+def test_what_is_switched_off_hides_nothing() -> None:
+    check_timeouts(settings(monitor_initial_rank_heartbeat_timeout=0, monitor_rank_heartbeat_timeout=9e6), {})
+    off = "setup:0,step:0,checkpointing:0"
+    check_timeouts(settings(**{SECTIONS: off, "checkpoint_timeout": 9e6}), {})
+    watchdog = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}
+    check_timeouts(settings(**{SECTIONS: off, "monitor_rank_heartbeat_timeout": 0}), watchdog)
+
+
+def test_a_setting_of_the_monitor_without_the_launcher_names_key_value_source_and_fix(tmp_path: Path) -> None:
+    """Scenario 24, the launcher's part."""
+    refuse_without_launcher(settings(checkpoint_timeout=5))
+    file = tmp_path / "h.toml"
+    file.write_text("monitor.calc_ft_timeouts = true\n")
+    with pytest.raises(ConfigError) as caught:
+        refuse_without_launcher(
+            load(file, environ={"HOLDFAST_MONITOR_RANK_HEARTBEAT_TIMEOUT": "300"}, keywords={SECTIONS: "a:1"})
+        )
+    for part in (
+        f"monitor.calc_ft_timeouts = true (file {file})",
+        "monitor.rank_heartbeat_timeout = 300.0 (environment HOLDFAST_MONITOR_RANK_HEARTBEAT_TIMEOUT)",
+        'monitor.rank_section_timeouts = "a:1" (keyword)',
+        "Start it with `holdfast run`",
+    ):
+        assert part in str(caught.value)
