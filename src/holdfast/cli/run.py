@@ -13,7 +13,9 @@ def run(ctx: typer.Context) -> None:
     # Read once, when torch is imported; the workers must not inherit it.
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     from holdfast.launch.early import start_early
+    from holdfast.launch.keeper import mark_environment
 
+    mark_environment()  # the parent's environment is what its forks show to whoever looks for them
     parent = start_early(ctx.args)  # before torch is imported here: both imports run side by side
     try:
         if quiet:

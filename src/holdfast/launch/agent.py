@@ -53,6 +53,7 @@ from holdfast.launch.evidence import (
     highest_committed_step,
     stop_and_see,
 )
+from holdfast.launch.hanging import look_at_hang
 from holdfast.launch.incident import (
     Incident,
     lost_nodes,
@@ -209,10 +210,12 @@ class HoldfastAgent(LocalElasticAgent):
             pids: dict[int, Any] = super()._start_workers(worker_group)
         ids = {w.global_rank: pids[w.local_rank] for w in worker_group.workers}
         workers = Workers(ids, self._context.orphans)
+        monitor, learner = self._context.monitor, self._context.learner
         self._workers = workers
         self._signals.hurry = workers.kill
         attempt = self._attempt
         assert attempt is not None
+        monitor.begin(ids, learner.begin(attempt.place.node, attempt.number))
         if attempt.place.leads:
             self._context.leadership.guard(workers.kill)
         master = f"{worker_group.master_addr}:{worker_group.master_port}"
@@ -333,7 +336,7 @@ class HoldfastAgent(LocalElasticAgent):
         """End this attempt as the notice says: an exit code, or None for another attempt."""
         attempt = self._attempt
         assert attempt is not None
-        self._report_end(attempt)
+        self._report_end(attempt, notice)
         if notice.kind == "finished":
             attempt.end("finished", exit_code=0, cause="", highest_step=self._steps())
             return self._leave(attempt, ExitCode.OK)
@@ -396,10 +399,15 @@ class HoldfastAgent(LocalElasticAgent):
         attempt.close()
         return None
 
-    def _report_end(self, attempt: Attempt) -> None:
+    def _report_end(self, attempt: Attempt, notice: Notice) -> None:
         """Stop this node's workers, and report those that failed by themselves."""
-        workers = self._workers
+        workers, monitor = self._workers, self._context.monitor
         assert workers is not None
+        if notice.kind == "hang":
+            look_at_hang(attempt, workers.pids, monitor)
+        sections = monitor.sections()
+        self._recovery.last_step = max(monitor.last_steps().values(), default=None)
+        self._context.learner.keep(monitor)
         files = {w.global_rank: self._error_file(w.local_rank) for w in self._worker_group.workers}
         failed = stop_and_see(workers, files, self._settings.launch.stop_grace)
         failures = gather(
@@ -411,8 +419,9 @@ class HoldfastAgent(LocalElasticAgent):
             oom_kills=count_oom_kills() - self._oom_kills,
             devices=self._devices_of_ranks(attempt),
         )
+        monitor.begin({})
         self._shutdown()
-        report(attempt, failures)
+        report(attempt, failures, sections)
 
     def _devices_of_ranks(self, attempt: Attempt) -> dict[int, str]:
         arranged, node = attempt.told.arrangement, attempt.place.node

@@ -12,6 +12,8 @@ from holdfast.control.handover import LaunchInfo
 from holdfast.launch.alert import Alerts
 from holdfast.launch.keeper import Keeper
 from holdfast.launch.leadership import Leadership
+from holdfast.launch.learning import Learner
+from holdfast.launch.monitor import Monitor
 from holdfast.launch.orphans import Orphans
 from holdfast.launch.signals import StopSignals
 from holdfast.launch.starting import Starter
@@ -36,6 +38,8 @@ class LaunchContext:
     orphans: Orphans
     keeper: Keeper
     starter: Starter
+    monitor: Monitor
+    learner: Learner
     earlier_launches: list[str] = field(default_factory=list)
     """Ids under which these agents met before the store's host was lost."""
     learned_exclusions: list[Decided] = field(default_factory=list)
@@ -71,4 +75,5 @@ class LaunchContext:
             command_line=self.command_line,
             lease_ttl=self.settings.control.lease_ttl,
             avoid=avoid,
+            monitor=str(self.monitor.path),
         )

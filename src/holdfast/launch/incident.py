@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -65,7 +66,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision
 
 
-def report(attempt: Attempt, failures: list[FailureRecord]) -> None:
+def report(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
     """Record this node's failures durably, then say that they are all there."""
     for failure in failures:
         record_failure(attempt.control, attempt.number, failure)
@@ -79,6 +80,7 @@ def report(attempt: Attempt, failures: list[FailureRecord]) -> None:
                 signal=ended.rpartition(" ")[2] if failure.exit_code < 0 else "",
                 message=failure.message,
                 error_file=failure.error_file,
+                section=sections.get(failure.rank, ""),
             )
         )
     attempt.count_in("reported")

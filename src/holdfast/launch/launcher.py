@@ -33,9 +33,10 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from torch.distributed.run import config_from_args
 
-from holdfast.config import Settings
+from holdfast.control.attempts import attempt_numbers
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import VARIABLE
+from holdfast.control.limits import limits_of
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import Warned
@@ -49,7 +50,9 @@ from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import Endpoints, parse_endpoints
 from holdfast.launch.keeper import Keeper
 from holdfast.launch.leadership import Leadership
+from holdfast.launch.learning import Learner
 from holdfast.launch.meeting import MeetingHandler
+from holdfast.launch.monitor import Monitor
 from holdfast.launch.options import Options, parse
 from holdfast.launch.orphans import Orphans
 from holdfast.launch.preload import PreloadedParent
@@ -74,6 +77,8 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
         )
         starter.expect(command, numa=getattr(config, "numa_options", None) is not None)
         control, created = ControlDirectory.open_or_create(Path(options.settings.run.dir))
+        tell = _Teller(control)
+        monitor = Monitor(Path(tempfile.mkdtemp(prefix="holdfast_")), limits_of(options.effective), tell)
         leadership = Leadership(control, options.settings.control.lease_ttl, options.settings.handover())
         context = LaunchContext(
             control=control,
@@ -84,12 +89,16 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             launch=uuid.uuid4().hex[:12],
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
-            alerts=_make_alerts(control, options.settings),
+            alerts=Alerts(
+                options.settings.launch, run=control.run_id, run_dir=control.path, warn=tell.quietly
+            ),
             signals=signals,
             leadership=leadership,
             orphans=Orphans(options.settings.checkpoint.timeout),
             keeper=Keeper(options.settings.checkpoint.timeout),
             starter=starter,
+            monitor=monitor,
+            learner=Learner(control, tell),
         )
         _keep_together(context)
         try:
@@ -108,6 +117,8 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
         finally:
             context.alerts.close()
             starter.close()
+            monitor.close()
+            shutil.rmtree(monitor.path.parent, ignore_errors=True)
             leadership.release()
 
 
@@ -121,12 +132,20 @@ def _keep_together(context: LaunchContext) -> None:
         say(f"warning: no keeper could be started ({error}); a killed launcher may leave processes behind")
 
 
-def _make_alerts(control: ControlDirectory, settings: Settings) -> Alerts:
-    def warn(text: str) -> None:
-        with contextlib.closing(JournalWriter(control.journal, "alerts", 0)) as journal:
-            journal.write(Warned(message=text))
+class _Teller:
+    """Tells what a person should know of the launcher itself: on the terminal, and in the journal."""
 
-    return Alerts(settings.launch, run=control.run_id, run_dir=control.path, warn=warn)
+    def __init__(self, control: ControlDirectory) -> None:
+        self._control = control
+
+    def __call__(self, text: str) -> None:
+        say(f"warning: {text}")
+        self.quietly(text)
+
+    def quietly(self, text: str) -> None:
+        attempt = max(attempt_numbers(self._control), default=0)
+        with contextlib.closing(JournalWriter(self._control.journal, "launcher", attempt)) as journal:
+            journal.write(Warned(message=text))
 
 
 def _configure(options: Options) -> tuple[LaunchConfig, list[str]]:

@@ -19,7 +19,7 @@ import msgspec
 from torch.distributed.argparse_util import check_env
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-from holdfast.config import Settings, load, parse_assignments
+from holdfast.config import Effective, Settings, load, parse_assignments
 from holdfast.control.limits import check_timeouts
 from holdfast.errors import UsageError
 
@@ -39,10 +39,14 @@ _FT_FLAGS = {
 class Options(msgspec.Struct, frozen=True):
     args: Namespace
     """As torch.distributed.run.config_from_args takes it."""
-    settings: Settings
+    effective: Effective
     config: str
     """Absolute path of the settings file, or empty."""
     command_line: dict[str, str]
+
+    @property
+    def settings(self) -> Settings:
+        return self.effective.settings
 
 
 def make_parser() -> ArgumentParser:
@@ -102,7 +106,7 @@ def parse(argv: Sequence[str]) -> Options:
     args.max_restarts = settings.launch.max_restarts
     _choose_rendezvous(parser, args)
     _check_script(args)
-    return Options(args, settings, config, command_line)
+    return Options(args, effective, config, command_line)
 
 
 def _find_script(parser: ArgumentParser, argv: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from holdfast.control.lease import Claim
 from holdfast.launch.alert import EXCLUSION, INCIDENT, STOP
 from holdfast.launch.attempt import Attempt, Notice, StopRun
 from holdfast.launch.context import LaunchContext
+from holdfast.launch.hanging import hangs_of
 from holdfast.launch.incident import Circumstances, Incident, decide, decide_lost, learn, lost_nodes
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.summary import describe, one_line, say
@@ -36,6 +37,8 @@ class Recovery:
         self._settings = context.settings
         self._meeting = meeting
         self._workers_per_node = workers_per_node
+        self.last_step: int | None = None
+        """The last step that a rank of this node completed in the attempt that ended."""
         self.lost_leader: list[LostNode] = []
         """How the last attempt's leader was lost, for whoever decides about that."""
 
@@ -44,7 +47,14 @@ class Recovery:
         if not attempt.place.leads:
             return learn(attempt, self._settings.control.decision_timeout)
         reported = attempt.await_all("reported", report_timeout(self._settings))
-        known = Circumstances(cluster=self._cluster(notice.nodes), lost=lost_nodes(notice))
+        hangs, told = hangs_of(attempt)
+        known = Circumstances(
+            cluster=self._cluster(notice.nodes),
+            lost=lost_nodes(notice),
+            hangs=hangs,
+            last_step=self.last_step,
+            facts=told,
+        )
         return decide(attempt, notice, self._settings, reported, known)
 
     def settle_lost(self, held: Claim) -> None:

@@ -19,6 +19,8 @@ from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.workers import Workers
 from holdfast.policy.budgets import may_regroup
 
+NAMED = 3
+"""Ranks that are named, of those that hang."""
 TENDING = 5.0
 """Seconds between two looks at all processes of the node."""
 
@@ -65,6 +67,7 @@ class Vigil:
             return
         self._tended = time.monotonic()
         self._context.orphans.tend()
+        self._context.learner.poll(self._context.monitor)
         keeper, told = self._context.keeper.check()
         if keeper is not None:
             self._context.orphans.own(keeper)
@@ -87,6 +90,10 @@ class Vigil:
         given = attempt.notice()
         if given is not None:
             return given
+        overdue = self._context.monitor.overdue()
+        if overdue:
+            detail = "; ".join(str(one) for one in overdue[:NAMED])
+            return attempt.give(Notice(kind="hang", node=node, at=time.time(), detail=detail))
         if len(ended) == len(self._workers.pids):
             return self._finish()
         if self._may_grow():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from holdfast.control.limits import UNPROTECTED, check_timeouts, limits_of, refu
 from holdfast.journal.events import Warned
 from holdfast.policy.timeouts import SETUP, STEP
 from holdfast.settings import parse_section_timeouts
+from holdfast.worker import testimony
 from holdfast.worker.beats import Beats
 from holdfast.worker.membership import Membership
 from holdfast.worker.simulated import SimulatedFault, choose, is_first_attempt
@@ -23,7 +25,7 @@ log = logging.getLogger("holdfast")
 
 
 def start_beats(
-    effective: Effective, launched: LaunchInfo | None, testify: Callable[[], bytes] | None = None
+    effective: Effective, launched: LaunchInfo | None, testify: Callable[[], bytes] = testimony.testify
 ) -> Beats:
     """Begin to be watched, in section `setup`; without a launcher, say what that leaves unprotected."""
     if launched is None:
@@ -35,7 +37,13 @@ def start_beats(
         return Beats()
     check_timeouts(effective, os.environ)
     learn = effective.settings.monitor.calc_ft_timeouts
-    beats = Beats.connect(launched.monitor, limits_of(effective), learn=learn, testify=testify)
+    stacks = testimony.install(Path(launched.monitor).parent, int(os.environ.get("RANK", "0")))
+
+    def answer(kept: testimony.Installed | None = stacks) -> bytes:
+        del kept  # the signal's file must stay open for as long as somebody may ask
+        return testify()
+
+    beats = Beats.connect(launched.monitor, limits_of(effective), learn=learn, testify=answer)
     beats.enter(SETUP)
     return beats
 
