@@ -1,0 +1,72 @@
+"""A rank that hangs, under a real launcher: found within its limit, explained, ended, recovered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness import REPO, finish, holdfast
+from holdfast.journal import events
+from holdfast.journal.reader import read_journal
+
+SCRIPT = str(REPO / "tests" / "scripts" / "train_hanging.py")
+LIMITS = (
+    "monitor.rank_section_timeouts=setup:16,step:4,checkpointing:4",
+    "monitor.rank_heartbeat_timeout=30",
+    "control.lease_ttl=8",
+    "control.decision_timeout=15",
+    "monitor.rank_out_of_section_timeout=3",
+    "monitor.initial_rank_heartbeat_timeout=60",
+    "checkpoint.interval=4",
+    "launch.stop_grace=1",
+)
+
+
+def run_it(tmp_path: Path, place: str) -> list[events.Decision]:
+    settings = [word for setting in LIMITS for word in ("--set", setting)]
+    command = holdfast("run", "--run-dir", "run", "--nproc-per-node", "2", *settings, SCRIPT, place, "log")
+    result = finish(command, cwd=tmp_path, timeout=150)
+    assert result.code == 0, result.text
+    assert (tmp_path / "log.hung").exists(), "the fault did not happen, so this shows nothing"
+    values = {line.split()[1] for line in (tmp_path / "log").read_text().splitlines()}
+    assert len(values) == 1
+    lines = read_journal(tmp_path / "run" / "journal")
+    return [
+        line.body
+        for line in lines
+        if isinstance(line.body, events.Decision) and line.body.about == "recovery"
+    ]
+
+
+def evidence(tmp_path: Path) -> dict[str, object]:
+    (report,) = (tmp_path / "run" / "attempts" / "000001" / "hang").glob("*.json")
+    found = json.loads(report.read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_rank_that_hangs_in_a_step_is_found_named_and_replaced(tmp_path: Path) -> None:
+    """Cases pytorch#141069 and nccl#1260: which rank, in which section, and who waits for it where."""
+    (decision,) = run_it(tmp_path, "sleep")
+    told = " ".join(decision.evidence)
+    assert decision.details["cause"] == "hang"
+    assert decision.chosen == "restart"
+    assert "rank 1" in told
+    assert "section step" in told
+    report = evidence(tmp_path)
+    texts = "".join(path.read_text() for path in (tmp_path / "run/attempts/000001/hang").glob("rank_*.txt"))
+    assert "train_hanging.py" in texts, "the stacks of the ranks are kept"
+    assert "all_reduce" in texts
+    assert report["hung"]
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("place", ["step", "setup", "checkpointing", "outside"])
+def test_a_stopped_rank_is_found_wherever_it_is(tmp_path: Path, place: str) -> None:
+    """Scenario 11."""
+    (decision,) = run_it(tmp_path, place)
+    told = " ".join(decision.evidence)
+    assert decision.details["cause"] == "hang"
+    assert "stopped by a signal" in told or "rank 1" in told
