@@ -64,6 +64,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     root: FailureRecord | None
     decision: Decision
+    detail: str = ""
+    """What happened, where no worker ended by itself."""
 
 
 def report(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
@@ -101,7 +103,8 @@ def decide(
     decision = attempt.decisions.decide("recovery", Decision, lambda: recover(history, situation))
     _write_down(control, attempt.journal, failed, root, decision)
     attempt.end("failed", exit_code=failed.exit_code, cause=failed.cause, highest_step=failed.highest_step)
-    return Incident(attempt=attempt.number, cause=failed.cause, root=root, decision=decision)
+    detail = failed.message if root is None else ""
+    return Incident(attempt=attempt.number, cause=failed.cause, root=root, decision=decision, detail=detail)
 
 
 def decide_lost(
@@ -140,7 +143,8 @@ def decide_lost(
         end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
         end_attempt(control, fence, lost.number, end)
         journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
-    return Incident(attempt=lost.number, cause=failed.cause, root=None, decision=decision)
+    detail = "the leading node was lost"
+    return Incident(attempt=lost.number, cause=failed.cause, root=None, decision=decision, detail=detail)
 
 
 def learn(attempt: Attempt, timeout: float) -> Incident:
@@ -174,6 +178,9 @@ def _judge(
     found = diagnose(evidence)
     if not (evidence.ends or evidence.hangs or evidence.lost):
         found = Diagnosis(cause=Cause.INFRASTRUCTURE if notice is None else Cause.HANG, rung=evidence.rung)
+    if not found.message:
+        told = [*known.facts, notice.detail if notice is not None else ""]
+        found = msgspec.structs.replace(found, message=told[0])
     now = time.time()
     return PastAttempt(
         number=record.number,
@@ -274,7 +281,7 @@ def _facts(
             facts.append(f"{_ranks(lost)} then lost {'its peer' if len(lost) == 1 else 'their peers'}")
         if rest:
             facts.append(f"{_ranks(rest)} failed too")
-    elif notice.detail:
+    elif notice.detail and notice.kind != "hang":  # of a hang more is known by now
         facts.append(notice.detail)
     if reported < attempt.place.nodes:
         facts.append(f"{attempt.place.nodes - reported} of {attempt.place.nodes} nodes did not report")

@@ -23,30 +23,31 @@ def one_line(incident: Incident, *, step: int | None = None, max_restarts: int |
         decision=incident_line.Decided.of(incident.decision),
         step=step,
         max_restarts=max_restarts,
+        detail=incident.detail,
     )
 
 
 def describe(incident: Incident, run_dir: str) -> str:
-    """An incident and its decision, a line each."""
-    lines = [f"attempt {incident.attempt} failed ({incident.cause})" if incident.cause else "attempt failed"]
-    root = incident.root
+    """What an incident's one line leaves out, a line each."""
+    lines = []
+    root, decision = incident.root, incident.decision
     if root is not None:
-        lines.append(
-            f"root cause: rank {root.rank} on {root.node}, pid {root.pid}: {describe_end(root.exit_code)}"
-        )
+        end = describe_end(root.exit_code)
+        lines.append(f"root cause: rank {root.rank} on {root.node}, pid {root.pid}: {end}")
         if root.message:
             lines.append(f"message:    {root.message}")
         if root.error_file:
             lines.append(f"error file: {root.error_file}")
-    decision = incident.decision
-    if decision.action == Action.RESTART:
-        left = f"{decision.restarts_left} more without progress allowed"
-        lines.append(f"decision:   restart ({left}): {decision.reason}")
-    else:
-        lines.append(f"decision:   stop with code {decision.exit_code}: {decision.reason}")
+    elif incident.detail:
+        lines.append(f"root cause: {incident.detail}")
+    if decision.action in (Action.STOP, Action.REQUEUE):
+        lines.append(f"decision:   {decision.action} with code {decision.exit_code}: {decision.reason}")
         lines.append(f"next:       {next_step(decision.exit_code)}")
         lines.append(f"run:        {run_dir}")
-    return "\n  ".join(lines)
+    else:
+        left = f"{decision.restarts_left} more without progress allowed"
+        lines.append(f"decision:   {decision.action} ({left}): {decision.reason}")
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def next_step(code: int) -> str:

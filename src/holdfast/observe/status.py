@@ -33,7 +33,7 @@ from holdfast.control.operator import Controls, Pin, Request, in_force
 from holdfast.errors import ControlError
 from holdfast.exit_codes import MEANINGS, ExitCode
 from holdfast.journal.render import printable
-from holdfast.launch.history import past_attempts
+from holdfast.launch.history import INCIDENT, past_attempts
 from holdfast.launch.incident_line import Decided, one_line
 from holdfast.observe.tails import batches, last_loss, last_step, nodes_started, rate
 from holdfast.policy.budgets import restarts_left, restarts_without_progress
@@ -272,6 +272,11 @@ def _decided(control: ControlDirectory, number: int) -> Decided | None:
     return Decided.of(found) if found is not None else None
 
 
+def _message(control: ControlDirectory, number: int) -> str:
+    known = read_record(control.attempt(number) / INCIDENT, dict)
+    return str(known.get("message", "")) if known is not None else ""
+
+
 def _last_incident(
     control: ControlDirectory, numbers: list[int], state: str, files: list[str], max_restarts: int | None
 ) -> LastIncident | None:
@@ -296,6 +301,7 @@ def _last_incident(
                 decision=_decided(control, number),
                 step=last_step(control.journal, files, number),
                 max_restarts=max_restarts,
+                detail=_message(control, number),
             )
             return LastIncident(attempt=number, text=text, at=end.at)
     return None
