@@ -49,6 +49,9 @@ class Network:
         """Both directions: pull the plug."""
         _ip("-n", f"{self._tag}hub", "link", "set", f"v{host}", "down")
 
+    def mend(self, host: int) -> None:
+        _ip("-n", f"{self._tag}hub", "link", "set", f"v{host}", "up")
+
     def cut_one_way(self, host: int, other: int) -> None:
         """What `host` sends to `other` is lost; the other direction stays open."""
         _ip("-n", f"{self._tag}n{host}", "route", "add", "blackhole", f"{self.address(other)}/32")

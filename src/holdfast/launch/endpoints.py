@@ -2,7 +2,8 @@
 
 Guarantee: connecting is bounded, and whoever cannot reach an endpoint says which. With several endpoints
 (`--rdzv-endpoint one:29400,two:29400`) the loss of the store's host moves everybody to the next one in the
-list, in the same order everywhere; with one, it ends the launch with a code that says "start it again".
+list, in the same order everywhere, and who comes later goes where they are. With one, it ends the launch with
+a code that says "start it again".
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 DEFAULT_PORT = 29400
+PROBE = 2.0
+"""Seconds to find out whether an endpoint is in use."""
 
 
 class StoreLostError(HoldfastError):
@@ -69,6 +72,12 @@ class Endpoints:
     def exhausted(self) -> bool:
         return self._next >= len(self.all)
 
+    def begin(self) -> TCPStore:
+        """The store to meet in at the start: where the others have moved to, if they had to."""
+        later = [index for index, (host, port) in enumerate(self.all) if index and _answers(host, port)]
+        self._next = max(later, default=0)
+        return self.connect()
+
     def connect(self) -> TCPStore:
         """The store of the next endpoint that answers. Raises StoreLostError when none is left."""
         while not self.exhausted:
@@ -117,6 +126,15 @@ class Endpoints:
         )
         self.port = store.port
         return store
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether somebody listens there already."""
+    try:
+        socket.create_connection((host, port), timeout=PROBE).close()
+    except OSError:
+        return False
+    return True
 
 
 def is_this_machine(host: str) -> bool:

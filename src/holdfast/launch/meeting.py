@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
@@ -115,12 +115,11 @@ class MeetingHandler(RendezvousHandler):
         self._members: list[rounds.Member] = []
         self._pulses: dict[str, tuple[int, float]] = {}
         self._looked = 0.0
-        self._connect()
+        self._connect(endpoints.begin())
 
     # -- the store ----------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        store = self._endpoints.connect()
+    def _connect(self, store: TCPStore) -> None:
         self._store: Any = PrefixStore(f"holdfast.{self._run_id}.{self._endpoints.index}", store)
         own = store.clone() if hasattr(store, "clone") else store
         prefix = PrefixStore(f"holdfast.{self._run_id}.{self._endpoints.index}", own)
@@ -140,7 +139,7 @@ class MeetingHandler(RendezvousHandler):
         self._pulse.stop()
         self._endpoints.failures.append(f"{self._endpoints.name}: {why}")
         self._agent, self._round, self._members, self.gone = uuid.uuid4().hex[:12], 0, [], {}
-        self._connect()
+        self._connect(self._endpoints.connect())
 
     def _ask(self, call: Callable[[], R]) -> R:
         try:

@@ -1,0 +1,53 @@
+"""Random faults of mixed kinds against one run: it ends as if nothing had happened, or says why not."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from harness import finish, holdfast
+from holdfast.drill.compare import compare_checkpoints
+from namespaces import missing, network
+from soak import EXAMPLE, INTERVAL, NODES, Soak
+
+
+def soak(tmp_path: Path, *, faults: int, seed: int, partitions: bool) -> None:
+    place = tmp_path / "soak"
+    place.mkdir()
+    with contextlib.ExitStack() as stack:
+        net = stack.enter_context(network(len(NODES))) if partitions else None
+        world = Soak(place, faults=faults, seed=seed, net=net)
+        report = world.run()
+    print(report)
+    (tmp_path / "report.txt").write_text(f"{report}\n")
+    assert report.problems == [], report
+    assert len(report.faults) == faults
+    assert report.attempts <= 4 * faults + 4, report
+    reference = finish(
+        holdfast(
+            "run", "--run-dir", "reference", "--nproc-per-node", str(len(NODES)),
+            "--set", f"checkpoint.interval={10 * INTERVAL}", EXAMPLE,
+            f"--steps={world.steps}", "--device=cpu", "--parallel=fsdp",
+        ),
+        cwd=tmp_path, timeout=400, env={"CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert reference.code == 0, reference.text
+    (undisturbed,) = (tmp_path / "reference" / "checkpoints").glob(f"step_{world.steps:08d}-*")
+    differences = [one for one in compare_checkpoints(world.final(), undisturbed) if not one.equal]
+    assert differences == [], f"{differences}\n{report}"
+
+
+def test_a_few_random_faults_leave_no_trace_in_the_parameters(tmp_path: Path) -> None:
+    soak(tmp_path, faults=5, seed=1, partitions=False)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("seed", [11, 12])
+def test_many_random_faults_leave_no_trace_in_the_parameters(tmp_path: Path, seed: int) -> None:
+    """With partitions where this machine can have them: 60 faults each, of eight kinds."""
+    why = missing()
+    if why:
+        print(f"without partitions: {why}")
+    soak(tmp_path, faults=60, seed=seed, partitions=not why)
