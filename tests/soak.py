@@ -2,7 +2,8 @@
 
 The soak plays the world around the run: it breaks things, starts again an agent that has ended (as a
 scheduler or a person would), and after a documented stop resets the budget and launches once more. What it
-asserts is in `test_soak.py`. Everything random comes from the seed, but not the moments at which processes run.
+asserts is in `test_soak.py`. Everything random comes from the seed, but for the moments at which processes
+run.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ RESUMABLE = (
 )  # fmt: skip
 PATIENCE = 150.0
 """Seconds without a commit after which the soak has found something that does not end."""
+
+
+def model(steps: int) -> list[str]:
+    """The example's arguments: small, so that the faults take the time and not the steps."""
+    return [f"--steps={steps}", "--device=cpu", "--parallel=ddp", "--layers=1", "--dim=32"]
 
 
 @dataclass
@@ -90,8 +96,7 @@ class Soak:
         began = time.monotonic()
         try:
             self._await_commit("the first commit")
-            for _ in range(self._faults):
-                kind = self._rng.choice(self._kinds)
+            for kind in self._order():
                 self.report.faults.append(kind)
                 broken = time.monotonic()
                 self._break(kind)
@@ -113,6 +118,13 @@ class Soak:
             self.report.problems.append(f"directories left behind: {left_over}")
         return self.report
 
+    def _order(self) -> list[str]:
+        """All kinds in turn, shuffled anew each time."""
+        chosen: list[str] = []
+        while len(chosen) < self._faults:
+            chosen += self._rng.sample(self._kinds, len(self._kinds))
+        return chosen[: self._faults]
+
     def _start(self, name: str) -> None:
         index = NODES.index(name)
         settings = {
@@ -130,7 +142,7 @@ class Soak:
             "run", "--run-dir", "run", "--nnodes", str(len(NODES)), "--rdzv-backend", "c10d",
             "--rdzv-endpoint", endpoint, "--rdzv-id", "soak", "--rdzv-conf", "join_timeout=60",
             "--local-addr", self._address(index), *flags,
-            TRAIN, EXAMPLE, f"--steps={self.steps}", "--device=cpu", "--parallel=fsdp",
+            TRAIN, EXAMPLE, *model(self.steps),
         )  # fmt: skip
         environment = {"TMPDIR": str(self._tmp), "SOAK_FAULTS": str(self._orders), "CUDA_VISIBLE_DEVICES": ""}
         if self._net is not None:
@@ -176,7 +188,7 @@ class Soak:
         """What a person does after a stop."""
         self.report.resets += 1
         asked = finish(
-            holdfast("control", "reset-budget", "run", "--reason", "soak", "--yes"), cwd=self.cwd, timeout=60
+            holdfast("control", "reset-budget", "run", "--reason", "soak"), cwd=self.cwd, timeout=60
         )
         if asked.code != 0:
             self.report.problems.append(f"reset-budget: {asked.text}")

@@ -10,7 +10,7 @@ import pytest
 from harness import finish, holdfast
 from holdfast.drill.compare import compare_checkpoints
 from namespaces import missing, network
-from soak import EXAMPLE, INTERVAL, NODES, Soak
+from soak import EXAMPLE, INTERVAL, NODES, Soak, model
 
 
 def soak(tmp_path: Path, *, faults: int, seed: int, partitions: bool) -> None:
@@ -29,7 +29,7 @@ def soak(tmp_path: Path, *, faults: int, seed: int, partitions: bool) -> None:
         holdfast(
             "run", "--run-dir", "reference", "--nproc-per-node", str(len(NODES)),
             "--set", f"checkpoint.interval={10 * INTERVAL}", EXAMPLE,
-            f"--steps={world.steps}", "--device=cpu", "--parallel=fsdp",
+            *model(world.steps),
         ),
         cwd=tmp_path, timeout=400, env={"CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
@@ -40,7 +40,7 @@ def soak(tmp_path: Path, *, faults: int, seed: int, partitions: bool) -> None:
 
 
 def test_a_few_random_faults_leave_no_trace_in_the_parameters(tmp_path: Path) -> None:
-    soak(tmp_path, faults=5, seed=1, partitions=False)
+    soak(tmp_path, faults=4, seed=3, partitions=False)
 
 
 @pytest.mark.drill
