@@ -21,6 +21,7 @@ import msgspec
 
 from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.metadata import MetadataError
+from holdfast.control.marks import AGENT
 from holdfast.errors import HoldfastError
 from holdfast.journal.events import Line, WorkersStarted
 
@@ -112,12 +113,17 @@ def _send(pid: int, rank: int, number: int) -> None:
 
 
 def _check_identity(pid: int, rank: int) -> None:
-    """A process id may have been given to somebody else since: never signal a stranger."""
+    """A process id may have been given to somebody else since: never signal a stranger.
+
+    A worker is a child of the agent whose mark is in the environment that it, or what it was forked from, was
+    started with.
+    """
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError as error:
         raise FaultError(f"cannot kill rank {rank}: its process {pid} is gone: {error.strerror}") from error
-    if f"RANK={rank}".encode() not in environment:
+    if not any(entry.startswith(f"{AGENT}={parent}.".encode()) for entry in environment):
         raise FaultError(f"cannot kill rank {rank}: process {pid} is not its worker any more")
 
 
