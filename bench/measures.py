@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import node_loss
 import torch.distributed.checkpoint as dcp
 from workload import Weights
 
@@ -241,6 +242,16 @@ def _launch(work: Path, command: list[str]) -> tuple[float, float]:
         for path in (log, output):
             path.unlink(missing_ok=True)
         shutil.rmtree(work / "launched", ignore_errors=True)
+
+
+def node_lost(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds from the loss of one of three nodes until the workers of the other two have begun again."""
+    del size_mib
+    found: Samples = ([], [])
+    for turn in range(min(repeat, 3)):  # torch takes most of a minute
+        for kept, ours in ((found[0], True), (found[1], False)):
+            kept.append(node_loss.once(ours, work / f"node-loss-{turn}-{ours}"))
+    return found
 
 
 def monitor(work: Path, size_mib: int, repeat: int) -> Samples:

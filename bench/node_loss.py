@@ -8,16 +8,11 @@ killed alone is not noticed by torch at all: its worker lives on.)
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import signal
-import socket
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -95,22 +90,3 @@ def once(ours: bool, place: Path) -> float:
         for words in seen(log, 3) + seen(log, 2):
             with contextlib.suppress(ProcessLookupError):  # torch's outlive their agents
                 os.kill(int(words[4]), signal.SIGKILL)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    wanted = parser.parse_args()
-    socket.setdefaulttimeout(60)
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        samples: dict[str, list[float]] = {"ours": [], "torch": []}
-        for number in range(wanted.repeats):
-            for name in samples:
-                samples[name].append(once(name == "ours", root / f"{name}{number}"))
-    ours, theirs = (statistics.median(samples[name]) for name in ("ours", "torch"))
-    print(json.dumps({**samples, "ratio": ours / theirs}))
-
-
-if __name__ == "__main__":
-    main()

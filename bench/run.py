@@ -85,6 +85,14 @@ BENCHMARKS = {
     "launch": Benchmark(
         "two workers launched: until their first all-reduce", measures.launched, "torchrun", "s", 1.0, "ratio"
     ),
+    "node-loss": Benchmark(
+        "one node of three dies: until the other two train again",
+        measures.node_lost,
+        "torch elastic",
+        "s",
+        0.3,
+        "ratio",
+    ),
     "step": Benchmark(
         "cost of a step with nothing to do", measures.step, "bare for loop", "us", 50.0, "ours"
     ),

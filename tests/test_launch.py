@@ -300,6 +300,10 @@ def test_a_node_that_joins_later_regroups_without_using_up_a_restart(tmp_path: P
         (["--nnodes", "two", STEP], "MIN:MAX"),
         (["--set", "launch.max_restart=1", STEP], "launch.max_restarts"),
         (["--max-restarts", "-1", STEP], "launch.max_restarts = "),
+        (
+            ["--nnodes", "2", "--set", "launch.node_timeout=30", STEP],
+            "launch.node_timeout < control.lease_ttl",
+        ),
         (["nowhere.py"], "there is no script nowhere.py"),
         (["--no-python", "no-such-program-here"], "no such program"),
     ],

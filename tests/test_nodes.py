@@ -62,6 +62,22 @@ def test_a_killed_agent_is_noticed_at_once_and_the_others_go_on(tmp_path: Path) 
     assert [(one.nodes, one.world_size) for one in started] == [(2, 2), (1, 1)]
 
 
+def test_a_node_that_is_told_to_stop_leaves_and_the_others_go_on(tmp_path: Path) -> None:
+    """Case pytorch#67742: SIGTERM to one agent is a scale-down, not a failure, and uses up no restart."""
+    with cluster(tmp_path, "1:2") as group:
+        group.start("a")
+        group.start("b")
+        group.wait_for_workers(1, 2)
+        leader, other = leads(tmp_path), "ab".replace(leads(tmp_path), "")
+        group.agents[other].signal(signal.SIGTERM)
+        finish_all(group, other, 128 + signal.SIGTERM)
+        finish_all(group, leader)
+    assert outcomes(tmp_path) == ["failed", "finished"]
+    (decision,) = journalled(tmp_path, events.Decision)
+    assert decision.details["cause"] == "preemption"
+    assert decision.details["restarts_left"] == 3
+
+
 def test_a_stopped_agent_is_lost_after_its_timeout(tmp_path: Path) -> None:
     """Nothing closes when a node hangs or is cut off; its silence has to do. Its workers are fenced off."""
     with cluster(tmp_path, "1:2") as group:

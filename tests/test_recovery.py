@@ -17,7 +17,6 @@ from holdfast.policy.recovery import (
     AT_IMPORT,
     CAPACITY_WAIT,
     INCURABLE,
-    PAUSE_LIMIT,
     Action,
     Decision,
     Situation,
@@ -433,15 +432,6 @@ def test_an_error_right_after_a_resume_is_tried_once_from_below_and_then_is_the_
 
 
 # -- operators -------------------------------------------------------------------------------------------
-
-
-def test_a_pause_holds_what_would_go_on_but_not_a_stop_and_not_for_ever() -> None:
-    held = decide(failed(), paused=True)
-    assert (held.action, held.wait_seconds, held.exit_code) == (Action.WAIT, PAUSE_LIMIT, 0)
-    assert decide(failed(), paused=True, paused_for=PAUSE_LIMIT - 9).wait_seconds == 9
-    assert stopped(decide(failed(), paused=True, paused_for=PAUSE_LIMIT)) == ExitCode.PAUSED_TOO_LONG
-    assert stopped(decide(failed(exit_code=17), paused=True)) == 17
-    assert decide(failed(), paused=False, paused_for=50).action is Action.RESTART
 
 
 def test_a_reset_budget_counts_from_there_on() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
 from holdfast.config import Effective, Settings, load, parse_assignments
 from holdfast.control.limits import check_timeouts
-from holdfast.errors import UsageError
+from holdfast.errors import ConfigError, UsageError
 
 BACKENDS = ("c10d", "static")
 
@@ -105,6 +105,7 @@ def parse(argv: Sequence[str]) -> Options:
     settings = effective.settings
     args.max_restarts = settings.launch.max_restarts
     _choose_rendezvous(parser, args)
+    _check_nodes(args, settings)
     _check_script(args)
     return Options(args, effective, config, command_line)
 
@@ -152,6 +153,17 @@ def _choose_rendezvous(parser: ArgumentParser, args: Namespace) -> None:
         )
     if args.master_port is None:
         args.master_port = 29500
+
+
+def _check_nodes(args: Namespace, settings: Settings) -> None:
+    """A node that is cut off must end its workers before another group may take the run over."""
+    timeout, lease = settings.launch.node_timeout, settings.control.lease_ttl
+    if parse_min_max_nnodes(args.nnodes)[1] > 1 and timeout >= lease:
+        raise ConfigError(
+            f"launch.node_timeout = {timeout:g} with control.lease_ttl = {lease:g}: a node that is cut off "
+            "would still train when another group takes the run over; the right order is "
+            "launch.node_timeout < control.lease_ttl"
+        )
 
 
 def _check_script(args: Namespace) -> None:

@@ -35,8 +35,6 @@ from holdfast.policy.variation import Tried
 CAPACITY_WAIT = 600.0
 """Seconds to wait for nodes that are missing: longer than one takes to boot, shorter than it pays to hold the
 others idle."""
-PAUSE_LIMIT = 24 * 3600.0
-"""Seconds that a pause by an operator may hold a run's nodes idle."""
 AT_IMPORT = 120.0
 """Seconds within which a script that got nowhere counts as failed at its start: importing torch on many nodes
 from a network file system takes as long."""
@@ -81,10 +79,6 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     capacity_wait: float = CAPACITY_WAIT
     waited: float = 0.0
     """Seconds that were spent waiting for capacity since it failed."""
-    paused: bool = False
-    """Whether an operator paused recovery."""
-    paused_for: float = 0.0
-    """Seconds that were spent in that pause since it failed."""
     budget_reset: int = 0
     """Attempts up to this number are forgiven: an operator reset the budget after them."""
 
@@ -168,8 +162,6 @@ class _Case:
         decision = next((found for rule in rules if (found := rule()) is not None), None)
         if decision is None:
             decision = self._give_up()
-        if self._now.paused and decision.action is not Action.STOP:
-            return self._pause()
         return decision
 
     # -- what a restart would not cure ----------------------------------------------------------------------
@@ -395,14 +387,6 @@ class _Case:
 
     def _wait(self, seconds: float, reason: str) -> Decision:
         return self._end(Action.WAIT, 0, reason, wait_seconds=seconds, avoid=self._tried.avoid)
-
-    def _pause(self) -> Decision:
-        rest = PAUSE_LIMIT - self._now.paused_for
-        if rest > 0:
-            return self._wait(rest, "an operator paused recovery")
-        return self._stop(
-            ExitCode.PAUSED_TOO_LONG, f"an operator paused recovery, for more than {PAUSE_LIMIT / 3600:g} h"
-        )
 
     def _may_requeue(self) -> bool:
         return self._now.can_requeue and self._tried.requeues < MAX_REQUEUES
