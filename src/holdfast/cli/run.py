@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 
 import typer
 
@@ -24,7 +26,21 @@ def run(ctx: typer.Context) -> None:
 
         if quiet:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
-        raise typer.Exit(main(ctx.args, parent))
+        code = main(ctx.args, parent)
     finally:
         if parent is not None:
             parent.close()
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """End this process, although threads of it may still wait for a store whose host was cut off.
+
+    They wait in C++ without the interpreter's lock. When the interpreter goes down under them it ends them on
+    their return, which C++ takes for a fatal error: the exit code would be that of an abort.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise typer.Exit(code)

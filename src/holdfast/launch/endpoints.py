@@ -74,9 +74,17 @@ class Endpoints:
 
     def begin(self) -> TCPStore:
         """The store to meet in at the start: where the others have moved to, if they had to."""
-        later = [index for index, (host, port) in enumerate(self.all) if index and _answers(host, port)]
-        self._next = max(later, default=0)
+        self.look_ahead()
         return self.connect()
+
+    def look_ahead(self) -> str:
+        """Where others meet, if that is at a later endpoint than this one: `connect` goes there next."""
+        for index in range(len(self.all) - 1, max(self.index, 0), -1):
+            host, port = self.all[index]
+            if _answers(host, port):
+                self._next = index
+                return f"{host}:{port}"
+        return ""
 
     def connect(self) -> TCPStore:
         """The store of the next endpoint that answers. Raises StoreLostError when none is left."""

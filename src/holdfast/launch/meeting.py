@@ -114,7 +114,8 @@ class MeetingHandler(RendezvousHandler):
         self._round = 0
         self._members: list[rounds.Member] = []
         self._pulses: dict[str, tuple[int, float]] = {}
-        self._looked = 0.0
+        self._looked = self._looked_elsewhere = 0.0
+        self._elsewhere = ""
         self._connect(endpoints.begin())
 
     # -- the store ----------------------------------------------------------------------------------------
@@ -139,6 +140,7 @@ class MeetingHandler(RendezvousHandler):
         self._pulse.stop()
         self._endpoints.failures.append(f"{self._endpoints.name}: {why}")
         self._agent, self._round, self._members, self.gone = uuid.uuid4().hex[:12], 0, [], {}
+        self._elsewhere = ""
         self._connect(self._endpoints.connect())
 
     def _ask(self, call: Callable[[], R]) -> R:
@@ -189,7 +191,7 @@ class MeetingHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round; StopRun if the run is over, RendezvousTimeoutError or StoreLostError."""
-        began = time.monotonic()
+        began = self._looked_elsewhere = time.monotonic()
         meeting = self._arrive()
         told = ""
         enough_since: float | None = None
@@ -215,6 +217,8 @@ class MeetingHandler(RendezvousHandler):
             if not parked and time.monotonic() - began > self._join_timeout:
                 raise RendezvousTimeoutError(self._who_is_missing(meeting))
             self._look_after(meeting, enough_since)
+            if not parked:
+                self._look_elsewhere()
             if self._pulse.lost:
                 raise StoreLostError(f"the store at {self._endpoints.name} is lost: {self._pulse.lost}")
             time.sleep(SLOW_POLL if parked else POLL)
@@ -265,6 +269,19 @@ class MeetingHandler(RendezvousHandler):
             silent = self._silent(meeting)
             if silent:
                 self._change(lambda m: rounds.remove(m, silent))
+
+    def _look_elsewhere(self) -> None:
+        """After a cut, some may have moved to a later endpoint while others never lost theirs.
+
+        Who waits, and finds that somebody meets there, goes there too; nobody ever moves back.
+        """
+        now = time.monotonic()
+        if now - self._looked_elsewhere < self._node_timeout:
+            return
+        self._looked_elsewhere = now
+        self._elsewhere = self._endpoints.look_ahead()
+        if self._elsewhere:
+            raise StoreLostError(f"the other nodes meet at {self._elsewhere}")
 
     def _patience(self, meeting: Meeting) -> float:
         """How long to wait for more than enough nodes: only at the start, later ones can join at any time.
@@ -328,6 +345,8 @@ class MeetingHandler(RendezvousHandler):
 
     def look_at_store(self) -> str:
         """Ask the store once: why it counts as lost; empty if it answers."""
+        if self._elsewhere:
+            return f"the other nodes meet at {self._elsewhere}"
         with contextlib.suppress(StoreLostError):
             self._read()
             return self._pulse.lost
