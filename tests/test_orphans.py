@@ -261,10 +261,10 @@ def test_what_sigkill_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         os, "killpg", lambda pid, number: real(pid, number) if number != signal.SIGKILL else None
     )
     monkeypatch.setattr(workers, "KILL_TIMEOUT", 0.5)
-    argv = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+    argv = [sys.executable, "-c", "import signal, time; signal.signal(15, lambda *_: None); time.sleep(600)"]
     with subprocess.Popen(argv, start_new_session=True) as process:
         try:
-            wait_until(lambda: processes.catches(process.pid, 2), 30, "Python has started")
+            wait_until(lambda: processes.catches(process.pid, 15), 30, "Python has started")
             wait_until(
                 lambda: "time.sleep" in " ".join(processes.arguments(process.pid)), 30, "it is executed"
             )

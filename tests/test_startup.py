@@ -14,7 +14,7 @@ from harness import finish, holdfast
 
 BUDGET = 0.3
 """Seconds."""
-TRIES = 5
+TRIES = 10
 
 QUICK = {
     "import holdfast": [sys.executable, "-c", "import holdfast"],
@@ -39,7 +39,7 @@ def processor_seconds(argv: list[str], cwd: Path) -> float:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_it_starts_within_its_budget(name: str, tmp_path: Path) -> None:
-    """The best of five tries counts, and processor time, so that other work here is not taken for ours."""
+    """The best of ten tries counts, and processor time, so that other work here is not taken for ours."""
     seconds: list[float] = []
     while len(seconds) < TRIES and min(seconds, default=BUDGET) >= BUDGET:
         seconds.append(processor_seconds(QUICK[name], tmp_path))

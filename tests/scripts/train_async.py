@@ -1,4 +1,4 @@
-"""train_tiny.py with asynchronous saves, whose writers are slow_writer.py."""
+"""train_tiny.py with asynchronous saves, whose writers are slow (slow_writer/sitecustomize.py)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train_tiny
 
 from holdfast.checkpoint import writer_client
+from holdfast.control.marks import outliving
 
-SLOW = str(Path(__file__).resolve().parent / "slow_writer.py")
+SLOW = str(Path(__file__).resolve().parent / "slow_writer")
+WRITER = "holdfast.checkpoint.writer_process"
 
 
 def spawn(descriptor: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, SLOW, str(descriptor)],
+        [sys.executable, "-m", WRITER, str(descriptor)],
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
+        env={**outliving(WRITER), "PYTHONPATH": SLOW},
         start_new_session=True,
     )
 
