@@ -47,6 +47,7 @@ from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, RunFinished, Warned
 from holdfast.policy.timeouts import CHECKPOINTING, LOADING, SETUP, STEP
 from holdfast.worker.assembly import make_saving
+from holdfast.worker.beats import Beats
 from holdfast.worker.crash import install_crash_hook
 from holdfast.worker.data import DataFeed
 from holdfast.worker.measured import measured_before
@@ -71,6 +72,10 @@ class Run:
     """One process's part in a run. Settings as keywords are spelt `<section>_<key>`."""
 
     def __init__(self, file: str | os.PathLike[str] | None = None, /, **settings: object) -> None:
+        self._crash: BaseException | None = None
+        self._member: Membership | None = None
+        self._beats = Beats()
+        install_crash_hook(self._on_crash)  # first: wrong settings, too, end a rank with their own code
         self._launched = LaunchInfo.from_environment(os.environ)
         self._effective = config.load(
             _one_config(file, self._launched),
@@ -86,14 +91,11 @@ class Run:
         self._schedule = SaveSchedule(self.settings.checkpoint.interval, self.settings.checkpoint.mtbf_hours)
         self._feed: DataFeed | None = None
         self._group: Group | None = None
-        self._member: Membership | None = None
         self._saving: Saving | None = None
         self._lost = ""
         self._closed = False
         self._in_step = self._looping = False
         self._versions = current_versions(self.settings)
-        self._crash: BaseException | None = None
-        install_crash_hook(self._on_crash)
 
     # --- before the first step ------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""`holdfast run`: torch elastic's agent and rendezvous, with recovery that is decided once and ends."""
+"""`holdfast run`: torch elastic's agent, a meeting of nodes, and recovery that is decided once and ends."""

@@ -1,9 +1,8 @@
 """The agent of one node: torch's LocalElasticAgent with a run loop of its own.
 
-torch's parts stay: the rendezvous, the ranks, the environment and the start of workers. What differs is what
-happens when something ends. torch's loop counts restarts per node and in memory, waits a literal 30 seconds
-for workers that ignore SIGTERM, and lets the next attempt read the last one's store. Here an incident is
-reported by all nodes, decided once, and followed by an attempt with its own number, epoch and store.
+torch's store, environment and logs of workers stay. How nodes meet (meeting.py), how workers start
+(starting.py) and what happens when something ends differ: an incident is reported by all nodes, decided once,
+and followed by an attempt with its own number, epoch and store.
 
 Guarantee: every wait in here has a deadline or ends with a signal, and workers are gone before the agent acts
 on their end.
@@ -261,7 +260,9 @@ class HoldfastAgent(LocalElasticAgent):
             while code is None:
                 self._attempt = None
                 self._signals.check()
-                code = self._live_once()
+                code = self._hold() if self._rounds else None
+                if code is None:
+                    code = self._live_once()
         except (Interrupted, SignalException) as interrupt:
             number = getattr(interrupt, "sigval", signal.SIGTERM)
             code = self._stopped(self._signals.received or number)
@@ -273,6 +274,15 @@ class HoldfastAgent(LocalElasticAgent):
         if code == ExitCode.OK:
             return RunResult(state=WorkerState.SUCCEEDED, return_values=ranks)
         return RunResult(state=WorkerState.FAILED)
+
+    def _hold(self) -> int | None:
+        """Between two attempts: wait while an operator has paused recovery; an exit code if for too long."""
+        control, longest = self._context.control, self._settings.launch.max_pause
+        if wait_while_paused(control, longest, check=self._signals.check, tell=say):
+            return None
+        code = ExitCode.PAUSED_TOO_LONG
+        self._tell_meeting(code, f"recovery stayed paused for {longest:g} s")
+        return code
 
     def _live_once(self) -> int | None:
         """One attempt: an exit code, or None for another one."""
@@ -391,11 +401,6 @@ class HoldfastAgent(LocalElasticAgent):
             self._recovery.tell(incident)
         if decision.action in (Action.STOP, Action.REQUEUE):
             return self._leave(attempt, decision.exit_code)
-        goes_on = wait_while_paused(
-            attempt.control, self._settings.launch.max_pause, check=self._signals.check, tell=say
-        )
-        if not goes_on:
-            return self._leave(attempt, ExitCode.PAUSED_TOO_LONG)
         attempt.close()
         return None
 

@@ -97,14 +97,23 @@ def decide(
     root = root_cause(failures) if failures else None
     record = read_attempt(control, attempt.number)
     failed = _judge(control, record, failures, settings, known, notice)
+    if root is not None and failed.exit_code != root.exit_code:
+        root = None  # what ended it was no worker's own end
     facts = [*_facts(attempt, notice, root, failures, reported), *known.facts]
     situation = _situation(control, failed, settings, known, facts)
     history = past_attempts(control, before=attempt.number)
     decision = attempt.decisions.decide("recovery", Decision, lambda: recover(history, situation))
     _write_down(control, attempt.journal, failed, root, decision)
     attempt.end("failed", exit_code=failed.exit_code, cause=failed.cause, highest_step=failed.highest_step)
-    detail = failed.message if root is None else ""
-    return Incident(attempt=attempt.number, cause=failed.cause, root=root, decision=decision, detail=detail)
+    return _incident(failed, root, decision)
+
+
+def _incident(failed: PastAttempt, root: FailureRecord | None, decision: Decision) -> Incident:
+    """With the worker that it came from, unless it came from none: then the others only followed."""
+    if root is not None and failed.exit_code != root.exit_code:
+        root = None
+    detail = "" if root is not None else failed.message
+    return Incident(attempt=failed.number, cause=failed.cause, root=root, decision=decision, detail=detail)
 
 
 def decide_lost(
@@ -143,8 +152,7 @@ def decide_lost(
         end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
         end_attempt(control, fence, lost.number, end)
         journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
-    detail = "the leading node was lost"
-    return Incident(attempt=lost.number, cause=failed.cause, root=None, decision=decision, detail=detail)
+    return _incident(failed, None, decision)
 
 
 def learn(attempt: Attempt, timeout: float) -> Incident:
@@ -281,8 +289,11 @@ def _facts(
             facts.append(f"{_ranks(lost)} then lost {'its peer' if len(lost) == 1 else 'their peers'}")
         if rest:
             facts.append(f"{_ranks(rest)} failed too")
-    elif notice.detail and notice.kind != "hang":  # of a hang more is known by now
-        facts.append(notice.detail)
+    else:
+        if notice.detail and notice.kind != "hang":  # of a hang more is known by now
+            facts.append(notice.detail)
+        if failures:
+            facts.append(f"{_ranks([str(failure.rank) for failure in failures])} failed after that")
     if reported < attempt.place.nodes:
         facts.append(f"{attempt.place.nodes - reported} of {attempt.place.nodes} nodes did not report")
     return facts

@@ -14,7 +14,7 @@ from holdfast.control.attempts import FailureRecord
 from holdfast.journal.render import plural, printable
 from holdfast.policy.recovery import describe_end
 
-MESSAGE_LIMIT = 160
+MESSAGE_LIMIT = 240
 
 _ACTIONS = {
     "restart": "restart",

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 
 from holdfast.launch.forked_worker import Chance, Worker, die_with
 from holdfast.launch.messages import Message, receive, send
+from holdfast.worker.crash import write_error_file
 
 ADOPTION = 30.0
 """Seconds for a worker to become the agent's child."""
@@ -267,6 +268,8 @@ if __name__ == "__main__":
                 vars(sys.modules["__main__"]),
             )
     except BaseException as _error:
+        if isinstance(_error, Exception):  # also one from before there is a Run, which would write it
+            write_error_file(_error)
         if _error.__traceback__ is not None:
             _error.__traceback__ = _error.__traceback__.tb_next
         raise

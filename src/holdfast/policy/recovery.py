@@ -386,7 +386,8 @@ class _Case:
         return self._end(Action.STOP, code, reason)
 
     def _wait(self, seconds: float, reason: str) -> Decision:
-        return self._end(Action.WAIT, 0, reason, wait_seconds=seconds, avoid=self._tried.avoid)
+        turn, avoid = self._failed.rotation, self._tried.avoid
+        return self._end(Action.WAIT, 0, reason, wait_seconds=seconds, rotate_by=turn, avoid=avoid)
 
     def _may_requeue(self) -> bool:
         return self._now.can_requeue and self._tried.requeues < MAX_REQUEUES

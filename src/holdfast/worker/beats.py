@@ -208,6 +208,10 @@ class Beats:
         self._state.sectioned = self._state.trained = True
         self._tell(now)
 
+    def open_sections(self) -> list[str]:
+        """The sections that are open now, the outermost first."""
+        return [entry.name for entry in list(self._state.sections)]
+
     def close(self) -> None:
         """Say good-bye and hang up."""
         if self._socket is None:

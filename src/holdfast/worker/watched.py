@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,7 +25,9 @@ log = logging.getLogger("holdfast")
 
 
 def start_beats(
-    effective: Effective, launched: LaunchInfo | None, testify: Callable[[], bytes] = testimony.testify
+    effective: Effective,
+    launched: LaunchInfo | None,
+    testify: Callable[[Sequence[str]], bytes] = testimony.testify,
 ) -> Beats:
     """Begin to be watched, in section `setup`; without a launcher, say what that leaves unprotected."""
     if launched is None:
@@ -41,7 +43,7 @@ def start_beats(
 
     def answer(kept: testimony.Installed | None = stacks) -> bytes:
         del kept  # the signal's file must stay open for as long as somebody may ask
-        return testify()
+        return testify(beats.open_sections())
 
     beats = Beats.connect(launched.monitor, limits_of(effective), learn=learn, testify=answer)
     beats.enter(SETUP)
