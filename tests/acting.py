@@ -6,10 +6,12 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from commands import command
 from harness import REPO, Job, Result, finish, holdfast, wait_until
 from holdfast.control.attempts import AttemptRecord, EndRecord, ends_of
 from holdfast.control.directory import ControlDirectory
@@ -17,6 +19,8 @@ from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 
 ACTS = str(REPO / "tests" / "scripts" / "acts.py")
+TORCHS_OWN = "torchinductor_"
+"""How a cache that torch keeps under the temporary directory begins."""
 MOMENT = 20.0
 """Seconds for what should happen at once, on a machine whose cores others may have for a while."""
 
@@ -45,24 +49,22 @@ class Place:
     def wrap(self, **more: str) -> Any:
         """For `Cluster.start`: an agent in this environment."""
         words = [f"{name}={value}" for name, value in self.environment(**more).items()]
-        return lambda command: ["env", *words, *command]
+        return lambda argv: ["env", *words, *argv]
 
     def launch(self, *flags: str, acts: str, name: str = "n", run: str = "run") -> list[str]:
         plain = ("--no-preload", "--set", f"launch.node_name={name}", "--set", "launch.stop_grace=0.3")
         return holdfast("run", "--run-dir", run, *plain, *flags, ACTS, acts, "log")
 
-    def finish(self, command: list[str], timeout: float = 90.0, **more: str) -> Result:
-        return finish(command, cwd=self.cwd, env=self.environment(**more), timeout=timeout)
+    def finish(self, argv: list[str], timeout: float = 90.0, **more: str) -> Result:
+        return finish(argv, cwd=self.cwd, env=self.environment(**more), timeout=timeout)
 
-    def control(self, *words: str, timeout: float = 60.0) -> Result:
+    def control(self, action: str, *words: str) -> None:
         """`holdfast control …`, which must be recorded."""
-        done = finish(holdfast("control", *words), cwd=self.cwd, timeout=timeout)
+        done = command("control", action, self.cwd / "run", *words)
         assert done.code == 0, done.text
-        return done
 
     def status(self) -> dict[str, Any]:
-        found = finish(holdfast("status", "run", "--json"), cwd=self.cwd)
-        told = json.loads(found.out)
+        told = json.loads(command("status", self.cwd / "run", "--json").out)
         assert isinstance(told, dict)
         return told
 
@@ -107,6 +109,14 @@ class Place:
         (self.cwd / gate).touch()
 
 
+def stays(condition: Callable[[], bool], what: str, seconds: float = 1.5) -> None:
+    """What must not happen has this long to happen."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert condition(), what
+        time.sleep(0.05)
+
+
 def _listening() -> set[int]:
     """Ports of this machine on which somebody listens."""
     found: set[int] = set()
@@ -135,7 +145,8 @@ def nothing_left(place: Place) -> None:
         return found
 
     wait_until(lambda: not living(), MOMENT, f"the end of {living()}")
-    left = sorted(str(path.relative_to(place.tmp)) for path in place.tmp.rglob("*"))
+    there = [path.relative_to(place.tmp) for path in place.tmp.rglob("*")]
+    left = sorted(str(path) for path in there if not path.parts[0].startswith(TORCHS_OWN))
     assert not left, f"left under the temporary directory: {left}"
     if (place.cwd / "run").is_dir():
         masters = [one.master for one in place.journalled(events.WorkersStarted)]

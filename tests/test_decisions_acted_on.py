@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from acting import ACTS, Place, clean_place
-from harness import job, wait_until
+from acting import ACTS, Place, clean_place, stays
+from harness import REPO, holdfast, job, wait_until
+from holdfast.checkpoint.ladder import AVOIDED
+from holdfast.control.attempts import latest_head
 from holdfast.exit_codes import ExitCode
+from holdfast.journal import events
 from holdfast.policy.budgets import MOST_IDENTICAL, RERUNS
 from nodes import Cluster, cluster
 
+RUNG = str(REPO / "tests" / "scripts" / "train_rung.py")
 ECC = "error:RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
 
@@ -94,11 +98,13 @@ def test_a_device_that_names_itself_stays_out_until_it_is_readmitted(place: Plac
         (told,) = place.status()["exclusions"]
         assert (told["node"], told["device"], told["by"]) == ("n", "1", "recovery")
         assert "uncorrectable ECC" in told["reason"]
-        place.control("readmit", "run", "n", "--device", "1", "--reason", "swapped")
+        place.control("readmit", "n", "--device", "1", "--reason", "swapped")
+        place.control("exclude", "n", "--device", "0", "--reason", "its fan is loud", "--by", "alice")
         os.kill(begun[0].pid, signal.SIGKILL)
         assert running.wait(60).code == 0, running.output().text
-    assert {one.devices for one in place.seen(4)} == {"0,1,2"}
-    assert place.status()["exclusions"] == []
+    assert {one.devices for one in place.seen(4)} == {"1,2"}
+    (told,) = place.status()["exclusions"]
+    assert (told["node"], told["device"], told["by"]) == ("n", "0", "alice")
 
 
 def test_a_node_with_too_few_devices_left_parks_and_a_spare_takes_its_place(place: Place) -> None:
@@ -137,13 +143,32 @@ def test_a_node_at_fault_twice_makes_place_for_a_spare_and_may_come_back_as_one(
         group.wait_for_workers(3, 2)
         assert {one.node for one in place.seen(3)} == set("abc") - {bad}
         group.said(bad, "parked: this node is excluded: attempt 2: death by SIGKILL (infrastructure)")
-        place.control("readmit", "run", bad, "--reason", "found who killed it")
+        place.control("readmit", bad, "--reason", "found who killed it")
         group.said(bad, "parked: the group is running with 2 nodes; this one is a spare")
         place.go()
         finish_all(group, "a b c")
     assert [one.chosen for one in place.decisions()] == ["restart", "exclude"]
     assert place.outcomes() == ["failed", "failed", "finished"]
     assert place.seen(4) == []
+
+
+def test_a_node_too_few_is_waited_for_and_goes_on_when_it_is_back(place: Place) -> None:
+    with cluster(place.cwd, "2") as group:
+        for name in "ab":
+            group.start(name, "--no-preload", acts="go?ok", script=ACTS, wrap=place.wrap())
+        group.wait_for_workers(1, 2)
+        lost, other = place.seen(1)[1].node, place.seen(1)[0].node
+        group.agents[lost].signal(signal.SIGKILL)
+        group.said(other, "wait for capacity")
+        stays(lambda: place.seen(2) == [], "started with a node too few")
+        group.start(lost, "--no-preload", acts="go?ok", script=ACTS, wrap=place.wrap())
+        group.wait_for_workers(2, 2)
+        place.go()
+        finish_all(group, "a b")
+    (decision,) = place.decisions()
+    assert (decision.chosen, decision.details["cause"]) == ("wait", "infrastructure")
+    assert "1 usable nodes are there, 1 more are needed" in " ".join(decision.evidence)
+    assert place.outcomes() == ["failed", "finished"]
 
 
 # -- bounds -------------------------------------------------------------------------------------------------
@@ -157,3 +182,28 @@ def test_a_hundred_restarts_do_not_mean_a_hundred_cycles(place: Place) -> None:
     assert MOST_IDENTICAL == 4
     assert "next: " in result.err
     wait_until(lambda: place.outcomes() == ["failed"] * 4, 5, "every attempt has its end")
+
+
+# -- a lower rung -------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_repeats_after_a_resume_is_met_one_rung_lower(place: Place) -> None:
+    """The newest checkpoint may be the cause: the next attempt leaves it out, and says so."""
+    flags = ("--max-restarts", "100", "--set", "launch.node_name=n")
+    result = place.finish(holdfast("run", "--run-dir", "run", *flags, RUNG, "bad", "log"), timeout=120)
+    assert result.code == 0, result.text
+    lines = [line.split()[:2] for line in (place.cwd / "log").read_text().splitlines()]
+    assert lines == [["1", "1"], ["2", "7"], ["3", "4"]], "attempt and first step"
+    decisions = place.decisions()
+    assert [(one.chosen, one.details["cause"]) for one in decisions] == [
+        ("restart", "job"),
+        ("lower_rung", "job"),
+    ]
+    (avoided,) = decisions[1].details["avoid"]
+    assert avoided.startswith("step_00000006-")
+    (rejected,) = place.journalled(events.RungRejected)
+    assert (rejected.checkpoint, rejected.step, rejected.reasons) == (avoided, 6, [AVOIDED])
+    head = latest_head(place.run())
+    assert head is not None
+    assert (head.attempt, head.step) == (3, 3)
+    assert f"resume one checkpoint lower, below {avoided}" in result.err

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from harness import wait_until
+from holdfast.launch.attempt import StopRun
 from holdfast.launch.endpoints import Endpoints
 from holdfast.launch.meeting import MeetingHandler
 
@@ -76,8 +77,10 @@ def test_a_spare_that_waited_for_long_is_still_there_when_the_group_meets_again(
     assert {first.result(30).rank, second.result(30).rank} == {0, 1}
     assert not parked.done()
     spare.handler.set_closed()
-    with pytest.raises(Exception, match="the run has ended"):
+    with pytest.raises(StopRun, match="the run has ended"):
         parked.result(30)
+    for node in (one, other, spare):
+        node.handler.shutdown()
 
 
 def test_a_node_that_may_not_take_part_does_not_wait_for_ever_where_no_group_runs(store: TCPStore) -> None:
@@ -85,3 +88,4 @@ def test_a_node_that_may_not_take_part_does_not_wait_for_ever_where_no_group_run
     with pytest.raises(RendezvousTimeoutError, match=r"may not take part: a \(this node is excluded"):
         alone.meet().result(30)
     assert alone.said == ["parked: this node is excluded: ECC errors"]
+    alone.handler.shutdown()
