@@ -20,9 +20,8 @@ import holdfast
 
 def main(act: str, log: str) -> None:
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run = holdfast.Run(run_dir="run", checkpoint_interval=3)
-    run.track(model=model, optimizer=optimizer)
+    run.track(model=model)
     first = 0
     for step, batch in run.steps([torch.ones(2, 4)] * 9, until=9):
         if not first:
@@ -41,8 +40,10 @@ def main(act: str, log: str) -> None:
                 time.sleep(0.02)
         loss = model(batch).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():  # by hand: torch.optim takes a second to import
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
 
 
 if __name__ == "__main__":
