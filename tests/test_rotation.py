@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,3 +157,11 @@ def test_any_fit_is_of_usable_nodes_and_says_if_they_are_too_few(
     assert not found.shrinks or (may_shrink and not found.missing and len(found.nodes) < max(wanted, least))
     if found.missing:
         assert len(found.nodes) + found.missing <= max(wanted, least)
+
+
+def test_workers_that_share_what_devices_there_are_need_no_more_of_them() -> None:
+    shared = Cluster(nodes=["a", "b"], devices={"a": ["0"], "b": ["0", "1"]}, workers_per_node=2, min_nodes=2)
+    assert [usable(shared, node) for node in "ab"] == [True, True]
+    assert not fit(shared, 2).missing
+    out = msgspec.structs.replace(shared, excluded=[Exclusion("a", "0"), Exclusion("b", "1")])
+    assert [usable(out, node) for node in "ab"] == [False, False]

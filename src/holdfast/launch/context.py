@@ -61,6 +61,8 @@ class LaunchContext:
         found = excluded(self.control)
         known = {(one.node, one.device) for one in found}
         fresh = [one for one in self.learned_exclusions if (one.node, one.device) not in known]
+        # Once its record can be read here, the records alone count: somebody may readmit what was excluded.
+        self.learned_exclusions = fresh
         return found + [Exclusion(node=one.node, device=one.device, reason=one.reason) for one in fresh]
 
     def handover(self, attempt: int, epoch: int, node: str, avoid: list[str]) -> LaunchInfo:

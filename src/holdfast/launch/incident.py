@@ -10,10 +10,11 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
-from holdfast.checkpoint.identity import CheckpointRoot
+from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.inventory import take_inventory
 from holdfast.config import Settings
 from holdfast.control import operator
@@ -180,7 +181,7 @@ def _judge(
         hangs=known.hangs,
         lost=known.lost,
         world_size=record.world_size,
-        rung=(head.checkpoint or "") if head is not None else "",
+        rung=_rung(head),
         steps=None if steps is None else max(0, steps),
     )
     found = diagnose(evidence)
@@ -205,6 +206,15 @@ def _judge(
         rotation=record.rotation,
         **msgspec.structs.asdict(found),
     )
+
+
+def _rung(head: HeadRecord | None) -> str:
+    """What an attempt came from, by the name that it has on the ladder; empty for a fresh start."""
+    if head is None:
+        return ""
+    if head.source:
+        return Path(head.source).name
+    return str(CheckpointName(head.step, head.checkpoint)) if head.checkpoint is not None else ""
 
 
 def _situation(

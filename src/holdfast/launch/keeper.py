@@ -18,10 +18,12 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from holdfast.control.marks import AGENT
 from holdfast.launch import processes
@@ -51,16 +53,17 @@ def _mark_of(pid: int) -> str:
 class Keeper:
     """The agent's side."""
 
-    def __init__(self, outlive: float) -> None:
-        """`outlive`: seconds for which a writer may go on without the agent."""
+    def __init__(self, outlive: float, scratch: Sequence[str] = ()) -> None:
+        """`outlive`: seconds for which a writer may go on without the agent; `scratch`: its directories."""
         self._outlive = outlive
+        self._scratch = scratch
         self._process: subprocess.Popen[bytes] | None = None
         self._replaced = 0
 
     def start(self) -> int:
         """Mark this process's environment and start a keeper; its id. Raises OSError if that fails."""
         mark = mark_environment()
-        arguments = [str(os.getpid()), mark, repr(self._outlive)]
+        arguments = [str(os.getpid()), mark, repr(self._outlive), *self._scratch]
         self._process = subprocess.Popen(
             # -P: whatever lies in the directory that the launcher was started in must not be imported.
             [sys.executable, "-P", "-m", "holdfast.launch.keeper", *arguments],
@@ -141,13 +144,20 @@ def _has(process: Process, mark: str) -> bool:
     return environment is not None and environment.get(AGENT) == mark
 
 
+def _remove(scratch: Sequence[str]) -> None:
+    for path in scratch:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # what they mean, the agent decides
-    agent, mark, outlive = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    agent, mark, outlive, scratch = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]
     if _mark_of(agent) == mark:
         await_end(agent)
+    _remove(scratch)  # a writer that goes on needs none of it, and may take long
     killed, left = end_the_rest(mark, outlive)
+    _remove(scratch)  # what a worker wrote while it was ended
     if killed:
         print(f"holdfast: the launcher is gone; ended {killed} processes that it left", file=sys.stderr)
     if left:

@@ -67,7 +67,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
     `parent`: a preloaded parent that was started ahead of time; the caller ends it.
     """
     options = parse(argv)
-    with _scratch_logs(options):
+    with _scratch_logs(options) as scratch:
         config, command = _configure(options)
         os.environ.pop(VARIABLE, None)  # of an outer launch: our workers are not its workers
         signals = StopSignals(getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"))
@@ -95,7 +95,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             signals=signals,
             leadership=leadership,
             orphans=Orphans(options.settings.checkpoint.timeout),
-            keeper=Keeper(options.settings.checkpoint.timeout),
+            keeper=Keeper(options.settings.checkpoint.timeout, [*scratch, str(monitor.path.parent)]),
             starter=starter,
             monitor=monitor,
             learner=Learner(control, tell),
@@ -264,17 +264,19 @@ def _explain_rendezvous(error: Exception, config: LaunchConfig) -> int:
 
 
 @contextlib.contextmanager
-def _scratch_logs(options: Options) -> Iterator[None]:
+def _scratch_logs(options: Options) -> Iterator[list[str]]:
     """Give torch a log directory and remove it again, unless somebody asked for the logs in it.
+
+    Yields what is to be removed.
 
     Error files are kept in the run's directory; torchrun would leave an empty directory behind per launch.
     """
     args = options.args
     if args.log_dir is not None or args.redirects != "0" or args.tee != "0":
-        yield
+        yield []
         return
     args.log_dir = tempfile.mkdtemp(prefix="holdfast_")
     try:
-        yield
+        yield [args.log_dir]
     finally:
         shutil.rmtree(args.log_dir, ignore_errors=True)

@@ -2,7 +2,8 @@
 
 Guarantee: a round forms at once when everybody is there; whoever died is not waited for longer than
 `node_timeout`, and not at all when its end was seen; a node too many is parked; a node that may not take part
-is parked with the reason. Every wait has a deadline, except that of a parked node, which ends with the run.
+is parked with the reason. Every wait has a deadline, except that of a node parked beside a group that runs,
+which ends with the run.
 
 torch's own c10d rendezvous waits out a heartbeat timeout for a dead node, restarts a full group for ever when
 a spare waits beside it, and keeps no place for a node that must stay out. What is decided here is decided by
@@ -214,7 +215,9 @@ class MeetingHandler(RendezvousHandler):
                 self._say(f"parked: {parked}")
             ready = len(rounds.candidates(meeting)) >= self._min and not rounds.awaited(meeting)
             enough_since = (enough_since or time.monotonic()) if ready else None
-            if not parked and time.monotonic() - began > self._join_timeout:
+            if parked and rounds.awaited(meeting):
+                began = time.monotonic()  # the group runs; from its end on there is something to wait for
+            if time.monotonic() - began > self._join_timeout:
                 raise RendezvousTimeoutError(self._who_is_missing(meeting))
             self._look_after(meeting, enough_since)
             if not parked:

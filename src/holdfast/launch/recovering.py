@@ -72,7 +72,8 @@ class Recovery:
     def tell(self, incident: Incident) -> None:
         """One line and the details on the terminal, and an alert to those who asked for one."""
         control = self._context.control
-        line = one_line(incident, step=self.last_step, max_restarts=self._settings.launch.max_restarts)
+        step = self.last_step or None  # 0: no step of its own, whatever it came from
+        line = one_line(incident, step=step, max_restarts=self._settings.launch.max_restarts)
         say(f"{line}{describe(incident, str(control.path))}")
         payload = {"text": line, "attempt": incident.attempt, "cause": incident.cause}
         stops = incident.decision.action in (Action.STOP, Action.REQUEUE)

@@ -6,6 +6,7 @@ it says instead how many are missing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -58,11 +59,16 @@ def devices_of(cluster: Cluster, node: str, without: str | None = None) -> list[
     return [device for device in cluster.devices.get(node, []) if device not in out]
 
 
+def suffice(cluster: Cluster, node: str, left: Sequence[str]) -> bool:
+    """Whether these devices of a node are enough for its workers, which may have shared what it had."""
+    return len(left) >= min(cluster.workers_per_node, len(cluster.devices.get(node, [])))
+
+
 def usable(cluster: Cluster, node: str) -> bool:
     """Whether a node may be used: it is not excluded, and has devices enough if it has any."""
     if any(e.node == node and e.device is None for e in cluster.excluded):
         return False
-    return not cluster.devices.get(node) or len(devices_of(cluster, node)) >= cluster.workers_per_node
+    return suffice(cluster, node, devices_of(cluster, node))
 
 
 def fit(cluster: Cluster, wanted: int, without: AbstractSet[str] = frozenset()) -> Fit:

@@ -27,7 +27,7 @@ from holdfast.policy.budgets import (
     restarts_after,
     restarts_left,
 )
-from holdfast.policy.capacity import Cluster, Exclusion, Fit, devices_of, fit, layout
+from holdfast.policy.capacity import Cluster, Exclusion, Fit, devices_of, fit, layout, suffice
 from holdfast.policy.classify import Cause
 from holdfast.policy.rotation import arrangements
 from holdfast.policy.variation import Tried
@@ -251,7 +251,7 @@ class _Case:
         reason = self._accusation()
         if device and device in devices_of(cluster, node):
             left = devices_of(cluster, node, without=device)
-            if len(left) >= cluster.workers_per_node:
+            if suffice(cluster, node, left):
                 what = f"device {device} of {node} is excluded: {reason}"
                 return self._go(Action.EXCLUDE, what, self._fit, exclude=[Exclusion(node, device, reason)])
         found = fit(cluster, self._wanted, without={node})

@@ -1,0 +1,91 @@
+"""The meeting of the nodes, on a real store: how long each of them waits, and for what."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+from harness import wait_until
+from holdfast.launch.attempt import StopRun
+from holdfast.launch.endpoints import Endpoints
+from holdfast.launch.meeting import MeetingHandler
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    limit = timedelta(seconds=30)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+
+
+class Node:
+    """One node's part in the meeting, in a thread of its own."""
+
+    def __init__(self, store: TCPStore, name: str, *, join_timeout: float = 60.0, unfit: str = "") -> None:
+        self.said: list[str] = []
+        self.handler = MeetingHandler(
+            Endpoints([("127.0.0.1", store.port)], is_host=False, timeout=30.0),
+            "meeting",
+            node=name,
+            slots=1,
+            role="default",
+            min_nodes=2,
+            max_nodes=2,
+            join_timeout=join_timeout,
+            last_call=30.0,
+            node_timeout=30.0,
+            devices=list,
+            unfit=lambda: unfit,
+            say=self.said.append,
+        )
+
+    def meet(self) -> Future[Any]:
+        found: Future[Any] = Future()
+
+        def run(call: Callable[[], Any] = self.handler.next_rendezvous) -> None:
+            try:
+                found.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - for whoever asks
+                found.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return found
+
+
+def test_a_spare_that_waited_for_long_is_still_there_when_the_group_meets_again(store: TCPStore) -> None:
+    """Its time to join begins when there is something to join, not when it was started."""
+    one, other, spare = Node(store, "a"), Node(store, "b"), Node(store, "c", join_timeout=5.0)
+    for meeting in [one.meet(), other.meet()]:
+        meeting.result(30)
+    parked = spare.meet()
+    wait_until(lambda: spare.said, 30, "the spare is parked")
+    started = time.monotonic()
+    wait_until(lambda: time.monotonic() - started > 5.2, 30, "its time to join has long passed")
+    first = one.meet()  # the other one takes longer to end its workers
+    wait_until(lambda: one.handler._read()[0].here.keys() >= {one.handler._agent}, 30, "one is back")
+    back = time.monotonic()
+    wait_until(lambda: time.monotonic() - back > 0.6, 30, "the spare has seen it")
+    assert not parked.done(), parked.exception(0)
+    second = other.meet()
+    assert {first.result(30).rank, second.result(30).rank} == {0, 1}
+    assert not parked.done()
+    spare.handler.set_closed()
+    with pytest.raises(StopRun, match="the run has ended"):
+        parked.result(30)
+    for node in (one, other, spare):
+        node.handler.shutdown()
+
+
+def test_a_node_that_may_not_take_part_does_not_wait_for_ever_where_no_group_runs(store: TCPStore) -> None:
+    alone = Node(store, "a", join_timeout=1.0, unfit="this node is excluded: ECC errors")
+    with pytest.raises(RendezvousTimeoutError, match=r"may not take part: a \(this node is excluded"):
+        alone.meet().result(30)
+    assert alone.said == ["parked: this node is excluded: ECC errors"]
+    alone.handler.shutdown()
