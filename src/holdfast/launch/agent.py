@@ -422,17 +422,13 @@ class HoldfastAgent(LocalElasticAgent):
             failed,
             files,
             oom_kills=count_oom_kills() - self._oom_kills,
-            devices=self._devices_of_ranks(attempt),
+            devices=attempt.told.arrangement.devices_of_ranks(
+                attempt.place.node, {w.global_rank: w.local_rank for w in self._worker_group.workers}
+            ),
         )
         monitor.begin({})
         self._shutdown()
         report(attempt, failures, sections)
-
-    def _devices_of_ranks(self, attempt: Attempt) -> dict[int, str]:
-        arranged, node = attempt.told.arrangement, attempt.place.node
-        if not arranged.nodes:
-            return {}
-        return {w.global_rank: arranged.device_of(node, w.local_rank) for w in self._worker_group.workers}
 
     def _error_file(self, local_rank: int) -> str:
         return str(self._pcontext.error_files[local_rank]) if self._pcontext is not None else ""

@@ -66,8 +66,12 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
         devices = self.devices_of(node)
         return {VISIBLE: ",".join(devices)} if devices != list(visible) else {}
 
-    def device_of(self, node: str, local_rank: int) -> str:
-        return device_of(self.devices_of(node), local_rank)
+    def devices_of_ranks(self, node: str, ranks: Mapping[int, int]) -> dict[int, str]:
+        """Global rank → device, of a node's workers; `ranks`: global rank → local rank."""
+        if not self.nodes:
+            return {}
+        devices = self.devices_of(node)
+        return {rank: device_of(devices, local_rank) for rank, local_rank in ranks.items()}
 
 
 def arrange_attempt(members: Sequence[Member], rotation: int) -> Arrangement:
