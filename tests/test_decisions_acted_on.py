@@ -127,12 +127,15 @@ def test_a_node_with_too_few_devices_left_parks_and_a_spare_takes_its_place(plac
     assert place.outcomes() == ["failed", "finished"]
 
 
-def test_a_node_at_fault_twice_makes_place_for_a_spare_and_may_come_back_as_one(place: Place) -> None:
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.drill, id="the leader")])
+def test_a_node_at_fault_twice_makes_place_for_a_spare_and_may_come_back_as_one(
+    place: Place, rank: int
+) -> None:
     with cluster(place.cwd, "2") as group:
         for name in "abc":
             group.start(name, "--no-preload", acts="go?ok", script=ACTS, wrap=place.wrap())
         group.wait_for_workers(1, 2)
-        bad = place.seen(1)[1].node
+        bad = place.seen(1)[rank].node
         spare = next(iter(set("abc") - {one.node for one in place.seen(1)}))
         group.said(spare, "this one is a spare")
         for attempt in (1, 2):
@@ -169,6 +172,20 @@ def test_a_node_too_few_is_waited_for_and_goes_on_when_it_is_back(place: Place) 
     assert (decision.chosen, decision.details["cause"]) == ("wait", "infrastructure")
     assert "1 usable nodes are there, 1 more are needed" in " ".join(decision.evidence)
     assert place.outcomes() == ["failed", "finished"]
+
+
+@pytest.mark.drill
+def test_a_node_too_few_for_too_long_ends_the_run_with_a_code_that_says_so(place: Place) -> None:
+    patience = ("--no-preload", "--rdzv-conf", "is_host=0,join_timeout=20")
+    with cluster(place.cwd, "2") as group:
+        for name in "ab":
+            group.start(name, *patience, acts="go?ok", script=ACTS, wrap=place.wrap())
+        group.wait_for_workers(1, 2)
+        lost, other = place.seen(1)[1].node, place.seen(1)[0].node
+        group.agents[lost].signal(signal.SIGKILL)
+        finish_all(group, other, ExitCode.NO_CAPACITY)
+        assert f"here: {other}" in group.agents[other].output().err
+    assert place.seen(2) == []
 
 
 # -- bounds -------------------------------------------------------------------------------------------------
