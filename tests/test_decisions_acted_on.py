@@ -12,9 +12,10 @@ import pytest
 from acting import ACTS, Place, clean_place, stays
 from harness import REPO, holdfast, job, wait_until
 from holdfast.checkpoint.ladder import AVOIDED
-from holdfast.control.attempts import latest_head
+from holdfast.control.attempts import HeadRecord, latest_head
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
+from holdfast.launch import incident
 from holdfast.policy.budgets import MOST_IDENTICAL, RERUNS
 from nodes import Cluster, cluster
 
@@ -127,12 +128,15 @@ def test_a_node_with_too_few_devices_left_parks_and_a_spare_takes_its_place(plac
     assert place.outcomes() == ["failed", "finished"]
 
 
-def test_a_node_at_fault_twice_makes_place_for_a_spare_and_may_come_back_as_one(place: Place) -> None:
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.drill, id="the leader")])
+def test_a_node_at_fault_twice_makes_place_for_a_spare_and_may_come_back_as_one(
+    place: Place, rank: int
+) -> None:
     with cluster(place.cwd, "2") as group:
         for name in "abc":
             group.start(name, "--no-preload", acts="go?ok", script=ACTS, wrap=place.wrap())
         group.wait_for_workers(1, 2)
-        bad = place.seen(1)[1].node
+        bad = place.seen(1)[rank].node
         spare = next(iter(set("abc") - {one.node for one in place.seen(1)}))
         group.said(spare, "this one is a spare")
         for attempt in (1, 2):
@@ -152,6 +156,7 @@ def test_a_node_at_fault_twice_makes_place_for_a_spare_and_may_come_back_as_one(
     assert place.seen(4) == []
 
 
+@pytest.mark.drill
 def test_a_node_too_few_is_waited_for_and_goes_on_when_it_is_back(place: Place) -> None:
     with cluster(place.cwd, "2") as group:
         for name in "ab":
@@ -169,6 +174,20 @@ def test_a_node_too_few_is_waited_for_and_goes_on_when_it_is_back(place: Place) 
     assert (decision.chosen, decision.details["cause"]) == ("wait", "infrastructure")
     assert "1 usable nodes are there, 1 more are needed" in " ".join(decision.evidence)
     assert place.outcomes() == ["failed", "finished"]
+
+
+@pytest.mark.drill
+def test_a_node_too_few_for_too_long_ends_the_run_with_a_code_that_says_so(place: Place) -> None:
+    patience = ("--no-preload", "--rdzv-conf", "is_host=0,join_timeout=20")
+    with cluster(place.cwd, "2") as group:
+        for name in "ab":
+            group.start(name, *patience, acts="go?ok", script=ACTS, wrap=place.wrap())
+        group.wait_for_workers(1, 2)
+        lost, other = place.seen(1)[1].node, place.seen(1)[0].node
+        group.agents[lost].signal(signal.SIGKILL)
+        finish_all(group, other, ExitCode.NO_CAPACITY)
+        assert f"here: {other}" in group.agents[other].output().err
+    assert place.seen(2) == []
 
 
 # -- bounds -------------------------------------------------------------------------------------------------
@@ -207,3 +226,17 @@ def test_an_error_that_repeats_after_a_resume_is_met_one_rung_lower(place: Place
     assert head is not None
     assert (head.attempt, head.step) == (3, 3)
     assert f"resume one checkpoint lower, below {avoided}" in result.err
+
+
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [
+        (None, ""),
+        (HeadRecord(attempt=1, checkpoint=None, step=0), ""),
+        (HeadRecord(attempt=2, checkpoint="3fa9c1d2", step=120), "step_00000120-3fa9c1d2"),
+        (HeadRecord(attempt=2, checkpoint=None, step=7, source="/else/where/ckpt-7"), "ckpt-7"),
+    ],
+)
+def test_what_an_attempt_came_from_has_its_name_on_the_ladder(head: HeadRecord | None, name: str) -> None:
+    """By another name nothing below it is found, and what is to be avoided is not."""
+    assert incident._rung(head) == name

@@ -261,7 +261,7 @@ def test_nodes_that_do_not_see_the_same_run_directory_end_at_once(tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"localhost:{free.getsockname()[1]}"
     flags = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "apart")
-    command = launch(*flags, args=("wait", "log"))
+    command = launch(*flags, "--set", "launch.stop_grace=0.5", args=("wait", "log"))
     places = [tmp_path / "one", tmp_path / "other"]
     for place in places:
         place.mkdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from acting import MOMENT, Place, clean_place
+from acting import MOMENT, Place, clean_place, nothing_left
 from harness import job, wait_until
 
 
@@ -17,9 +17,10 @@ from harness import job, wait_until
 def places(tmp_path: Path) -> Iterator[tuple[Place, Place]]:
     for name in ("broken", "calm"):
         (tmp_path / name).mkdir()
-    with clean_place(tmp_path / "broken") as broken, clean_place(tmp_path / "calm") as calm:
-        calm.tmp = broken.tmp  # they share one, as two runs of one user do
+    with clean_place(tmp_path / "broken") as broken:
+        calm = Place(tmp_path / "calm", broken.tmp)  # one temporary directory, as two runs of one user have
         yield broken, calm
+        nothing_left(calm)
 
 
 def test_a_run_that_is_broken_twice_does_not_disturb_the_one_beside_it(places: tuple[Place, Place]) -> None:
