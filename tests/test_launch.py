@@ -295,7 +295,8 @@ def test_a_node_that_joins_later_regroups_without_using_up_a_restart(tmp_path: P
     [
         (["--no-such-flag", STEP], "unrecognized arguments: --no-such-flag"),
         (["--ft-cfg-path=x.yaml", STEP], "--config FILE"),
-        (["--ft-rank-heartbeat-timeout", "30", STEP], "is a flag of ft_launcher"),
+        (["--ft-nccl-heartbeat", "30", STEP], "is a flag of ft_launcher"),
+        (["--ft-rank-heartbeat-timeout", "soon", STEP], "monitor.rank_heartbeat_timeout"),
         (["--rdzv-backend", "etcd-v2", STEP], "--rdzv-backend c10d"),
         (["--nnodes", "two", STEP], "MIN:MAX"),
         (["--set", "launch.max_restart=1", STEP], "launch.max_restarts"),
@@ -340,6 +341,9 @@ def test_flags_become_settings_and_the_script_keeps_its_own(
     assert (plain.args.rdzv_backend, plain.args.rdzv_endpoint) == ("c10d", "localhost:0")
     assert plain.args.max_restarts == plain.settings.launch.max_restarts == 3
     assert plain.command_line == {}
+    known = parse(["--ft-rank-section-timeouts", "setup:700,step:90", "--ft-rank_heartbeat_timeout=90", STEP])
+    assert known.settings.monitor.rank_section_timeouts == "setup:700,step:90"
+    assert known.settings.monitor.rank_heartbeat_timeout == 90
     flags = [
         "--nproc-per-node=2",
         "--max-restarts=0",

@@ -36,6 +36,15 @@ _FT_FLAGS = {
 """Flags of nvidia-resiliency-ext's ft_launcher, without their `--ft-`, and what takes their place here."""
 
 
+_FT_SETTINGS = {
+    "initial_rank_heartbeat_timeout": "monitor.initial_rank_heartbeat_timeout",
+    "rank_heartbeat_timeout": "monitor.rank_heartbeat_timeout",
+    "rank_section_timeouts": "monitor.rank_section_timeouts",
+    "rank_out_of_section_timeout": "monitor.rank_out_of_section_timeout",
+}
+"""Those that mean the same as a setting here, and are taken for it."""
+
+
 class Options(msgspec.Struct, frozen=True):
     args: Namespace
     """As torch.distributed.run.config_from_args takes it."""
@@ -70,6 +79,9 @@ def make_parser() -> ArgumentParser:
         "--no-preload", "--no_preload", action=check_env,
         help="start every worker as a new interpreter instead of forking it from one that has imported torch",
     )  # fmt: skip
+    for name, key in _FT_SETTINGS.items():
+        spellings = (f"--ft-{name.replace('_', '-')}", f"--ft-{name}")
+        ours.add_argument(*spellings, dest=f"ft_{name}", metavar="VALUE", help=f"setting {key}")
     # Shown first: what is ours is what a user of torchrun does not know yet.
     parser._action_groups.remove(ours)
     parser._action_groups.insert(0, ours)
@@ -93,6 +105,9 @@ def parse(argv: Sequence[str]) -> Options:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     command_line = parse_assignments(args.set)
+    for name, key in _FT_SETTINGS.items():
+        if getattr(args, f"ft_{name}") is not None:
+            command_line.setdefault(key, getattr(args, f"ft_{name}"))
     if args.run_dir is not None:
         command_line["run.dir"] = args.run_dir
     if args.max_restarts is not None:
