@@ -45,7 +45,7 @@ class Cluster:
             "run", "--run-dir", "run", "--nnodes", self._nnodes, "--rdzv-backend", "c10d",
             "--rdzv-endpoint", self.endpoint, "--rdzv-conf", self._conf, "--rdzv-id", "cluster",
             "--set", f"launch.node_name={name}", "--set", f"launch.stop_grace={grace}",
-            "--set", "launch.node_timeout=3", *flags, script, acts, "log",
+            "--set", "launch.node_timeout=3", "--no-preload", *flags, script, acts, "log",
         )  # fmt: skip
         agent = self._stack.enter_context(job(wrap(command), cwd=self.cwd))
         self.agents[name] = agent
