@@ -101,8 +101,8 @@ def test_one_node_too_many_parks_takes_over_and_ends_with_the_run(tmp_path: Path
         group.start("b")
         group.wait_for_workers(1, 2)
         group.start("c")
-        group.start("d")
         group.said("c", "parked: the group is running with 2 nodes; this one is a spare")
+        group.start("d")  # after c, which is therefore the first to be taken
         group.said("d", "parked")
         assert group.begun(2) == 0, "their arrival disturbed nobody"
         group.agents["b"].signal(signal.SIGKILL)
