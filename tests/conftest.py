@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
@@ -25,3 +28,18 @@ def _no_holdfast_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("HOLDFAST_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 3, 6 and 9. Not to be changed: `run_dir` is a copy that may be."""
+    from tiny import train
+
+    run_dir = tmp_path_factory.mktemp("prepared") / "run"
+    train(run_dir, until=9)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "run"))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import await_child
 from holdfast.launch.preload import Forked, PreloadedParent, Request, Script
 
 DEADLINE = 60.0
@@ -61,19 +60,6 @@ def text_of(descriptor: int) -> str:
         return file.read()
 
 
-def ended(pid: int, timeout: float = DEADLINE) -> int:
-    """Exit code of a child, as subprocess gives it."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"process {pid} still ran after {timeout:g} s")
-
-
 def cold(args: list[str], environment: Mapping[str, str], stdin: str = "") -> Ended:
     with streams(stdin) as files:
         process = subprocess.Popen(
@@ -94,5 +80,5 @@ def warm(parent: PreloadedParent, args: list[str], environment: Mapping[str, str
     with streams(stdin) as files:
         forked = fork(parent, args, environment, files)
         forked.go()
-        code = ended(forked.pids[0])
+        code = await_child(forked.pids[0], DEADLINE)
         return Ended(code, text_of(files[1]), text_of(files[2]))

@@ -36,6 +36,19 @@ def wait_until(condition: Callable[[], T], timeout: float, what: str) -> T:
         time.sleep(0.01)
 
 
+def await_child(pid: int, timeout: float) -> int:
+    """The exit code of a forked child, as subprocess gives it; fail the test after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"process {pid} was still running after {timeout:g} s")
+
+
 @dataclass
 class Result:
     code: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,19 +20,6 @@ from holdfast.journal.events import Decision
 from holdfast.journal.reader import read_journal
 from test_resume import flip_bit
 from tiny import checkpoints, train, tree
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 3, 6 and 9."""
-    run_dir = tmp_path_factory.mktemp("prepared") / "run"
-    train(run_dir, until=9)
-    return run_dir
-
-
-@pytest.fixture
-def run_dir(prepared: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(prepared, tmp_path / "run"))
 
 
 def standings(run_dir: Path) -> list[str]:

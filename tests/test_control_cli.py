@@ -19,20 +19,7 @@ from holdfast.control.lease import LeaseKeeper, claim, current_epoch
 from holdfast.control.operator import budget_reset, in_force, paused, pinned
 from holdfast.journal.events import OperatorActed
 from holdfast.journal.reader import read_journal
-from tiny import checkpoints, train, tree
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 3, 6 and 9."""
-    run_dir = tmp_path_factory.mktemp("prepared") / "run"
-    train(run_dir, until=9)
-    return run_dir
-
-
-@pytest.fixture
-def run_dir(prepared: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(prepared, tmp_path / "run"))
+from tiny import checkpoints, tree
 
 
 def control(*args: str | Path) -> Result:

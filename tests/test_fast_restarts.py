@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from forking import cold, command, ended, fork, streams, text_of, warm, without_torch
-from harness import REPO, wait_until
+from forking import DEADLINE, cold, command, fork, streams, text_of, warm, without_torch
+from harness import REPO, await_child, wait_until
 from holdfast.launch.preload import ColdStart, Preload, PreloadedParent
 from holdfast.launch.starting import Starter
 
@@ -171,7 +171,7 @@ def test_a_script_that_vanished_is_told_as_python_tells_it(
         forked = fork(parent, command(script), environment, files)
         (place / script).unlink()
         forked.go()
-        code = ended(forked.pids[0])
+        code = await_child(forked.pids[0], DEADLINE)
         err = text_of(files[2])
     theirs = cold(command(script), environment)
     assert (code, err) == (theirs.code, theirs.err)

@@ -256,14 +256,14 @@ def test_a_main_thread_that_waits_in_the_kernel_is_shown_by_another_thread(
     ranks.await_ready()
     pid = ranks.pids[0]
     wait_until(lambda: state(pid) in ("D", "S"), 30, "it waits for its child")
-    if state(pid) != "D":
-        pytest.skip("this kernel lets a vforking parent sleep interruptibly")
+    sleeps = state(pid)  # S on kernels that let a vforking parent sleep interruptibly
     report = ranks.collect(0, span=10.0)
     (one,) = report.ranks
-    assert (one.state, one.stacks_by) == ("D", "signal")
+    assert (one.state, one.stacks_by) == (sleeps, "signal")
     assert one.where == f"hang_rank.py:{line_of('ctypes.PyDLL(argument).hang_in_vfork(600)')} in forward"
-    assert "in uninterruptible sleep" in report.summary
-    assert "D in uninterruptible sleep" in ranks.text(0)
+    if sleeps == "D":
+        assert "in uninterruptible sleep" in report.summary
+        assert "D in uninterruptible sleep" in ranks.text(0)
 
 
 def test_a_disk_that_hangs_does_not_hold_up_the_kill(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,23 +16,36 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from harness import wait_until
 from holdfast.launch.attempt import StopRun
-from holdfast.launch.endpoints import Endpoints
+from holdfast.launch.endpoints import Endpoints, StoreLostError
 from holdfast.launch.meeting import MeetingHandler
 
 
 @pytest.fixture
 def store() -> TCPStore:
+    return make_store()
+
+
+def make_store(port: int = 0) -> TCPStore:
     limit = timedelta(seconds=30)
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=limit)
 
 
 class Node:
     """One node's part in the meeting, in a thread of its own."""
 
-    def __init__(self, store: TCPStore, name: str, *, join_timeout: float = 60.0, unfit: str = "") -> None:
+    def __init__(
+        self,
+        store: TCPStore,
+        name: str,
+        *,
+        join_timeout: float = 60.0,
+        unfit: str = "",
+        endpoints: Endpoints | None = None,
+        node_timeout: float = 30.0,
+    ) -> None:
         self.said: list[str] = []
         self.handler = MeetingHandler(
-            Endpoints([("127.0.0.1", store.port)], is_host=False, timeout=30.0),
+            endpoints or Endpoints([("127.0.0.1", store.port)], is_host=False, timeout=30.0),
             "meeting",
             node=name,
             slots=1,
@@ -40,7 +54,7 @@ class Node:
             max_nodes=2,
             join_timeout=join_timeout,
             last_call=30.0,
-            node_timeout=30.0,
+            node_timeout=node_timeout,
             devices=list,
             unfit=lambda: unfit,
             say=self.said.append,
@@ -89,3 +103,45 @@ def test_a_node_that_may_not_take_part_does_not_wait_for_ever_where_no_group_run
         alone.meet().result(30)
     assert alone.said == ["parked: this node is excluded: ECC errors"]
     alone.handler.shutdown()
+
+
+def two(first: TCPStore, second: TCPStore) -> Endpoints:
+    endpoints = [("127.0.0.1", first.port), ("127.0.0.1", second.port)]
+    return Endpoints(endpoints, is_host=False, timeout=30.0)
+
+
+def test_who_comes_later_goes_where_the_others_have_moved_to() -> None:
+    """Else an agent that is started again meets nobody at the first endpoint, for as long as it waits."""
+    first, second = make_store(), make_store()
+    there = two(first, second)
+    assert there.begin().port == second.port
+    assert there.exhausted
+    port = second.port
+    del second
+    wait_until(lambda: not _listens(port), 10, "the second store is gone")
+    alone = Endpoints([("127.0.0.1", first.port), ("127.0.0.1", port)], is_host=False, timeout=30.0)
+    assert alone.begin().port == first.port
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_who_waits_finds_those_who_had_to_move(store: TCPStore) -> None:
+    """After a cut one side still has the first store and waits there, the other side has the second one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    endpoints = Endpoints([("127.0.0.1", store.port), ("127.0.0.1", port)], is_host=False, timeout=30.0)
+    node = Node(store, "a", endpoints=endpoints, node_timeout=1.0)
+    waiting = node.meet()
+    wait_until(lambda: node.handler._read()[0].here, 10, "it waits at the first endpoint")
+    assert not waiting.done()
+    moved = make_store(port)
+    with pytest.raises(StoreLostError, match=f"the other nodes meet at 127.0.0.1:{moved.port}"):
+        waiting.result(20)
+    node.handler.move(node.handler.look_at_store())
+    assert node.handler.endpoint == f"127.0.0.1:{moved.port}"

@@ -141,6 +141,22 @@ def test_the_loss_of_the_leader_is_decided_by_the_next_one(tmp_path: Path) -> No
     assert outcomes(tmp_path) == ["failed", "finished"]
 
 
+def test_a_leader_that_was_only_stopped_comes_back_and_ends_nothing(tmp_path: Path) -> None:
+    """The others took it for lost and went on. It must not declare their run over; it may take part again."""
+    with cluster(tmp_path, "1:2") as group:
+        group.start("a", acts="wait,wait,ok")
+        group.start("b", acts="wait,wait,ok")
+        group.wait_for_workers(1, 2)
+        leader, other = leads(tmp_path), "ab".replace(leads(tmp_path), "")
+        group.agents[leader].signal(signal.SIGSTOP)
+        group.wait_for_workers(2, 1)
+        assert leads(tmp_path) == other
+        group.agents[leader].signal(signal.SIGCONT)
+        group.wait_for_workers(3, 2)  # it has joined again
+        finish_all(group, "a b")
+    assert outcomes(tmp_path) == ["failed", "stopped", "finished"]
+
+
 def test_without_the_store_and_another_endpoint_everybody_ends_at_once_and_can_resume(tmp_path: Path) -> None:
     with cluster(tmp_path, "2", free_endpoint()) as group:
         group.start("a")

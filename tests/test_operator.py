@@ -30,19 +30,6 @@ def control(tmp_path: Path) -> ControlDirectory:
     return ControlDirectory.open_or_create(tmp_path / "run")[0]
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 3, 6 and 9."""
-    run_dir = tmp_path_factory.mktemp("prepared") / "run"
-    train(run_dir, until=9)
-    return run_dir
-
-
-@pytest.fixture
-def run_dir(prepared: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(prepared, tmp_path / "run"))
-
-
 def acts(control: ControlDirectory) -> list[OperatorActed]:
     return [line.body for line in read_journal(control.journal) if isinstance(line.body, OperatorActed)]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from forking import ended, without_torch
-from harness import REPO, finish, holdfast, wait_until
+from forking import DEADLINE, without_torch
+from harness import REPO, await_child, finish, holdfast, wait_until
 from holdfast.launch.early import guess
 from holdfast.launch.preload import REPLACEMENTS, PreloadedParent
 from holdfast.launch.starting import Started, Starter
@@ -188,7 +188,7 @@ def test_closing_ends_what_still_runs(stage: Stage) -> None:
     assert started.warm
     stage.stop()
     with pytest.raises(ChildProcessError):
-        ended(started.pids()[0])
+        await_child(started.pids()[0], DEADLINE)
 
 
 # -- the quick look at the command line ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from harness import wait_until
+from harness import await_child, wait_until
 from holdfast.config import load
 from holdfast.control.attempts import begin_attempt
 from holdfast.control.directory import ControlDirectory
@@ -71,14 +71,6 @@ def forked_main(work: Callable[[], object]) -> int:
         print(repr(error), file=sys.stderr, flush=True)
         return 70
     return 0
-
-
-def ended(pid: int, timeout: float = 60.0) -> int:
-    def look() -> tuple[int] | None:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        return (os.waitstatus_to_exitcode(status),) if done else None
-
-    return wait_until(look, timeout, f"process {pid} ends")[0]
 
 
 @contextlib.contextmanager
@@ -208,7 +200,7 @@ def test_a_run_to_its_end_is_watched_and_changes_nothing(tmp_path: Path) -> None
     with watching(tmp_path) as watch, killed_at_the_end(pids):
         pids[0] = started(launch(tmp_path / "run", watch.path), work)
         watch.begin(pids)
-        assert ended(pids.pop(0)) == 0
+        assert await_child(pids.pop(0), 60) == 0
         wait_until(lambda: (state := watch.state(0)) is not None and state.done, 60, "it has said good-bye")
         assert watch.last_steps() == {0: 20}
         assert watch.overdue() == []
@@ -229,7 +221,7 @@ def test_asynchronous_saves_are_not_learned_from(tmp_path: Path) -> None:
         work = partial(train, tmp_path / "run", until=6, checkpoint_async_save=True, **UNHURRIED)
         pids[0] = started(launch(tmp_path / "run", watch.path), work)
         watch.begin(pids)
-        assert ended(pids.pop(0)) == 0
+        assert await_child(pids.pop(0), 60) == 0
         wait_until(lambda: (state := watch.state(0)) is not None and state.done, 60, "it has said good-bye")
         assert set(watch.observed()[0]) == {"setup", "step"}
 
@@ -260,7 +252,7 @@ def test_timeouts_in_the_wrong_order_are_refused_under_the_launcher_only(tmp_pat
     pids: dict[int, int] = {}
     with watching(tmp_path) as watch, killed_at_the_end(pids):
         pids[0] = started(launch(tmp_path / "run", watch.path), partial(train, tmp_path / "run", **settings))
-        assert ended(pids.pop(0)) == 2
+        assert await_child(pids.pop(0), 60) == 2
     assert checkpoints(tmp_path / "run") == []
     assert train(tmp_path / "plain", **settings).losses
 
@@ -290,13 +282,13 @@ def test_a_simulated_fault_happens_once_a_launch_and_is_journalled_first(kind: s
         pids[0] = started(launch(run_dir, watch.path), endless)
         watch.begin(pids)
         if kind == "rank_killed":
-            assert ended(pids.pop(0)) == -signal.SIGKILL
+            assert await_child(pids.pop(0), 60) == -signal.SIGKILL
         else:
             wait_until(lambda: _stopped(pids[0]), 60, "the rank has stopped itself")
             (found,) = wait_until(watch.overdue, 60, "the hang is found")
             assert found.rank == 0
             os.kill(pids[0], signal.SIGKILL)
-            assert ended(pids.pop(0)) == -signal.SIGKILL
+            assert await_child(pids.pop(0), 60) == -signal.SIGKILL
         bodies = [line.body for line in read_journal(run_dir / "journal")]
         told = [body.message for body in bodies if isinstance(body, Warned) and "simulated" in body.message]
         number = "SIGKILL" if kind == "rank_killed" else "SIGSTOP"
@@ -304,7 +296,7 @@ def test_a_simulated_fault_happens_once_a_launch_and_is_journalled_first(kind: s
         again = partial(train, run_dir, until=40, at_step=slow, **settings)
         pids[0] = started(launch(run_dir, watch.path), again)
         watch.begin(pids)
-        assert ended(pids.pop(0)) == 0, "the second attempt of the same launch is spared"
+        assert await_child(pids.pop(0), 60) == 0, "the second attempt of the same launch is spared"
 
 
 def _stopped(pid: int) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
+from harness import await_child
 
 
 class Numbers(Dataset[tuple[int, torch.Tensor]]):
@@ -103,15 +104,7 @@ def forked(work: Callable[[], None], timeout: float = 60.0) -> int:
             traceback.print_exc()
         finally:
             os._exit(code)
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"a forked process was still running after {timeout:g} s")
+    return await_child(pid, timeout)
 
 
 def die() -> None:

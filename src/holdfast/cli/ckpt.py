@@ -12,6 +12,7 @@ import typer
 
 from holdfast.checkpoint.identity import is_url
 from holdfast.cli import ckpt_inspect, ckpt_judge, ckpt_remote, gc
+from holdfast.cli.arguments import JSON
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.structure import Inspection
@@ -25,8 +26,6 @@ app.command("acquit")(ckpt_judge.acquit)
 app.command("export")(ckpt_inspect.export)
 app.command("gc")(gc.gc)
 
-_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-
 
 @app.command(name="ls")
 def list_checkpoints(
@@ -36,7 +35,7 @@ def list_checkpoints(
             metavar="PATH|URL", help="A run directory, a directory that holds checkpoints, or a remote root."
         ),
     ],
-    as_json: _JSON = False,
+    as_json: JSON = False,
 ) -> None:
     """List checkpoints, newest step first. Looks at names and sizes; digests are not read.
 
@@ -71,7 +70,7 @@ def verify_checkpoints(
             help="Checkpoints, or run or checkpoint directories: then all in them. Or URLs of remote copies.",
         ),
     ],
-    as_json: _JSON = False,
+    as_json: JSON = False,
     run: Annotated[str | None, typer.Option(help="The run id that they must be of.")] = None,
     world: Annotated[int | None, typer.Option(min=1, help="The world size they must be of.")] = None,
 ) -> None:

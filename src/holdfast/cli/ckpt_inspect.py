@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.arguments import JSON
+
 if TYPE_CHECKING:
     from holdfast.checkpoint.difference import Difference, EntryDifference
     from holdfast.checkpoint.identity import CheckpointRoot
     from holdfast.checkpoint.ladder import Ladder, Rung
     from holdfast.control.directory import ControlDirectory
 
-_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 USED, REFUSED, LOWER, NO_RUNG = "would be used", "refused", "lower than the one used", "not a rung"
 
@@ -34,7 +35,7 @@ def locate(
     force: Annotated[bool, typer.Option("--force", help="As with checkpoint.force.")] = False,
     world: Annotated[int | None, typer.Option(min=1, help="Say what so many ranks would mean.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Read every byte, as a resume does.")] = False,
-    as_json: _JSON = False,
+    as_json: JSON = False,
 ) -> None:
     """Say what a resume would use now, and why not each higher rung. Changes nothing.
 
@@ -176,7 +177,7 @@ def diff(
     tolerance: Annotated[
         float | None, typer.Option(min=0, help="Values no further apart than this count as equal.")
     ] = None,
-    as_json: _JSON = False,
+    as_json: JSON = False,
 ) -> None:
     """Say what differs between two checkpoints, tensor by tensor, largest difference first.
 
@@ -267,7 +268,7 @@ def export(
     part: Annotated[str, typer.Option(help="The tracked part to export.")] = "model",
     form: Annotated[str, typer.Option("--format", help="safetensors or torch.")] = "safetensors",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
-    as_json: _JSON = False,
+    as_json: JSON = False,
 ) -> None:
     """Write the weights of a checkpoint, whole, to one file. Every byte is verified on the way.
 

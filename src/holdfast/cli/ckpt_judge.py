@@ -11,10 +11,11 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from holdfast.cli.arguments import JSON, REASON, ROOT, RUN, WHICH, YES
 from holdfast.cli.ckpt_inspect import open_run
 
 if TYPE_CHECKING:
@@ -26,21 +27,14 @@ if TYPE_CHECKING:
 LEASE_TTL = 10.0
 """Seconds. The lease is given back at once; this only bounds the wait after an operator's crash."""
 
-_RUN = Annotated[Path, typer.Argument(help="The run's directory (run.dir, --run-dir).")]
-_WHICH = Annotated[str, typer.Argument(metavar="STEP|ID|NAME", help="The checkpoint: step, id or name.")]
-_REASON = Annotated[str, typer.Option(help="Why; kept with the record and in the journal.")]
-_ROOT = Annotated[Path | None, typer.Option(help="Its checkpoint root, if not RUN_DIR/checkpoints.")]
-_YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-
 
 def condemn(
-    run_dir: _RUN,
-    which: _WHICH,
-    reason: _REASON,
-    root: _ROOT = None,
-    yes: _YES = False,
-    as_json: _JSON = False,
+    run_dir: RUN,
+    which: WHICH,
+    reason: REASON,
+    root: ROOT = None,
+    yes: YES = False,
+    as_json: JSON = False,
 ) -> None:
     """Condemn a checkpoint, and with it all that was saved from it: no resume uses them any more.
 
@@ -52,12 +46,12 @@ def condemn(
 
 
 def acquit(
-    run_dir: _RUN,
-    which: _WHICH,
-    reason: _REASON,
-    root: _ROOT = None,
-    yes: _YES = False,
-    as_json: _JSON = False,
+    run_dir: RUN,
+    which: WHICH,
+    reason: REASON,
+    root: ROOT = None,
+    yes: YES = False,
+    as_json: JSON = False,
 ) -> None:
     """Acquit a condemned or suspect checkpoint, and those that were condemned only with it.
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.arguments import JSON, REASON, ROOT, RUN, WHICH, YES
+
 if TYPE_CHECKING:
     from holdfast.control.directory import ControlDirectory
 
@@ -20,17 +22,13 @@ app = typer.Typer(
     help="Pause recovery, reset a budget, pin a checkpoint, exclude nodes.", no_args_is_help=True
 )
 
-_RUN = Annotated[Path, typer.Argument(help="The run's directory (run.dir, --run-dir).")]
-_REASON = Annotated[str, typer.Option(help="Why; kept with the record and in the journal.")]
 _BY = Annotated[str | None, typer.Option(help="Who asks, if not the user at this host.")]
-_ROOT = Annotated[Path | None, typer.Option(help="Its checkpoint root, if not RUN_DIR/checkpoints.")]
 _NODE = Annotated[str, typer.Argument(help="The node, as the launcher names it.")]
 _DEVICE = Annotated[str | None, typer.Option(help="Only this device of it.")]
-_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 @app.command()
-def pause(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = False) -> None:
+def pause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
     """From now on a failed attempt is not restarted: the launcher waits for `unpause`, without workers.
 
     A running attempt goes on. Exits with 0 if it was recorded.
@@ -43,7 +41,7 @@ def pause(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = False
 
 
 @app.command()
-def unpause(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = False) -> None:
+def unpause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
     """Recovery goes on, within a second where a launcher waits. Exits with 0 if it was recorded."""
     from holdfast.control import operator
 
@@ -54,7 +52,7 @@ def unpause(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = Fal
 
 
 @app.command(name="reset-budget")
-def reset_budget(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = False) -> None:
+def reset_budget(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
     """Count restarts from 0 again: those up to now no longer stand against launch.max_restarts.
 
     Exits with 0 if it was recorded.
@@ -68,15 +66,15 @@ def reset_budget(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON 
 
 @app.command()
 def pin(
-    run_dir: _RUN,
-    which: Annotated[str, typer.Argument(metavar="STEP|ID|NAME", help="The checkpoint: step, id or name.")],
-    reason: _REASON,
+    run_dir: RUN,
+    which: WHICH,
+    reason: REASON,
     keep: Annotated[bool, typer.Option("--keep", help="For every resume until `unpin`.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Even if it is suspect or condemned.")] = False,
-    root: _ROOT = None,
+    root: ROOT = None,
     by: _BY = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: _JSON = False,
+    yes: YES = False,
+    as_json: JSON = False,
 ) -> None:
     """The next resume uses this checkpoint, or refuses to start. What was saved after it is left behind.
 
@@ -96,7 +94,7 @@ def pin(
 
 
 @app.command()
-def unpin(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = False) -> None:
+def unpin(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
     """A resume chooses for itself again. Exits with 0 if it was recorded."""
     from holdfast.control import operator
 
@@ -108,12 +106,12 @@ def unpin(run_dir: _RUN, reason: _REASON, by: _BY = None, as_json: _JSON = False
 
 @app.command()
 def exclude(
-    run_dir: _RUN,
+    run_dir: RUN,
     node: _NODE,
-    reason: _REASON,
+    reason: REASON,
     device: _DEVICE = None,
     by: _BY = None,
-    as_json: _JSON = False,
+    as_json: JSON = False,
 ) -> None:
     """Keep a node, or one device of it, out of every later attempt. A running attempt is left alone.
 
@@ -129,12 +127,12 @@ def exclude(
 
 @app.command()
 def readmit(
-    run_dir: _RUN,
+    run_dir: RUN,
     node: _NODE,
-    reason: _REASON,
+    reason: REASON,
     device: _DEVICE = None,
     by: _BY = None,
-    as_json: _JSON = False,
+    as_json: JSON = False,
 ) -> None:
     """Let a node, or one device of it, take part again. Exits with 0 if it was recorded."""
     from holdfast.control import operator
@@ -150,7 +148,7 @@ def readmit(
 
 
 @app.command()
-def show(run_dir: _RUN, as_json: _JSON = False) -> None:
+def show(run_dir: RUN, as_json: JSON = False) -> None:
     """Show what is in force. Changes nothing."""
     from holdfast.control.operator import in_force
 

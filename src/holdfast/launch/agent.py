@@ -369,19 +369,22 @@ class HoldfastAgent(LocalElasticAgent):
         return self._recover(attempt, notice)
 
     def _without_leader(self, attempt: Attempt, notice: Notice) -> int | None:
-        """The leader of the next round decides about this one; a leader that is still there was cut off."""
-        say(f"attempt {attempt.number} ends: the leading node {notice.node} was lost ({notice.detail})")
-        if attempt.place.leads:
-            why = f"{notice.detail}; the others go on without this node"
-            attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=why))
-            return self._leave(attempt, ExitCode.LEASE_LOST)
+        """The leader of the next round decides about this one.
+
+        A leader that is still there was stopped or cut off. The others go on without it, and it must not end
+        the run for them: it comes to the meeting, is told that it was taken for gone, and joins anew.
+        """
+        say(f"attempt {attempt.number} ends: {notice.detail}")
         if self._meeting is None:
             raise LeaderLostError(
-                f"the leading node {notice.node} was lost ({notice.detail}), and a static rendezvous cannot "
-                "replace it. Start the same command again, or use --rdzv-backend c10d"
+                f"{notice.detail}, and a static rendezvous cannot replace it. Start the same command again, "
+                "or use --rdzv-backend c10d"
             )
-        self._meeting.see_gone(0, notice.detail)
-        self._recovery.lost_leader = lost_nodes(notice)
+        if attempt.place.leads:
+            attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
+        else:
+            self._meeting.see_gone(0, notice.detail)
+            self._recovery.lost_leader = lost_nodes(notice)
         attempt.close()
         return None
 

@@ -86,8 +86,8 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     """Why an attempt ends; the first one given counts for all nodes."""
 
     kind: str
-    """failure, hang, node_lost, leader_lost, store_lost, left (a node other than the leader's was told to
-    stop), regroup, stopped, lease_lost, finished."""
+    """failure, hang, node_lost, leader_lost, left (a node other than the leader's was told to stop), regroup,
+    stopped, lease_lost, finished."""
     node: str
     nodes: list[str] = []
     """Those that were lost."""

@@ -33,6 +33,8 @@ from holdfast.policy import rounds
 from holdfast.policy.rounds import Meeting
 
 STATE = "meeting"
+CHANGES = 10_000
+"""Tries of one change. Each that fails let another node's through, and there are fewer of these."""
 POLL = 0.05
 SLOW_POLL = 0.5
 """Between two looks of a parked node."""
@@ -123,18 +125,19 @@ class MeetingHandler(RendezvousHandler):
 
     def _connect(self, store: TCPStore) -> None:
         self._store: Any = PrefixStore(f"holdfast.{self._run_id}.{self._endpoints.index}", store)
+        # A client of its own: a call that hangs holds its client up for everybody else.
         own = store.clone() if hasattr(store, "clone") else store
-        prefix = PrefixStore(f"holdfast.{self._run_id}.{self._endpoints.index}", own)
-        self._pulse = Pulse(prefix, f"pulse/{self._agent}", self._node_timeout / 6, self._node_timeout)
+        self._pulse_store = PrefixStore(f"holdfast.{self._run_id}.{self._endpoints.index}", own)
+        self._begin_pulse()
+
+    def _begin_pulse(self) -> None:
+        key = f"pulse/{self._agent}"
+        self._pulse = Pulse(self._pulse_store, key, self._node_timeout / 6, self._node_timeout)
 
     @property
     def lost(self) -> str:
         """Why the store counts as lost; empty while it answers."""
         return self._pulse.lost
-
-    @property
-    def can_move(self) -> bool:
-        return not self._endpoints.exhausted
 
     def move(self, why: str) -> None:
         """The store's host is gone: go to the next endpoint, as the others do. Raises StoreLostError."""
@@ -156,7 +159,7 @@ class MeetingHandler(RendezvousHandler):
 
     def _change(self, change: Callable[[Meeting], Meeting | None]) -> Meeting:
         """Apply a change, again and again until nobody else changed the state meanwhile."""
-        while True:  # somebody else's change went through each time, and all of them end
+        for _ in range(CHANGES):
             meeting, raw = self._read()
             wanted = change(meeting)
             if wanted is None or wanted == meeting:
@@ -165,6 +168,7 @@ class MeetingHandler(RendezvousHandler):
             found = self._ask(partial(self._store.compare_set, STATE, raw, text))
             if found.decode() == text:
                 return wanted
+        raise StoreLostError(f"the meeting at {self._endpoints.name} changed {CHANGES} times under our hands")
 
     # -- torch's interface ----------------------------------------------------------------------------------
 
@@ -204,7 +208,7 @@ class MeetingHandler(RendezvousHandler):
                 self._say(f"this node was taken for gone ({meeting.gone[self._agent]}); it joins again")
                 self._pulse.stop()
                 self._agent = uuid.uuid4().hex[:12]
-                self._connect_again()
+                self._begin_pulse()
                 meeting = self._arrive()
             place = next((i for i, m in enumerate(meeting.members) if m.agent == self._agent), None)
             if meeting.round > self._round and place is not None and self._agent not in meeting.here:
@@ -243,9 +247,6 @@ class MeetingHandler(RendezvousHandler):
             )
 
         return self._change(change)
-
-    def _connect_again(self) -> None:
-        self._pulse = Pulse(self._store, f"pulse/{self._agent}", self._node_timeout / 6, self._node_timeout)
 
     def _enter(self, meeting: Meeting, place: int) -> RendezvousInfo:
         self._round, self._members = meeting.round, meeting.members

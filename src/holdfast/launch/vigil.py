@@ -125,7 +125,7 @@ class Vigil:
         why = attempt.lost_leader()
         if why:
             name = self._name_of(0)
-            detail = f"seen by {attempt.place.node}: {why}"
+            detail = f"the leading node {name} was lost: {why} (seen by {attempt.place.node})"
             return Notice(kind="leader_lost", node=name, nodes=[name], at=time.time(), detail=detail)
         return None
 
