@@ -101,8 +101,11 @@ def within(call: Callable[[], R], timeout: float, what: str) -> R:
             failure.append(error)
 
     thread = threading.Thread(target=run, name="holdfast-store", daemon=True)
+    started = time.monotonic()
     thread.start()
     thread.join(timeout)
+    if thread.is_alive() and time.monotonic() - started > timeout + 1.0:
+        thread.join(timeout)  # this process did not run for a while, so the store had no time to answer
     if outcome:
         return outcome[0]
     if not failure:

@@ -73,8 +73,12 @@ class Pulse:
 
     def _look(self) -> None:
         """The store's calls may hang for ever when its host is cut off: another thread watches the clock."""
+        looked = time.monotonic()
         while not self._stop.wait(self._interval) and not self.lost:
-            silent = time.monotonic() - self._heard
+            now = time.monotonic()
+            if now - looked > self._timeout:
+                self._heard = now  # this process did not run for a while: the store did not fall silent
+            looked, silent = now, now - self._heard
             if silent > self._timeout:
                 self.lost = f"the store has not answered for {silent:.0f} s"
 
