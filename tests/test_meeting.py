@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -145,3 +148,35 @@ def test_who_waits_finds_those_who_had_to_move(store: TCPStore) -> None:
         waiting.result(20)
     node.handler.move(node.handler.look_at_store())
     assert node.handler.endpoint == f"127.0.0.1:{moved.port}"
+
+
+PULSE = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from holdfast.launch.meeting import Pulse
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=30))
+pulse = Pulse(store, "pulse", 0.2, 1.0)
+print("beating", flush=True)
+sys.stdin.readline()
+print(repr(pulse.lost), flush=True)
+"""
+
+
+def test_an_agent_that_was_stopped_itself_does_not_take_the_store_for_lost(store: TCPStore) -> None:
+    command = [sys.executable, "-c", PULSE, str(store.port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            assert child.stdout.readline() == "beating\n"
+            for _ in range(3):
+                child.send_signal(signal.SIGSTOP)
+                time.sleep(2.0)  # longer than its timeout
+                child.send_signal(signal.SIGCONT)
+                time.sleep(0.5)
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == "''\n"
+        finally:
+            child.kill()
