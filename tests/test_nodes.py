@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import Job, wait_until
+from harness import Job, finish, holdfast, wait_until
 from holdfast.control.attempts import ends_of
 from holdfast.control.directory import ControlDirectory
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
-from nodes import Cluster, cluster, free_endpoint
+from nodes import STEP, Cluster, cluster, free_endpoint
 
 
 def journalled(cwd: Path, kind: type[Any]) -> list[Any]:
@@ -205,3 +205,16 @@ def _hosts(group: Cluster) -> list[str]:
                 if listens and f"socket:[{words[9]}]" in inodes:
                     found.append(name)
     return found
+
+
+def test_too_few_nodes_end_with_their_code_and_a_word_in_the_journal(tmp_path: Path) -> None:
+    command = holdfast(
+        "run", "--run-dir", "run", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+        free_endpoint(), "--rdzv-conf", "join_timeout=1", "--rdzv-id", "few", "--no-preload",
+        STEP, "ok", "log",
+    )  # fmt: skip
+    result = finish(command, cwd=tmp_path, timeout=60)
+    assert result.code == ExitCode.NO_CAPACITY, result.text
+    assert not (tmp_path / "log").exists(), "no worker began"
+    told = [body.message for body in journalled(tmp_path, events.Warned)]
+    assert any("ended with code 28: fewer than 2 nodes" in text for text in told), told

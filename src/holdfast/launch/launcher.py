@@ -111,9 +111,9 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             return stop.code
         except HoldfastError as error:
             say(f"error: {error}")
-            return int(error.exit_code)
+            return tell.ended(int(error.exit_code), str(error))
         except (RendezvousError, DistError) as error:
-            return _explain_rendezvous(error, config)
+            return tell.ended(*_explain_rendezvous(error, config))
         finally:
             context.alerts.close()
             starter.close()
@@ -141,6 +141,11 @@ class _Teller:
     def __call__(self, text: str) -> None:
         say(f"warning: {text}")
         self.quietly(text)
+
+    def ended(self, code: int, why: str) -> int:
+        """No decision tells of this end, which concerns this node only as far as it knows."""
+        self.quietly(f"the launcher on {socket.gethostname()} ended with code {code}: {why}")
+        return code
 
     def quietly(self, text: str) -> None:
         attempt = max(attempt_numbers(self._control), default=0)
@@ -248,7 +253,8 @@ def _make_handler(
     )
 
 
-def _explain_rendezvous(error: Exception, config: LaunchConfig) -> int:
+def _explain_rendezvous(error: Exception, config: LaunchConfig) -> tuple[int, str]:
+    """The code to end with, and why, which is said here."""
     where = f"rendezvous {config.run_id}"
     if isinstance(error, RendezvousTimeoutError):
         code, what = (
@@ -260,7 +266,7 @@ def _explain_rendezvous(error: Exception, config: LaunchConfig) -> int:
     else:
         code, what = ExitCode.DECISION_TIMEOUT, f"lost the store of {where}: {error}"
     say(f"stopped: {what}\n  next:       {next_step(code)}")
-    return int(code)
+    return int(code), what
 
 
 @contextlib.contextmanager
