@@ -1,7 +1,8 @@
 """One of two ranks that save side by side, by Holdfast, by dcp.async_save, and by a bare copy.
 
-`async_rank.py RANK WORLD PORT DIRECTORY MIB REPEAT`. Rank 0 prints JSON: for every turn the seconds for which
-each held training up (the slower rank's), and those until the checkpoint was complete.
+`async_rank.py RANK WORLD PORT DIRECTORY MIB REPEAT [LOCAL]`. Rank 0 prints JSON: for every turn the seconds
+for which each held training up (the slower rank's), and those until the checkpoint was complete. With LOCAL,
+a directory in memory, Holdfast saves to a local tier there and nowhere else, and dcp.async_save is left out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from workload import PIECE_MIB
 import holdfast
 
 Timed = tuple[float, float]
+WARM = 4
+"""Saves that are not counted: two for the staging buffers, four for the slots of a local tier."""
 
 
 class Sharded(nn.Module):
@@ -58,8 +61,19 @@ def timed(begin: Callable[[], object], end: Callable[[], object]) -> Timed:
     return slowest(blocked), slowest(time.perf_counter() - started)
 
 
-def main(rank: int, world: int, port: int, directory: Path, size_mib: int, repeat: int) -> None:
-    torch.set_num_threads(1)
+def local_tier(directory: str) -> dict[str, object]:
+    """A local save at the end of every step."""
+    return {
+        "checkpoint_non_persistent_ckpt_type": "local",
+        "checkpoint_non_persistent_local_ckpt_dir": directory,
+        "checkpoint_non_persistent_save_interval": 1,
+    }
+
+
+def main(
+    rank: int, world: int, port: int, directory: Path, size_mib: int, repeat: int, local: str = ""
+) -> None:
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))  # a rank's share of the cores
     warnings.filterwarnings("ignore")
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
@@ -71,13 +85,21 @@ def main(rank: int, world: int, port: int, directory: Path, size_mib: int, repea
         checkpoint_save_at_end=False,
         checkpoint_async_save=True,
         checkpoint_keep_last=2,
+        **(local_tier(local) if local else {}),
     )
     run.track(model=model)
     run.start()
     group = dist.new_group(backend="gloo")
 
+    def save() -> None:
+        if local:
+            run.begin_step()
+            run.end_step()
+        else:
+            run.save(wait=False)
+
     def ours() -> Timed:
-        return timed(lambda: run.save(wait=False), run.wait_for_saves)
+        return timed(save, run.wait_for_saves)
 
     def theirs() -> Timed:
         target = directory / "dcp"
@@ -102,10 +124,12 @@ def main(rank: int, world: int, port: int, directory: Path, size_mib: int, repea
         return timed(copy, lambda: None)
 
     found: dict[str, list[Timed]] = {"ours": [], "dcp": [], "copy": []}
-    for turn in range(repeat + 2):
+    for turn in range(repeat + WARM):
         for name, measure in (("ours", ours), ("dcp", theirs), ("copy", bare)):
+            if name == "dcp" and local:
+                continue
             value = measure()
-            if turn > 1:  # both staging buffers are in use after two saves: the steady state
+            if turn >= WARM:  # all staging memory is in use by then: the steady state
                 found[name].append(value)
     run.close()
     dist.destroy_process_group()
@@ -114,5 +138,5 @@ def main(rank: int, world: int, port: int, directory: Path, size_mib: int, repea
 
 
 if __name__ == "__main__":
-    number, world, port, directory, size, repeat = sys.argv[1:]
-    main(int(number), int(world), int(port), Path(directory), int(size), int(repeat))
+    number, world, port, directory, size, repeat, *local = sys.argv[1:]
+    main(int(number), int(world), int(port), Path(directory), int(size), int(repeat), *local)

@@ -3,6 +3,10 @@
 `python bench/gpu_async_run.py --dir /dev/shm`. The workload is 72 linear layers of 4096 x 4096 with AdamW,
 about 14.5 GB of state. For each way to take a snapshot: steps with a save among them against steps without,
 and the time from the call to the commit. One line of JSON for each, as it is measured.
+
+With `--local DIR` (in memory: `/dev/shm`) the same with a local tier there: `local_after` is then the time
+from the call to a committed local copy, every digest taken and every fingerprint checked, and
+`committed_after` the one to the commit of its drained copy in the checkpoint root.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
         checkpoint_snapshot=way,
         checkpoint_keep_last=2,
         journal_step_flush=1000.0,
+        **(tier_settings(args.local) if args.local else {}),
     )
     run.track(model=model, optimizer=optimizer)
     run.start()
@@ -65,25 +70,38 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
             step()
             if save and number == 0:
                 called = time.perf_counter()
-                run.save(wait=False)
+                save_now()
                 call = time.perf_counter() - called
         torch.cuda.synchronize()
         return time.perf_counter() - started, call
+
+    def save_now() -> None:
+        if args.local:  # to the local tier alone, as its own interval has it done
+            assert run._saving is not None
+            run._saving.scheduled_locally()
+        else:
+            run.save(wait=False)
 
     started = time.perf_counter()
     step()
     run.save()  # makes the plan, takes and locks the staging memory, compiles the fingerprint kernel
     first = time.perf_counter() - started
+    for _ in range(args.warm):  # every slot of the local tier is in use, and locked, after some saves
+        step()
+        save_now()
+        run.wait_for_saves()
     for _ in range(args.repeat):
         without, _ = steps(args.steps, save=False)
         with_save, call = steps(args.steps, save=True)
         run.wait_for_saves()
         one = without / args.steps
-        committed = [
+        told = [
             line.body
             for line in read_journal(where / way / "journal")
             if isinstance(line.body, SaveCommitted)
-        ][-1]
+        ]
+        committed = [save for save in told if save.tier == "global"][-1]
+        local = [save for save in told if save.tier == "local"]
         say(
             way=way,
             step=round(one, 4),
@@ -92,10 +110,18 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
             in_flight_ratio=round(with_save / without, 4),
             call=round(call, 4),
             committed_after=round(committed.seconds, 3),
+            **({"local_after": round(local[-1].seconds, 3)} if local else {}),
             bytes=committed.bytes,
             first_save=round(first, 2),
         )
     run.close()
+
+
+def tier_settings(directory: str) -> dict[str, Any]:
+    return {
+        "checkpoint_non_persistent_ckpt_type": "local",
+        "checkpoint_non_persistent_local_ckpt_dir": directory,
+    }
 
 
 def pinned_copy(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -124,6 +150,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--ways", default="clone,overlap,block")
     parser.add_argument("--dir", type=Path, default=None)
+    parser.add_argument("--local", default="", help="directory of a local tier")
+    parser.add_argument("--warm", type=int, default=0, help="saves before the first that is measured")
     args = parser.parse_args()
     model, optimizer = build(args.layers, args.width)
     model(torch.randn(8, args.width, device="cuda")).sum().backward()

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import node_loss
+import replicate
+import resume
 import torch.distributed.checkpoint as dcp
 from workload import Weights
 
 import holdfast
 from holdfast.launch.monitor import Monitor
+from holdfast.policy import replication
+from holdfast.policy.assembly import assemble, describe, order
 from holdfast.policy.timeouts import Limits
 
 Samples = tuple[list[float], list[float]]
 STEPS = 20_000
 CHILD_DEADLINE = 600
+RANKS = 10_000
+RANKS_PER_NODE, SHARDS = 8, 4
 
 
 def alternate(repeat: int, ours: Callable[[], float], baseline: Callable[[], float]) -> Samples:
@@ -122,8 +131,17 @@ def committed(work: Path, size_mib: int, repeat: int) -> Samples:
     return [whole for _, whole in found["ours"]], [whole for _, whole in found["dcp"]]
 
 
+def local_blocked(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds for which a save to the local tier holds training up, and a bare copy of the same tensors."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm") as memory:
+        found = _two_ranks(work, size_mib, repeat, memory)
+    return [blocked for blocked, _ in found["ours"]], [blocked for blocked, _ in found["copy"]]
+
+
 @functools.cache
-def _two_ranks(work: Path, size_mib: int, repeat: int) -> dict[str, list[tuple[float, float]]]:
+def _two_ranks(
+    work: Path, size_mib: int, repeat: int, local: str = ""
+) -> dict[str, list[tuple[float, float]]]:
     """Two ranks that save side by side, the slower one's times; measured once for all that asks for it."""
     directory = work / "ranks"
     directory.mkdir()
@@ -131,7 +149,7 @@ def _two_ranks(work: Path, size_mib: int, repeat: int) -> dict[str, list[tuple[f
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = str(Path(__file__).with_name("async_rank.py"))
-    arguments = [str(value) for value in (port, directory, size_mib, repeat)]
+    arguments = [str(value) for value in (port, directory, size_mib, repeat)] + [local] * bool(local)
     ranks = [
         subprocess.Popen([sys.executable, script, str(rank), "2", *arguments], stdout=subprocess.PIPE)
         for rank in range(2)
@@ -254,6 +272,37 @@ def node_lost(work: Path, size_mib: int, repeat: int) -> Samples:
     return found
 
 
+def replicated(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds until a peer holds a verified replica of an image, and those of a bare socket copy of it."""
+    with replicate.sides(work, size_mib) as (ours, bare):
+        return alternate(repeat, ours, bare)
+
+
+def resumed_own(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds of a resume from the nodes' own copies, and from the checkpoint root."""
+    found = _resumes(work, size_mib, repeat)
+    return found["own"], found["global"]
+
+
+def resumed_peer(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds of a resume from the other node's replicas, and from the checkpoint root."""
+    found = _resumes(work, size_mib, repeat)
+    return found["peer"], found["global"]
+
+
+@functools.cache
+def _resumes(work: Path, size_mib: int, repeat: int) -> dict[str, list[float]]:
+    """All three ways in turns, measured once for both that ask for it."""
+    found: dict[str, list[float]] = {way: [] for way in resume.WAYS}
+    with resume.ways(work, size_mib) as measured:
+        for turn in range(repeat + 1):
+            for way in resume.WAYS[:: 1 if turn % 2 else -1]:
+                seconds = measured[way]()
+                if turn:  # the first of each warms the caches
+                    found[way].append(seconds)
+    return found
+
+
 def monitor(work: Path, size_mib: int, repeat: int) -> Samples:
     """Microseconds a step that signs of life to the agent add in the rank, and those of the bare loop."""
     del size_mib
@@ -271,6 +320,48 @@ def monitor(work: Path, size_mib: int, repeat: int) -> Samples:
         raise RuntimeError(f"{script} ended with {rank.returncode}")
     samples = json.loads(told)
     return [ours - bare for ours, bare in samples], [bare for _, bare in samples]
+
+
+def assembled(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds in which one of 10,000 ranks plans its resume from what all hold; of 1,250, eight times."""
+    del work, size_mib
+    parts = 8
+    ours = _planner(RANKS)
+    fewer = [_planner(RANKS // parts) for _ in range(parts)]  # apart, so that caches help neither side more
+    return alternate(repeat, ours, lambda: sum(plan() for plan in fewer))
+
+
+def _planner(ranks: int) -> Callable[[], float]:
+    """Each rank has four shards and a replica of them; a spare with nothing has replaced the first node."""
+    places = [f"{rank // RANKS_PER_NODE:012x}" for rank in range(ranks)]
+    files = [[f"__{rank}_{shard}.distcp" for shard in range(SHARDS)] for rank in range(ranks)]
+    held: dict[str, list[str]] = {place: [] for place in places}
+    for rank, targets in enumerate(replication.replicate(places, factor=2, jump=0).targets):
+        for place in (places[rank], *targets):
+            held[place] += files[rank]
+    held[places[0]] = []
+    answers = {place: msgspec.json.encode(paths) for place, paths in held.items()}
+    saved_at = {path: places[rank] for rank in range(ranks) for path in files[rank]}
+    names = {place: f"node-{place}" for place in answers}
+    listed = list(saved_at)
+
+    def measured() -> float:
+        gc.collect()
+        gc.disable()  # a collection goes through all of torch, whenever it happens to come
+        try:
+            started = time.perf_counter()
+            told = {place: msgspec.json.decode(answer, type=list[str]) for place, answer in answers.items()}
+            assembly = assemble(listed, told, in_global=False)
+            evidence = describe(assembly, names, saved_at)
+            sources = [order(assembly, path, places[0], 0) for path in files[0]]
+            taken = time.perf_counter() - started
+        finally:
+            gc.enable()
+        if not assembly.complete or not all(sources) or len(evidence) != 2:
+            raise RuntimeError(f"the plan for {ranks} ranks is wrong: {evidence}")
+        return taken
+
+    return measured
 
 
 def _run(directory: Path, model: Weights) -> holdfast.Run:

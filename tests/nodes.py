@@ -38,6 +38,7 @@ class Cluster:
         acts: str = "wait,ok",
         script: str = STEP,
         grace: float = 0.3,
+        preload: bool = False,
         wrap: Callable[[list[str]], list[str]] = list,
     ) -> Job:
         """Start the agent of one node; `wrap` may put it elsewhere."""
@@ -45,7 +46,8 @@ class Cluster:
             "run", "--run-dir", "run", "--nnodes", self._nnodes, "--rdzv-backend", "c10d",
             "--rdzv-endpoint", self.endpoint, "--rdzv-conf", self._conf, "--rdzv-id", "cluster",
             "--set", f"launch.node_name={name}", "--set", f"launch.stop_grace={grace}",
-            "--set", "launch.node_timeout=3", "--no-preload", *flags, script, acts, "log",
+            "--set", "launch.node_timeout=3", *([] if preload else ["--no-preload"]), *flags,
+            script, acts, "log",
         )  # fmt: skip
         agent = self._stack.enter_context(job(wrap(command), cwd=self.cwd))
         self.agents[name] = agent

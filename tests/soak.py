@@ -11,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import REPO, Job, finish, holdfast
+from harness import REPO, Job, finish, holdfast, wait_until
+from holdfast.checkpoint.local_tier import places_under
 from holdfast.drill.faults import FaultError, flip_in_checkpoint
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.events import AttemptStarted, Line, SaveCommitted, WorkersStarted
+from holdfast.journal.events import AttemptStarted, Decision, Line, SaveCommitted, WorkersStarted
 from holdfast.journal.reader import JournalReader
 from namespaces import PORT, Network
 
@@ -28,6 +30,7 @@ EXAMPLE = str(REPO / "examples" / "train_gpt.py")
 TRAIN = str(REPO / "tests" / "scripts" / "train_with_faults.py")
 NODES = ("a", "b")
 INTERVAL = 5
+LOCAL_INTERVAL = 2
 STEPS_PER_FAULT = 16
 """More than one fault and the recovery from it use up."""
 WITHIN = ("kill", "stop", "raise", "exit", "agent", "corrupt", "both")
@@ -55,6 +58,8 @@ class Report:
     resets: int = 0
     attempts: int = 0
     seconds: float = 0.0
+    from_memory: int = 0
+    """Resumes in which shards were found in the local tier."""
     longest: float = 0.0
     """Seconds from a fault to the next commit, at most."""
     problems: list[str] = field(default_factory=list)
@@ -64,7 +69,8 @@ class Report:
         codes = ", ".join(f"{code}: {count}" for code, count in sorted(self.codes.items()))
         lines = [
             f"soak, seed {self.seed}: {len(self.faults)} faults ({kinds}) in {self.seconds:.0f} s",
-            f"  attempts: {self.attempts}; budgets reset after a stop: {self.resets}",
+            f"  attempts: {self.attempts}; budgets reset after a stop: {self.resets}; "
+            f"resumes from memory: {self.from_memory}",
             f"  agents ended with: {codes}",
             f"  longest from a fault to the next commit: {self.longest:.1f} s",
         ]
@@ -72,8 +78,12 @@ class Report:
 
 
 class Soak:
-    def __init__(self, cwd: Path, *, faults: int, seed: int, net: Network | None) -> None:
+    def __init__(
+        self, cwd: Path, *, faults: int, seed: int, net: Network | None, local: Path | None = None
+    ) -> None:
+        """With `local`, a directory in memory, the run saves in the background and has a local tier there."""
         self.cwd = cwd
+        self._local = local
         self.steps = STEPS_PER_FAULT * faults + 4 * INTERVAL
         self.report = Report(seed)
         self._faults = faults
@@ -104,14 +114,23 @@ class Soak:
                 self.report.longest = max(self.report.longest, time.monotonic() - broken)
             self._await_end()
         finally:
+            whole = len(self._done) == len(NODES)
             for agent in self._agents.values():
+                if whole:
+                    with contextlib.suppress(AssertionError):
+                        wait_until(
+                            lambda job=agent: not job.processes(), 10.0, "what outlives its trainer ends"
+                        )
                 left = agent.kill_everything()
-                if left and len(self._done) == len(NODES):
+                if left and whole:
                     self.report.problems.append(f"processes left behind: {left}")
         self._poll()
         numbers = {line.attempt for line in self._lines if isinstance(line.body, AttemptStarted)}
         self.report.attempts = len(numbers)
         self.report.seconds = time.monotonic() - began
+        decided = [line.body for line in self._lines if isinstance(line.body, Decision)]
+        told = [text for one in decided if one.about == "resume" for text in one.evidence]
+        self.report.from_memory = sum(bool(re.search("[1-9][0-9]* of .* on the node", text)) for text in told)
         left_over = [path.name for path in self._tmp.iterdir() if path.name.startswith("holdfast")]
         killed = self.report.faults.count("agent") + self.report.faults.count("both")
         if len(left_over) > 2 * killed:  # a killed agent cannot tidy up
@@ -127,13 +146,20 @@ class Soak:
 
     def _start(self, name: str) -> None:
         index = NODES.index(name)
-        settings = {
+        settings: dict[str, object] = {
             "launch.node_name": name, "launch.node_timeout": 3, "launch.stop_grace": 1,
             "control.lease_ttl": 6, "control.decision_timeout": 40, "checkpoint.interval": INTERVAL,
             "monitor.rank_section_timeouts": "setup:60,step:5,checkpointing:20",
             "monitor.rank_heartbeat_timeout": 30, "monitor.initial_rank_heartbeat_timeout": 60,
             "journal.step_flush": 0,
         }  # fmt: skip
+        if self._local is not None:
+            settings |= {
+                "checkpoint.async_save": "true", "checkpoint.non_persistent_ckpt_type": "local",
+                "checkpoint.non_persistent_local_ckpt_dir": self._local / name,
+                "checkpoint.non_persistent_save_interval": LOCAL_INTERVAL,
+                "checkpoint.replication_timeout": 5, "checkpoint.handover_timeout": 10,
+            }  # fmt: skip
         flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         hosts = [self._address(number) for number in range(len(NODES))]
         ports = [PORT, PORT] if self._net is not None else [self._port(), self._port() + 1]
@@ -178,7 +204,7 @@ class Soak:
                 self._retry[name] = time.monotonic() + 0.5
                 continue
             del self._retry[name]
-            left = agent.processes()
+            left = {pid: line for pid, line in agent.processes().items() if not _may_outlive(line)}
             if left and code != -signal.SIGKILL:
                 self.report.problems.append(f"{name} ended with {code} and left {left}")
             agent.kill_everything()
@@ -202,8 +228,11 @@ class Soak:
     def _commits(self) -> list[SaveCommitted]:
         return [line.body for line in self._lines if isinstance(line.body, SaveCommitted)]
 
+    def _drained(self) -> SaveCommitted:
+        return [save for save in self._commits() if save.tier == "global"][-1]
+
     def _highest(self) -> int:
-        return max((save.step for save in self._commits()), default=0)
+        return max((save.step for save in self._commits() if save.tier == "global"), default=0)
 
     def _await_commit(self, what: str) -> None:
         """Until a checkpoint beyond all earlier ones is there."""
@@ -227,7 +256,7 @@ class Soak:
             time.sleep(0.05)
 
     def final(self) -> Path:
-        last = self._commits()[-1]
+        last = self._drained()
         assert last.step == self.steps
         return self.cwd / "run" / "checkpoints" / last.checkpoint
 
@@ -248,9 +277,11 @@ class Soak:
         elif kind == "agent":
             self._kill_agent(self._rng.choice(NODES))
         elif kind == "corrupt":
-            newest = self.cwd / "run" / "checkpoints" / self._commits()[-1].checkpoint
+            newest = self.cwd / "run" / "checkpoints" / self._drained().checkpoint
             with contextlib.suppress(FaultError):
                 flip_in_checkpoint(newest, seed=self._rng.randrange(1000))
+            if self._local is not None:
+                self._flip_in_memory(self._local / self._rng.choice(NODES))
             self._signal(rank, signal.SIGKILL)
         elif kind == "partition":
             assert self._net is not None
@@ -261,6 +292,18 @@ class Soak:
                 self._tend()
                 time.sleep(0.05)
             self._net.mend(host)
+
+    def _flip_in_memory(self, directory: Path) -> None:
+        """In every copy of the newest local step that one node has, whatever else is at work on it."""
+        for tier in places_under(directory):
+            records = tier.records()
+            for record in records:
+                if record.name == records[0].name:
+                    with contextlib.suppress(OSError), tier.image(record).open("r+b") as image:
+                        image.seek(record.nbytes // 2)
+                        byte = image.read(1)[0]
+                        image.seek(-1, os.SEEK_CUR)
+                        image.write(bytes([byte ^ 16]))
 
     def _kill_agent(self, name: str) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -275,3 +318,8 @@ class Soak:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
             if b"HFTEST_JOB" in environment:
                 os.kill(pid, number)
+
+
+def _may_outlive(command_line: str) -> bool:
+    """Writers and peer servers finish what they have begun, and for so long the keeper waits for them."""
+    return "-m holdfast.checkpoint." in command_line or "-m holdfast.launch.keeper" in command_line

@@ -22,7 +22,7 @@ from torch import nn
 import holdfast
 from harness import REPO, finish, job, python, wait_until
 from harness import holdfast as command
-from holdfast.checkpoint import writer_process
+from holdfast.checkpoint import writer_exchange, writer_process
 from holdfast.checkpoint.stage import Stager
 from holdfast.checkpoint.verify import verify
 from holdfast.control.attempts import latest_head
@@ -620,7 +620,9 @@ def test_a_snapshot_that_one_rank_did_not_stage_is_given_up_soon(tmp_path: Path,
             if step == 7:
                 die()
 
-        with forked_writers(lambda number: patched(writer_process, "ORPHAN_GRACE", lambda _: 0.5)) as writers:
+        with forked_writers(
+            lambda number: patched(writer_exchange, "ORPHAN_GRACE", lambda _: 0.5)
+        ) as writers:
             train(run_dir, until=9, at_step=at_step, **ASYNC)
 
     ranks(tmp_path, 2, work, codes=-9)

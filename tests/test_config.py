@@ -39,6 +39,15 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "checkpoint.keep_last": (2, 3, 5, 999_999_999_999),
     "checkpoint.keep_every_steps": (0, 1, 500, 1000),
     "checkpoint.keep_every_hours": (0.0, 0.5, 12.0, 24.0),
+    "checkpoint.non_persistent_ckpt_type": ("none", "none", "none", "none"),
+    "checkpoint.non_persistent_local_ckpt_dir": ("", "/dev/shm/x", "/nvme/y", "./z z"),
+    "checkpoint.non_persistent_local_ckpt_algo": ("fully_parallel",) * 4,
+    "checkpoint.non_persistent_save_interval": (0, 1, 10, 999_999_999_999),
+    "checkpoint.non_persistent_keep_last": (2, 3, 5, 64),
+    "checkpoint.non_persistent_max_bytes": (0, 1, 64_000_000_000, 999_999_999_999),
+    "checkpoint.replication_factor": (1, 2, 3, 64),
+    "checkpoint.replication_jump": (0, 1, 8, 999_999_999_999),
+    "checkpoint.replication_timeout": (0.5, 1.0, 60.0, 120.5),
     "control.lease_ttl": (2.0, 2.5, 10.0, 20.0),
     "control.decision_timeout": (31.0, 60.5, 1000.0, 31_536_000.0),
     "launch.max_restarts": (0, 1, 2, 100),
@@ -197,7 +206,7 @@ def test_the_digest_depends_on_the_values_and_not_on_their_source() -> None:
 
 WRONG: dict[type, tuple[object, ...]] = {
     str: (5, 1.5, True, None, b"bytes", [], {}, "\0", " ", "\ud800", "~/run", "$HOME/run"),
-    int: (1.0, True, None, "5", "many", [], {}, -1, 10**12, 10**40, float("nan")),
+    int: (1.0, True, None, "5", "many", [], {}, -1, 10**15, 10**40, float("nan")),
     float: (True, None, "5", "long", [], {}, -1.0, float("nan"), float("inf"), -float("inf"), 10**400, 4e7),
     bool: (1, 0, None, "true", "yes", [], 1.0),
 }
@@ -205,7 +214,10 @@ WRONG_FOR = {
     "run.dir": ("",),
     "checkpoint.interval": ("", "Auto", " auto", "never"),
     "checkpoint.resume_from": ("", "Auto", "FRESH", " auto", "-5", "+5", "1" * 13),
-    "checkpoint.max_failed_saves": (0,),
+    "checkpoint.max_failed_saves": (0, 10**12),
+    "checkpoint.non_persistent_keep_last": (0, 1, 65),
+    "checkpoint.non_persistent_save_interval": (10**12,),
+    "checkpoint.replication_factor": (0,),
     "checkpoint.keep_last": (1,),
     "control.lease_ttl": (1.99, 0),
     "monitor.rank_section_timeouts": ("step", "step:", "step:-1", "step:1s", ":5", "a b:1", "a:1,a:2"),
@@ -324,6 +336,17 @@ def test_a_decision_may_not_time_out_before_a_lease_can_lapse(timeout: float) ->
     assert "control.lease_ttl = 30.0 (default)" in message
     assert "raise control.decision_timeout above 30 or lower control.lease_ttl" in message
     assert load(environ={}, keywords={"control_decision_timeout": 30.1}).settings
+
+
+def test_a_local_tier_needs_a_directory_and_asynchronous_saves() -> None:
+    message = refusal(checkpoint_non_persistent_ckpt_type="local")
+    assert "set checkpoint.non_persistent_local_ckpt_dir, for example to /dev/shm/holdfast" in message
+    assert "set checkpoint.async_save to true" in message
+    keywords: dict[str, object] = {
+        "checkpoint_non_persistent_ckpt_type": "local", "checkpoint_async_save": True,
+        "checkpoint_non_persistent_local_ckpt_dir": "/dev/shm/x",
+    }  # fmt: skip
+    assert load(environ={}, keywords=keywords).settings
 
 
 @pytest.mark.parametrize("resume_from", ["auto", "fresh"])

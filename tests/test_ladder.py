@@ -126,3 +126,16 @@ def test_names_round_trip(step: int, id: str) -> None:
 def test_other_names_are_not_checkpoints(name: str) -> None:
     parsed = parse_name(name)
     assert parsed is None or str(parsed) == name
+
+
+def test_what_only_the_local_tier_had_forbids_a_fresh_start_only_if_nobody_has_looked() -> None:
+    record = commit(1, 100)
+    timeline_, local = Timeline([record], [], None), frozenset({record.id})
+    lost = build_ladder(timeline_, {}, [], frozenset(), local=local)
+    assert (lost.rungs, lost.may_start_fresh) == ([], True)
+    assert lost.rejected[0].why[0].startswith("lost: ")
+    unseen = build_ladder(timeline_, {}, [], frozenset(), local=local, local_unseen=True)
+    assert (unseen.rungs, unseen.may_start_fresh) == ([], False)
+    assert unseen.rejected[0].why[0].startswith("not seen: ")
+    there = build_ladder(timeline_, {}, [CheckpointName(100, record.id)], frozenset(), local=local)
+    assert [rung.step for rung in there.rungs] == [100]

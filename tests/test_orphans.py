@@ -198,6 +198,27 @@ def test_only_our_own_start_of_a_writer_is_recognised() -> None:
     assert seen(same, env=outliving(module)) == (module, os.getpid())
 
 
+def test_what_a_writer_forks_for_its_work_is_spared_with_it_and_nothing_else_is() -> None:
+    module = "holdfast.checkpoint.writer_process"
+    forks = "import os, time; p = os.fork(); p and print(p, flush=True); time.sleep(600)"
+
+    def seen(env: dict[str, str]) -> tuple[str, int] | None:
+        argv = [sys.executable, "-c", forks, "-m", module]
+        with subprocess.Popen(argv, start_new_session=True, env=env, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            child = int(process.stdout.readline())
+            try:
+                found = processes.read(child)
+                assert found is not None
+                return recognise(found)
+            finally:
+                process.kill()
+                os.kill(child, signal.SIGKILL)
+
+    assert seen(outliving(module)) == (module, os.getpid())
+    assert seen(outliving("some.other.module")) == ("", 0)
+
+
 # --- the keeper --------------------------------------------------------------------------------------------
 
 

@@ -9,21 +9,24 @@ import pytest
 
 from harness import finish, holdfast
 from holdfast.drill.compare import compare_checkpoints
+from local_ranks import memory
 from namespaces import missing, network
 from soak import EXAMPLE, INTERVAL, NODES, Soak, model
 
 
-def soak(tmp_path: Path, *, faults: int, seed: int, partitions: bool) -> None:
+def soak(tmp_path: Path, *, faults: int, seed: int, partitions: bool, local: bool = False) -> None:
     place = tmp_path / "soak"
     place.mkdir()
     with contextlib.ExitStack() as stack:
         net = stack.enter_context(network(len(NODES))) if partitions else None
-        world = Soak(place, faults=faults, seed=seed, net=net)
+        where = stack.enter_context(memory()) if local else None
+        world = Soak(place, faults=faults, seed=seed, net=net, local=where)
         report = world.run()
     print(report)
     (tmp_path / "report.txt").write_text(f"{report}\n")
     assert report.problems == [], report
     assert len(report.faults) == faults
+    assert bool(report.from_memory) == local, report
     assert report.attempts <= 4 * faults + 4, report
     reference = finish(
         holdfast(
@@ -44,10 +47,16 @@ def test_a_few_random_faults_leave_no_trace_in_the_parameters(tmp_path: Path) ->
 
 
 @pytest.mark.drill
+def test_a_few_leave_none_where_the_nodes_resume_from_memory_either(tmp_path: Path) -> None:
+    soak(tmp_path, faults=3, seed=5, partitions=False, local=True)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("seed", [11, 12])
-def test_many_random_faults_leave_no_trace_in_the_parameters(tmp_path: Path, seed: int) -> None:
+def test_many_random_faults_leave_no_trace_in_the_parameters(tmp_path: Path, seed: int, local: bool) -> None:
     """With partitions where this machine can have them: 60 faults each, of eight kinds."""
     why = missing()
     if why:
         print(f"without partitions: {why}")
-    soak(tmp_path, faults=60, seed=seed, partitions=not why)
+    soak(tmp_path, faults=60, seed=seed, partitions=not why, local=local)

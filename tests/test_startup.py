@@ -21,6 +21,7 @@ QUICK = {
     "holdfast --help": holdfast("--help"),
     "holdfast --version": holdfast("--version"),
     "holdfast ckpt --help": holdfast("ckpt", "--help"),
+    "holdfast clean --help": holdfast("clean", "--help"),
     "holdfast journal --help": holdfast("journal", "--help"),
     "holdfast status --help": holdfast("status", "--help"),
     "holdfast control --help": holdfast("control", "--help"),

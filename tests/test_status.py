@@ -238,6 +238,7 @@ def test_step_rate_loss_save_incident_and_budget(control: ControlDirectory) -> N
     assert "ranks: 2 ranks on 1 node (a: 0–1)" in text
     assert re.search(r"step: 6, [\d.e+]+ steps/s, loss NaN \(", text)
     assert "last save: step 6, " in text
+    assert "local save" not in text
     assert "budget: 2 of 3 restarts left without progress" in text
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d  running  attempt 2  step 6, .* steps/s, loss NaN \(.* ago\)  saved step 6",

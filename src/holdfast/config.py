@@ -25,9 +25,12 @@ from holdfast.errors import ConfigError
 from holdfast.files import read_regular
 from holdfast.settings import (
     ALERT_URL,
+    ASYNC_SAVE,
     CKPT_FORMAT,
     FIELDS,
     KEEP_LAST,
+    LOCAL_DIR,
+    LOCAL_TYPE,
     OTHER_FORMATS,
     RESUME_FROM,
     SECTION_TIMEOUTS,
@@ -234,6 +237,18 @@ class _Collector:
                 f"{self._both('checkpoint.force', RESUME_FROM)}: force accepts one bad checkpoint by "
                 "name; set checkpoint.resume_from to its step or path, or leave checkpoint.force false"
             )
+
+        if self.values[LOCAL_TYPE] == "local" and not self.bad & {LOCAL_TYPE, LOCAL_DIR, ASYNC_SAVE}:
+            if not self.values[LOCAL_DIR]:
+                self.problems.append(
+                    f"{self._both(LOCAL_TYPE, LOCAL_DIR)}: local copies need a directory on each node; set "
+                    f"{LOCAL_DIR}, for example to /dev/shm/holdfast"
+                )
+            if not self.values[ASYNC_SAVE]:
+                self.problems.append(
+                    f"{self._both(LOCAL_TYPE, ASYNC_SAVE)}: local copies are made by the writer process, "
+                    f"which only asynchronous saves have; set {ASYNC_SAVE} to true"
+                )
 
         for key in ("checkpoint.keep_every_steps", "checkpoint.keep_every_hours"):
             if self.values[key] and self.values[KEEP_LAST] == 0 and not self.bad & {key, KEEP_LAST}:

@@ -76,3 +76,11 @@ class IncompleteStateError(HoldfastError):
 
 class CheckpointError(HoldfastError):
     """A checkpoint or one of its files is not what its manifest says."""
+
+
+class PeerError(HoldfastError):
+    """A peer's server could not be reached or trusted, or did not do what it was asked. Never ends a run."""
+
+
+class AlteredCopyError(PeerError):
+    """A copy at the sender is not what its digests say any more: the copy is bad, not the peer."""

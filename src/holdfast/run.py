@@ -18,7 +18,6 @@ tracked object, the RNG of every rank, the data position and the counters, all i
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import sys
@@ -34,8 +33,6 @@ from holdfast import config
 from holdfast.checkpoint.commit import sweep_staging
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.load import LoadedState
-from holdfast.checkpoint.remote_fetch import open_at_start
-from holdfast.checkpoint.resume import Resumer
 from holdfast.checkpoint.save import SaveFacts
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.attempts import EndRecord, latest_head, read_attempt
@@ -46,16 +43,17 @@ from holdfast.errors import ConfigError, HoldfastError, LeaseLostError, UsageErr
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, RunFinished, Warned
 from holdfast.policy.timeouts import CHECKPOINTING, LOADING, SETUP, STEP
-from holdfast.worker.assembly import make_saving
+from holdfast.worker.assembly import make_saving, make_schedule
 from holdfast.worker.beats import Beats
 from holdfast.worker.crash import install_crash_hook
 from holdfast.worker.data import DataFeed
 from holdfast.worker.measured import measured_before
 from holdfast.worker.membership import Membership, join_attempt
 from holdfast.worker.meter import Meter
+from holdfast.worker.places import LocalPlaces, join_places
+from holdfast.worker.resuming import make_resumer
 from holdfast.worker.rng import capture_rng, restore_rng
 from holdfast.worker.saving import Saving
-from holdfast.worker.schedule import SaveSchedule
 from holdfast.worker.simulated import SimulatedFault
 from holdfast.worker.versions import changes_since, current_versions
 from holdfast.worker.watched import judge_collectives, simulated_fault, start_beats
@@ -88,9 +86,10 @@ class Run:
         self._root = CheckpointRoot(self.settings.checkpoint_root().absolute())
         self._tracked = Tracked()
         self._meter = Meter(self.settings.journal.step_flush)
-        self._schedule = SaveSchedule(self.settings.checkpoint.interval, self.settings.checkpoint.mtbf_hours)
+        self._schedule = make_schedule(self.settings)
         self._feed: DataFeed | None = None
         self._group: Group | None = None
+        self._places: LocalPlaces | None = None
         self._saving: Saving | None = None
         self._lost = ""
         self._closed = False
@@ -134,6 +133,9 @@ class Run:
             on_lost=self._on_lease_lost,
         )
         try:
+            node = self._launched.node if self._launched else chosen.launch.node_name
+            insist = not self._is_restart()
+            self._places = join_places(chosen, self._group, self._member, node, insist=insist)
             self._saving = make_saving(
                 chosen,
                 self._root,
@@ -144,6 +146,7 @@ class Run:
                 facts=self._facts,
                 schedule=self._schedule,
                 step_seconds=self._meter.median_step,
+                places=self._places,
             )
             # Loading has a deadline of its own, and its failure must be told before it counts as a hang.
             with self._beats.section(LOADING, at_least=chosen.checkpoint.timeout + 2 * EXCHANGE_SLACK):
@@ -158,34 +161,17 @@ class Run:
 
     def _resume(self) -> None:
         group, member = self._joined()
+        avoid = self._launched.avoid if self._launched else ()
+        insist = not self._is_restart()
+        resumer = make_resumer(
+            self.settings, self._root, group, member, tracked=self._tracked, avoid=avoid, insist=insist,
+            places=self._places,
+        )  # fmt: skip
         chosen = self.settings.checkpoint
-        remote = None
-        if chosen.remote_root and group.is_coordinator:
-            remote = functools.partial(
-                open_at_start,
-                chosen.remote_root,
-                retry_seconds=chosen.remote_retry_seconds,
-                insist=not self._is_restart(),
-                journal=member.journal,
-            )
-        resumer = Resumer(
-            control=member.control,
-            fence=member.fence,
-            group=group,
-            root=self._root,
-            attempt=member.attempt,
-            tracked=self._tracked,
-            journal=member.journal,
-            load_timeout=self.settings.checkpoint.timeout,
-            decision_timeout=self.settings.control.decision_timeout,
-            remote=remote,
-            retry_seconds=chosen.remote_retry_seconds,
-            avoid=self._launched.avoid if self._launched else (),
-        )
-        wish = self.settings.checkpoint.resume_from
-        if wish != "auto" and self._is_restart():
+        wish = chosen.resume_from
+        if wish != "auto" and not insist:
             wish = "auto"  # a wish holds for the first attempt of a launch; a restart goes on from there
-        decision, state = resumer.resume(wish, force=self.settings.checkpoint.force and wish != "auto")
+        decision, state = resumer.resume(wish, force=chosen.force and wish != "auto")
         if state is not None:
             state.apply()
             self._tell_changes(state)
@@ -203,6 +189,8 @@ class Run:
         if group.is_coordinator:
             self._sweep()
         self._saving.start_draining()
+        if self._places is not None:
+            self._places.use_peers(self._saving, group.rank)
         self._schedule.start(
             self.step,
             leads=group.is_coordinator,
@@ -310,11 +298,14 @@ class Run:
             raise LeaseLostError(f"this attempt lost its lease: {self._lost}")
         assert self._saving is not None
         self._saving.at_boundary()
-        if self.step >= self._schedule.next_step and not last:
+        if self._places is not None:
+            self._places.poll()
+        due = self._schedule.due(self.step)
+        if due and not last:
             self._meter.flush_at_once(self._joined()[1].journal)
             with self._checkpointing():
-                self._saving.scheduled()
-                self._schedule.after_save(self.step, self._meter.windows().step_seconds)
+                (self._saving.scheduled if due == "global" else self._saving.scheduled_locally)()
+                self._schedule.after_save(self.step, self._meter.windows().step_seconds, due)
         elif self._meter.flush_due():
             self._meter.flush(self._joined()[1].journal)
 
@@ -421,6 +412,8 @@ class Run:
             if self._saving is not None:
                 self._saving.close(outcome, unseen=unseen)
         finally:
+            if self._places is not None:
+                self._places.close()
             head = self.head
             end = EndRecord(
                 outcome=outcome,

@@ -27,6 +27,9 @@ _SECTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 RESUME_FROM = "checkpoint.resume_from"
+LOCAL_TYPE = "checkpoint.non_persistent_ckpt_type"
+LOCAL_DIR = "checkpoint.non_persistent_local_ckpt_dir"
+ASYNC_SAVE = "checkpoint.async_save"
 KEEP_LAST = "checkpoint.keep_last"
 REMOTE_ROOT = "checkpoint.remote_root"
 NODE_NAME = "launch.node_name"
@@ -158,6 +161,58 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "Also keep the first checkpoint of each so many hours; 0 means none. Set it to keep a coarse history "
         "by time.",
     ] = 0.0
+    non_persistent_ckpt_type: Annotated[
+        Literal["none", "local"],
+        "`local` also keeps the newest checkpoints on the nodes themselves, with replicas on their peers: "
+        "quick to save and to resume from, and gone with the nodes. Set it to save more often than the "
+        "checkpoint root can take; it needs async_save.",
+    ] = "none"
+    non_persistent_local_ckpt_dir: Annotated[
+        str,
+        "Directory on each node for its local copies: in memory (`/dev/shm/…`), where a save copies nothing "
+        "after staging, or on a disk. Must be set with `local`, and must not be shared by nodes.",
+    ] = ""
+    non_persistent_local_ckpt_algo: Annotated[
+        Literal["fully_parallel"],
+        "Who stores what: with `fully_parallel` each rank stores its own share, and state that ranks hold "
+        "alike is stored once. There is no reason to change it.",
+    ] = "fully_parallel"
+    non_persistent_save_interval: Annotated[
+        int,
+        Meta(ge=0, le=LARGEST_COUNT),
+        "Steps between saves to the local tier; 0 means only those that go to the checkpoint root as well. "
+        "Set it lower than checkpoint.interval.",
+    ] = 0
+    non_persistent_keep_last: Annotated[
+        int,
+        Meta(ge=2, le=64),
+        "How many checkpoints the local tier keeps. Each more takes a node as much memory as its ranks' "
+        "state, and as much again for every replica it holds.",
+    ] = 2
+    non_persistent_max_bytes: Annotated[
+        int,
+        Meta(ge=0, le=LARGEST_COUNT * 1000),
+        "Bytes that local copies and replicas may take on a node; 0 means what is free. Set it when other "
+        "things need that memory later; what does not fit is not saved locally, and that is said.",
+    ] = 0
+    replication_factor: Annotated[
+        int,
+        Meta(ge=1, le=64),
+        "On how many nodes each local copy lies, its own included; 1 means no replicas. Raise it to survive "
+        "the loss of more nodes at once without falling back to the checkpoint root.",
+    ] = 2
+    replication_jump: Annotated[
+        int,
+        Meta(ge=0, le=LARGEST_COUNT),
+        "Distance in ranks from one holder of a replica to the next; 0 means the ranks of a node. Set it to "
+        "a multiple of those to put replicas into another rack.",
+    ] = 0
+    replication_timeout: Annotated[
+        float,
+        Meta(gt=0, le=LONGEST_WAIT),
+        "Seconds that the replicas of one save may take before they count as failed; training never waits "
+        "for them. Raise it when the network is slow.",
+    ] = 120.0
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,16 +21,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.checkpoint.handoff import Job, JobDone, JobFailed, Start
+from holdfast.checkpoint.handoff import Job, JobFailed, LocalDone, Start, UsePeers
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.plan import Plan
 from holdfast.checkpoint.save import SaveContext, SaveFacts
-from holdfast.checkpoint.snapshot import Snapshotter
+from holdfast.checkpoint.snapshot import Snapshot, Snapshotter
 from holdfast.checkpoint.stage import Staged, Stager
 from holdfast.checkpoint.staging import Buffer
+from holdfast.checkpoint.staging_memory import LocalSaving, StagingMemory, Wants
 from holdfast.checkpoint.state import Tracked
 from holdfast.checkpoint.writer_client import WriterClient, writing_threads
+from holdfast.control.exchange import add_up
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
+from holdfast.journal.events import Event
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -39,7 +42,12 @@ CARRY_POLL = 0.002
 ABANDON_WAIT = 30.0
 """Seconds that a trainer which ends by an error gives a copy from a device to be completed."""
 
+SLOT_POLL = 0.05
+"""Seconds between two looks at slots that somebody reads, who does not tell when that ends."""
+
 WhenBusy = Literal["queue", "skip", "wait"]
+Tier = Literal["local", "global"]
+BUSY = "the save before it is still being written on some rank (checkpoint.when_busy = 'skip')"
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,11 +70,18 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     error: SaveFailedError | LeaseLostError | None = None
     """With the writer's traceback."""
+    tier: Tier = "global"
+    local_only: bool = False
+    """It was not meant for the checkpoint root."""
+    moves_head: bool = True
+    """Whether this is the first commit of it."""
 
 
 class _Under(msgspec.Struct, frozen=True, kw_only=True):
     begun: Begun
     diagnostic: bool
+    local: bool
+    globally: bool
 
 
 class _Flight(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,13 +107,20 @@ class BackgroundSaver:
         when_busy: WhenBusy,
         timeout: float,
         lease_ttl: float,
+        local: LocalSaving | None,
+        tell: Callable[[Event], None],
     ) -> None:
         self._context = context
         self._snapshots = snapshots
         self._stager = stager
         self._when_busy = when_busy
         self._timeout = timeout
-        self._buffers = [Buffer(index) for index in range(2 if when_busy == "queue" else 1)]
+        self._handed: dict[int, int] = {}
+        """Sizes of the buffers as the writer knows them."""
+        self.why_skipped = ""
+        """Why the last `begin` came to nothing, or to no local copy."""
+        self._fitting_plan = 0
+        """The last plan for which all ranks had room in the local tier."""
         self._serial = 0
         self._under_way: dict[int, _Under] = {}
         self._ended: list[Ended] = []
@@ -123,8 +145,22 @@ class BackgroundSaver:
                 world=context.group.world_size,
                 threads=writing_threads(),
                 trainer=os.getpid(),
+                tier=str(local.tier.path) if local is not None else "",
+                keep=local.keep if local is not None else 0,
             )
         )
+        self._memory = StagingMemory(
+            2 if when_busy == "queue" else 1, context, local, is_free=self._is_free, tell=tell
+        )
+
+    def resumed_from(self, head: CheckpointName | None) -> None:
+        if self._memory.slots is not None:
+            self._memory.slots.resumed_from(head)
+
+    def use_peers(self, peers: UsePeers) -> None:
+        """Where replicas of local copies go from now on."""
+        with self._lock:
+            self._writer.use_peers(peers)
 
     def launch(self) -> None:
         """Start the writer now rather than at the first save."""
@@ -133,16 +169,18 @@ class BackgroundSaver:
     def prepare(self, tracked: Tracked, own: Callable[[], dict[str, Any]]) -> None:
         """Pay now for what the first save would: its plan, and staging memory, page-locked if need be."""
         plan = self._snapshots.plan_ahead(tracked, own)
-        if plan is None:
-            return
-        for buffer in self._buffers:
-            try:
-                buffer.prepare(plan)
-                if tracked.devices():
-                    buffer.pinned()
-            except SaveFailedError as error:  # the first save will say so again, to all ranks
-                log.warning("holdfast: %s", error)
-                return
+        if plan is not None:
+            self._prepare(plan, tracked)
+
+    def _prepare(self, plan: Plan, tracked: Tracked) -> None:
+        try:
+            self._memory.prepare(plan, pin=bool(tracked.devices()))
+        except (OSError, SaveFailedError) as error:  # the first save will say so again, to all ranks
+            log.warning("holdfast: %s", error)
+
+    @property
+    def has_local_tier(self) -> bool:
+        return self._memory.slots is not None
 
     @property
     def outstanding(self) -> int:
@@ -160,29 +198,52 @@ class BackgroundSaver:
         *,
         diagnostic: bool = False,
         must: bool = False,
+        globally: bool = True,
+        local: bool = True,
     ) -> Begun | None:
-        """Take a snapshot and hand it over. None: skipped, on all ranks, because one was still busy.
+        """Take a snapshot and hand it over. None: skipped, on all ranks alike (`why_skipped`).
 
-        `must`: wait for a busy rank even where the policy is to skip.
+        With `local` it goes to the local tier, if there is one, and with `globally` to the checkpoint root
+        too; where some rank has no room for a local copy, only there. `must`: wait for a busy rank also where
+        the policy is to skip.
         """
         started, called = time.monotonic(), time.time()
-        waited = 0.0
-        snapshot = self._snapshots.take(tracked, own, facts.step, busy=self._busy())
-        if snapshot is None:
+        waited, self.why_skipped = 0.0, ""
+        wants = Wants(self._memory.slots if local and not diagnostic else None, globally=globally)
+
+        def take(*, busy: bool, prepare: Callable[[CheckpointName], None] | None = None) -> Snapshot | None:
+            return self._snapshots.take(
+                tracked,
+                own,
+                facts.step,
+                prepare=prepare,
+                busy=busy,
+                cramped=wants.cramped,
+                only_local=not globally,
+            )
+
+        snapshot = take(busy=self._busy(wants))
+        if snapshot is None and not (self._snapshots.cramped and not globally):
             if self._when_busy == "skip" and not must:
+                self.why_skipped = BUSY
                 return None
-            self._await_buffer(started + self._timeout)
+            there = self._await_memory(wants, started + self._timeout)
             waited = time.monotonic() - started
-            snapshot = self._snapshots.take(tracked, own, facts.step, prepare=self._need_buffer)
-            assert snapshot is not None
+            snapshot = take(busy=False, prepare=None if there else self._say_there_is_none)
+        fits = snapshot is not None and self._fits(wants, snapshot, tracked)
+        if wants.slots is not None and not wants.local:
+            self.why_skipped = wants.why_not()
+        if snapshot is None or not fits:
+            return None
         self._serial += 1
+        buffer, slot = self._memory.use(wants, snapshot.name)
         job = Job(
             serial=self._serial,
             step=facts.step,
             id=snapshot.name.id,
             diagnostic=diagnostic,
             plan=snapshot.plan.number,
-            buffer=0,
+            buffer=buffer.index,
             prints=[],
             timeout=self._timeout,
             called=called,
@@ -190,18 +251,25 @@ class BackgroundSaver:
             manifest=self._context.manifest(snapshot.name, facts, snapshot.parts)
             if self._context.group.is_coordinator
             else None,
+            local=slot is not None,
+            globally=globally,
+            image=slot.image if slot is not None else "",
+            slot=slot.index if slot is not None else -1,
         )
-        buffer = next(b for b in self._buffers if self._is_free(b))
-        staged, new_buffer, failed = None, False, ""
+        staged, failed = None, ""
         try:
-            new_buffer = buffer.prepare(snapshot.plan)
+            buffer.prepare(snapshot.plan)
             staged = self._stager.stage(snapshot, buffer, tracked)
         except Exception as error:  # noqa: BLE001 - the other ranks have staged: they must learn of it
             failed = "".join(traceback.format_exception(error))
         blocked = time.monotonic() - started
-        job = msgspec.structs.replace(job, buffer=buffer.index, blocked=blocked, failed=failed)
+        job = msgspec.structs.replace(job, blocked=blocked, failed=failed)
         begun = Begun(name=snapshot.name, serial=self._serial, blocked=blocked, waited=waited)
-        self._under_way[self._serial] = _Under(begun=begun, diagnostic=diagnostic)
+        self._under_way[self._serial] = _Under(
+            begun=begun, diagnostic=diagnostic, local=job.local, globally=globally
+        )
+        new_buffer = self._handed.get(buffer.index) != buffer.size
+        self._handed[buffer.index] = buffer.size
         flight = _Flight(job=job, plan=snapshot.plan, buffer=buffer, new_buffer=new_buffer, staged=staged)
         with self._lock:
             self._flights[job.serial] = flight
@@ -210,6 +278,22 @@ class BackgroundSaver:
         else:
             threading.Thread(target=self._carry, args=(flight,), name="holdfast-carry", daemon=True).start()
         return begun
+
+    def _fits(self, wants: Wants, snapshot: Snapshot, tracked: Tracked) -> bool:
+        """Whether the save can go on; with a new plan all ranks first agree on whether its image fits.
+
+        The first save under a plan then also pays for the slots of the next ones.
+        """
+        if wants.slots is None:
+            return True
+        wants.local = not self._snapshots.cramped
+        if wants.local and snapshot.plan.number != self._fitting_plan:
+            wants.refused = wants.slots.reserve(snapshot.plan.layout.size, globally=wants.globally)
+            wants.local = not add_up(self._context.group, [wants.refused is not None])[0]
+            self._fitting_plan = snapshot.plan.number if wants.local else 0
+            if wants.local:
+                self._prepare(snapshot.plan, tracked)
+        return wants.local or wants.globally
 
     def _carry(self, flight: _Flight) -> None:
         """On a thread of its own: hand a snapshot over as soon as it is copied, also amid a step."""
@@ -258,34 +342,37 @@ class BackgroundSaver:
                     staged.release()
                 self._to_release = []
 
-    def _busy(self) -> bool:
+    def _busy(self, wants: Wants) -> bool:
         self._take(0.0)
-        if self._when_busy == "queue":
-            return not any(map(self._is_free, self._buffers))
-        return bool(self._under_way)
+        if self._when_busy != "queue" and self._memory.slots is None and self._under_way:
+            return True
+        return not self._memory.is_there(wants, self._snapshots.planned_bytes)
 
-    def _is_free(self, buffer: Buffer) -> bool:
+    def _is_free(self, index: int) -> bool:
+        """Of a buffer or a slot: whether no save that is under way needs it."""
         with self._lock:
-            in_flight = any(flight.buffer is buffer for flight in self._flights.values())
-            return not in_flight and self._writer.is_free(buffer.index)
+            flying = any(index in (f.buffer.index, f.job.slot) for f in self._flights.values())
+            return not flying and self._writer.is_free(index)
 
-    def _await_buffer(self, deadline: float) -> None:
-        """Wait until one is free, at most until then; on a rank that was not busy there is one already."""
+    def _await_memory(self, wants: Wants, deadline: float) -> bool:
+        """Wait until there is some, at most until then; on a rank that was not busy there is already."""
         with self._lock:
-            while not any(map(self._is_free, self._buffers)):
+            while not self._memory.is_there(wants, self._snapshots.planned_bytes):
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    return
+                    return False
+                if wants.slots is not None:
+                    left = min(left, SLOT_POLL)
                 if self._flights:
                     self._landed.wait(left)
-                else:
-                    self._writer.await_buffer(left)
+                elif not self._writer.await_buffer(left):
+                    time.sleep(min(left, SLOT_POLL))  # somebody else reads the slots
+        return True
 
-    def _need_buffer(self, name: CheckpointName) -> None:
-        if not any(map(self._is_free, self._buffers)):
-            raise SaveFailedError(
-                f"{name}: the save before it still holds the staging memory after {self._timeout:g} s"
-            )
+    def _say_there_is_none(self, name: CheckpointName) -> None:
+        raise SaveFailedError(
+            f"{name}: the save before it still holds the staging memory after {self._timeout:g} s"
+        )
 
     # --- how it went ----------------------------------------------------------------------------------------
 
@@ -310,18 +397,28 @@ class BackgroundSaver:
                 self._landed.wait(left)
             outcomes = self._writer.poll(max(0.0, deadline - time.monotonic()))
         for outcome in outcomes:
-            if isinstance(outcome, JobFailed) and outcome.error.startswith(TornSnapshotError.__name__):
-                self._stager.was_torn()
-            under = self._under_way.pop(outcome.serial)
-            self._ended.append(
-                Ended(
-                    name=under.begun.name,
-                    diagnostic=under.diagnostic,
-                    blocked=under.begun.blocked,
-                    seconds=outcome.seconds if isinstance(outcome, JobDone) else 0.0,
-                    error=_error(outcome, under.begun.name) if isinstance(outcome, JobFailed) else None,
-                )
-            )
+            if isinstance(outcome, JobFailed):
+                self._end_failed(outcome)
+            elif isinstance(outcome, LocalDone):
+                self._ended.append(self._end_well(self._under_way[outcome.serial], outcome.seconds, "local"))
+            else:
+                under = self._under_way.pop(outcome.serial)
+                tier: Tier = "global" if under.globally else "local"
+                self._ended.append(self._end_well(under, outcome.seconds, tier))
+
+    def _end_well(self, under: _Under, seconds: float, tier: Tier) -> Ended:
+        if tier == "local" and self._memory.slots is not None:
+            self._memory.slots.went_well()
+        return _ended(under, tier, seconds)
+
+    def _end_failed(self, outcome: JobFailed) -> None:
+        under = self._under_way.pop(outcome.serial)
+        if outcome.error.startswith(TornSnapshotError.__name__):
+            self._stager.was_torn()
+        if outcome.locally and self._memory.slots is not None:
+            self._memory.slots.went_wrong(outcome.error)
+        ended = _ended(under, "local" if outcome.locally else "global")
+        self._ended.append(msgspec.structs.replace(ended, error=_error(outcome, under.begun.name)))
 
     def abandon(self, *, await_at_exit: float = 0.0) -> None:
         """The trainer is about to end: the writer finishes by itself what it was handed."""
@@ -330,18 +427,28 @@ class BackgroundSaver:
             while self._flights and (left := deadline - time.monotonic()) > 0:
                 self._landed.wait(left)
             self._writer.abandon(await_at_exit=await_at_exit)
-        self._let_go()
+        self._let_go(tidy=False)
 
     def close(self) -> None:
         """Everything has ended: let the writer exit and give the memory back."""
         self._writer.close()
-        self._let_go()
+        self._let_go(tidy=True)
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, tidy: bool) -> None:
         self.boundary()
-        for buffer in self._buffers:
-            buffer.close()
-        self._buffers = []
+        self._memory.close(tidy=tidy)
+
+
+def _ended(under: _Under, tier: Tier, seconds: float = 0.0) -> Ended:
+    return Ended(
+        name=under.begun.name,
+        diagnostic=under.diagnostic,
+        blocked=under.begun.blocked,
+        seconds=seconds,
+        tier=tier,
+        local_only=under.local and not under.globally,
+        moves_head=tier == "local" or not under.local,
+    )
 
 
 def _error(outcome: JobFailed, name: CheckpointName) -> SaveFailedError | LeaseLostError:

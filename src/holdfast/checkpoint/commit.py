@@ -148,8 +148,11 @@ def read_part(staged: Path, name: CheckpointName, rank: int) -> list[FileEntry]:
     return record.files
 
 
-def check_declared_is_written(staged: Path, declared: Declared, parts: list[list[FileEntry]]) -> None:
-    """Every rank wrote exactly the files it was to write, every item where `.metadata` says it lies."""
+def check_declared_is_written(staged: Path | None, declared: Declared, parts: list[list[FileEntry]]) -> None:
+    """Every rank wrote exactly the files it was to write, every item where `.metadata` says it lies.
+
+    Without `staged` (the local tier) the files are not here to be looked at.
+    """
     if len(parts) != len(declared.ranks):
         raise SaveFailedError(f"{len(declared.ranks)} ranks were to write, {len(parts)} have")
     for rank, (promised, written) in enumerate(zip(declared.ranks, parts, strict=True)):
@@ -165,7 +168,7 @@ def check_declared_is_written(staged: Path, declared: Declared, parts: list[list
                 or table_digest((c.offset, c.length) for c in entry.chunks) != file.table
             ):
                 raise SaveFailedError(f"rank {rank}: {file.path} does not hold what the plan declares")
-            size = (staged / file.path).stat().st_size
+            size = (staged / file.path).stat().st_size if staged is not None else file.size
             if size != file.size:
                 raise SaveFailedError(f"{file.path}: {file.size} bytes were written, {size} are there")
 
@@ -187,7 +190,8 @@ def finish(
 ) -> Committed:
     """Turn a staged directory, in which every rank has left its part, into a committed checkpoint.
 
-    `manifest` is complete but for the files. Without `control` (a diagnostic save) nothing points to the
+    `manifest` is complete but for the files; or complete, where the local tier has the checkpoint already:
+    then these files must be the very same. Without `control` (a diagnostic save) nothing points to the
     result. May be called again after a cut: what it does depends only on what it is given.
     """
     name = CheckpointName(manifest.step, manifest.id)
@@ -200,6 +204,9 @@ def finish(
             (staged / left_by_a_cut).unlink(missing_ok=True)
         files = [file for part in parts for file in part]
         files.append(write_metadata(staged, declared.metadata_for(name)))
+        if manifest.files and manifest.files != files:
+            other = [file.path for file in files if file not in manifest.files]
+            raise SaveFailedError(f"{name}: {other} are not what the local tier holds of it")
         sealed = msgspec.structs.replace(manifest, files=files)
         digest = seal(staged, sealed)
     else:

@@ -18,6 +18,7 @@ import msgspec
 
 from holdfast.checkpoint.commit import Committed
 from holdfast.checkpoint.layout import Declared, Layout
+from holdfast.checkpoint.local_manifest import Where
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.errors import SaveFailedError
 
@@ -37,6 +38,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     rank: int
     world: int
     threads: int
+    tier: str = ""
+    """This place's directory in the local tier; empty: there is none."""
+    keep: int = 2
+    """Checkpoints that the local tier keeps."""
     trainer: int = 0
     """Its process id, which the writer's parent has for as long as the trainer lives; 0: not told."""
 
@@ -52,6 +57,29 @@ class UsePlan(msgspec.Struct, frozen=True, tag="plan"):
     number: int
     layout: Layout
     declared: Declared | None
+
+
+class PeerTarget(msgspec.Struct, frozen=True, array_like=True):
+    """A place that is to hold a replica of what this rank saves, and where its peer server listens."""
+
+    place: str
+    node: str
+    host: str
+    port: int
+
+
+class UsePeers(msgspec.Struct, frozen=True, kw_only=True, tag="peers"):
+    """Where replicas go from now on."""
+
+    targets: list[PeerTarget]
+    timeout: float
+    """Seconds that the replicas of one save may take."""
+    where: Where | None = None
+    """On rank 0: of all ranks, for `where.json`."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """The run is at its end: what is being sent to peers need not be waited for."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
@@ -77,6 +105,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
     """The snapshot could not be staged on this rank; the others must learn of it."""
     again: bool = False
     """An earlier writer may have begun with it."""
+    local: bool = False
+    """It is committed in the local tier,"""
+    globally: bool = True
+    """and in the checkpoint root."""
+    image: str = ""
+    """Of a local one: the image that is to hold it. In memory, that is the buffer itself."""
+    slot: int = -1
+    """The image's index; the same as the buffer's where it is that."""
 
 
 class BufferFree(msgspec.Struct, frozen=True, tag="free"):
@@ -92,15 +128,24 @@ class JobDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     committed: Committed | None = None
 
 
+class LocalDone(msgspec.Struct, frozen=True, kw_only=True, tag="local"):
+    """It is committed in the local tier, and now goes to the checkpoint root too."""
+
+    serial: int
+    seconds: float
+
+
 class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     serial: int
     error: str
     trace: str
     lease_lost: bool = False
+    locally: bool = False
+    """It did not even get as far as the local tier."""
 
 
-ToWriter = Start | UseBuffer | UsePlan | Job
-ToTrainer = BufferFree | JobDone | JobFailed
+ToWriter = Start | UseBuffer | UsePlan | UsePeers | Job | Leave
+ToTrainer = BufferFree | LocalDone | JobDone | JobFailed
 
 _to_writer = msgspec.msgpack.Decoder(ToWriter)
 _to_trainer = msgspec.msgpack.Decoder(ToTrainer)

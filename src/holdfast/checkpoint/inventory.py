@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from holdfast.checkpoint import local_manifest
 from holdfast.checkpoint.identity import METADATA, CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.ladder import REFUSED, Ladder, Rung, build_ladder
 from holdfast.checkpoint.structure import Inspection, check_structure
@@ -24,11 +25,13 @@ def take_inventory(
     *,
     force: bool,
     copies: Collection[CheckpointName] = (),
+    local_unseen: bool = False,
 ) -> Ladder:
     """The ladder for `resume_from`: "auto", "fresh", a step number, or a path.
 
-    `copies` are checkpoints that a remote holds. One of this line that is not here is a rung all the same: it
-    can be fetched. One that retention deleted is not, nor is anybody else's.
+    `copies` are checkpoints that a remote or the local tier holds. One of this line that is not here is a
+    rung all the same: it can be fetched, or put together. One that retention deleted is not, nor is anybody
+    else's. `local_unseen`: what the local tier holds is not known.
     """
     if resume_from == "fresh":
         return Ladder([], [], True)
@@ -37,13 +40,15 @@ def take_inventory(
         book = StandingBook(control)
         records = timeline.on_line + timeline.abandoned
         deleted = deleted_ids(control)
-        line = {CheckpointName(r.step, r.id) for r in timeline.on_line if r.id not in deleted}
+        known = {CheckpointName(record.step, record.id) for record in records if record.id not in deleted}
         ladder = build_ladder(
             timeline,
             {record.id: book.of(record.id) for record in records},
-            sorted({*root.names(), *line.intersection(copies)}, reverse=True),
+            sorted({*root.names(), *known.intersection(copies)}, reverse=True),
             frozenset(record.id for record in records if was_committed(control, record)),
             deleted=deleted,
+            local=frozenset(name.id for name in local_manifest.names(control)),
+            local_unseen=local_unseen,
             step=int(resume_from) if resume_from.isdigit() else None,
             force=force,
         )

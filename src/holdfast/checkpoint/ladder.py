@@ -16,6 +16,8 @@ from holdfast.control.standing import Standing
 from holdfast.journal.events import RejectedOption
 
 REFUSED = frozenset({Standing.SUSPECT, Standing.CONDEMNED})
+LOST = "lost: only the local tier had it, and no node holds any of it now"
+UNSEEN = "not seen: nodes may hold it, but this attempt goes on without the local tier"
 AVOIDED = "avoided: the recovery decision was to resume below it"
 
 
@@ -43,13 +45,17 @@ def build_ladder(
     committed: frozenset[str],
     *,
     deleted: frozenset[str] = frozenset(),
+    local: frozenset[str] = frozenset(),
+    local_unseen: bool = False,
     step: int | None = None,
     force: bool = False,
 ) -> Ladder:
     """The rungs for an ordinary resume, or, with `step`, only those of that step.
 
     `present` are the directories under the root, `committed` the ids whose rename is known to have happened,
-    `deleted` those that retention took away.
+    `deleted` those that retention took away, `local` those that the local tier committed. One that only the
+    local tier had and has no more does not stand against a fresh start: it was never meant to last. With
+    `local_unseen` nobody has looked, and it does.
     A fresh start is allowed only if the run never had a checkpoint and the root holds nobody else's.
     """
     rungs: list[Rung] = []
@@ -59,6 +65,10 @@ def build_ladder(
     gone: list[CheckpointName] = []
     for record in sorted(timeline.on_line, key=lambda record: record.step, reverse=True):
         name = CheckpointName(record.step, record.id)
+        if name not in there and record.id in local - committed - deleted:
+            rejected.append(RejectedOption(str(name), [UNSEEN if local_unseen else LOST]))
+            had_any = had_any or local_unseen
+            continue
         if name not in there and record.id not in committed | deleted:
             continue  # the save was cut before its rename: it never existed
         had_any = True
@@ -66,6 +76,8 @@ def build_ladder(
             gone.append(name)
             continue
         why = _why_not(record, standings, present=name in there, step=step, force=force)
+        if name not in there and record.id in local - committed:
+            why = "local only: it was never in the checkpoint root"
         if why:
             rejected.append(RejectedOption(str(name), [why]))
         else:

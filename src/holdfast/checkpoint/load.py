@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.assembled import AssembledShards
 from holdfast.checkpoint.manifest import Manifest, ManifestError
 from holdfast.checkpoint.planner import own_prefix
 from holdfast.checkpoint.reader import VerifyingReader
@@ -64,8 +65,19 @@ class LoadedState:
         self._tracked.apply(self._tensors, self._others)
 
 
-def load(directory: Path, digest: str, tracked: Tracked, rank: int, world: int) -> LoadedState:
-    """Load a committed checkpoint whose manifest has this digest."""
+def load(
+    directory: Path,
+    digest: str,
+    tracked: Tracked,
+    rank: int,
+    world: int,
+    *,
+    shards: AssembledShards | None = None,
+) -> LoadedState:
+    """Load a committed checkpoint whose manifest has this digest.
+
+    With `shards` only the manifest and `.metadata` are in the directory; the shards come from where they are.
+    """
     try:
         manifest, found = manifests.read(directory)
     except ManifestError as error:
@@ -74,7 +86,7 @@ def load(directory: Path, digest: str, tracked: Tracked, rank: int, world: int) 
         raise CheckpointError(
             f"altered holdfast.json: its digest is {found}; {digest} was committed under this name"
         )
-    reader = VerifyingReader(directory, manifest)
+    reader = VerifyingReader(directory, manifest, shards.open if shards is not None else None)
     metadata = reader.read_metadata()
     notes: list[str] = []
     same_world = manifest.world.size == world
@@ -90,7 +102,8 @@ def load(directory: Path, digest: str, tracked: Tracked, rank: int, world: int) 
     check_strict(tensors, metadata)
     wanted = flatten(tensors)
     _load_tensors(_own_first(wanted, metadata, rank) if same_world else wanted, reader)
-    reader.verify_rest(reader.shard_paths()[rank::world])
+    rest = reader.shard_paths() if shards is None else shards.only_global()
+    reader.verify_rest(rest[rank::world])
     return LoadedState(tracked, tensors, others, own, manifest, notes)
 
 

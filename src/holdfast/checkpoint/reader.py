@@ -9,10 +9,9 @@ it was saved (or, of a tensor that is put together from parts, that of each part
 
 from __future__ import annotations
 
+import functools
 import io
-import os
 import pickle
-import stat
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future as Pending
@@ -30,15 +29,14 @@ from torch.futures import Future
 
 from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.identity import METADATA
-from holdfast.checkpoint.manifest import Chunk, FileEntry, Manifest, digest_bytes
+from holdfast.checkpoint.manifest import Chunk, Manifest, digest_bytes
+from holdfast.checkpoint.shards import SLICE, OpenShard, Shard, ShardFile
 from holdfast.checkpoint.writer import plain
 from holdfast.errors import CheckpointError
 from holdfast.files import read_regular
 
 IN_PLACE = 64 * 1024
 """Items at least this large are used where they were read; smaller ones go through torch.load."""
-SLICE = 256 * 1024
-"""Read at a time, and digested while still in the processor's cache."""
 AHEAD = 256 * 1024 * 1024
 """Items up to this size are read while the one before is used; of larger ones only one is held in memory."""
 Place = tuple[int, int]
@@ -48,7 +46,8 @@ Place = tuple[int, int]
 class VerifyingReader(FileSystemReader):
     """Reads a checkpoint directory under its manifest."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, shards: OpenShard | None = None) -> None:
+        """`shards` opens a shard where it does not lie in the directory itself."""
         super().__init__(directory)
         self._directory = directory
         self._files = {entry.path: entry for entry in manifest.files}
@@ -56,6 +55,7 @@ class VerifyingReader(FileSystemReader):
             entry.path: {(chunk.offset, chunk.length): chunk for chunk in entry.chunks}
             for entry in manifest.files
         }
+        self._open = shards or functools.partial(ShardFile, directory)
         self._read: dict[str, set[int]] = {}
         """Offsets verified so far, by file."""
         self._metadata: Metadata | None = None
@@ -101,7 +101,11 @@ class VerifyingReader(FileSystemReader):
 
     def _verified(self, path: str, places: Iterable[Place]) -> Iterator[tuple[Place, memoryview]]:
         """Each place's verified bytes, valid until the next are asked for."""
-        with _ShardFile(self._directory, self._files, path) as shard, ThreadPoolExecutor(1) as helper:
+        if path not in self._files:
+            raise CheckpointError(
+                f"stale-metadata {path[:200]!r}: .metadata names a file the manifest does not list"
+            )
+        with self._open(self._files[path]) as shard, ThreadPoolExecutor(1) as helper:
             current: tuple[Place, Pending[memoryview]] | None = None
             slot = 0
             for place in places:
@@ -118,7 +122,7 @@ class VerifyingReader(FileSystemReader):
             if current is not None:
                 yield current[0], current[1].result()
 
-    def _read_verified(self, shard: _ShardFile, path: str, place: Place, slot: int) -> memoryview:
+    def _read_verified(self, shard: Shard, path: str, place: Place, slot: int) -> memoryview:
         offset, length = place
         chunk: Chunk | None = self._chunks[path].get(place)
         if chunk is None:
@@ -128,17 +132,9 @@ class VerifyingReader(FileSystemReader):
         if len(self._buffers[slot]) < length:
             self._buffers[slot] = bytearray(length)
         view = memoryview(self._buffers[slot])[:length]
-        digest = xxhash.xxh3_128()
-        for start in range(0, length, SLICE):
-            piece = view[start : start + SLICE]
-            shard.read_into(piece, offset + start)
-            digest.update(piece)
-        found = digest.hexdigest()
-        if found != chunk.digest:
-            raise CheckpointError(
-                f"altered {path}: bytes {offset} to {offset + length} have digest {found}, "
-                f"expected {chunk.digest}"
-            )
+        while why := _why_not(shard, path, view, chunk):
+            if not shard.another(why):
+                raise CheckpointError(why)
         self._read.setdefault(path, set()).add(offset)
         return view
 
@@ -212,6 +208,25 @@ class VerifyingReader(FileSystemReader):
         return torch.frombuffer(data[start : start + length], dtype=dtype, count=count).view(sizes)
 
 
+def _why_not(shard: Shard, path: str, view: memoryview, chunk: Chunk) -> str:
+    """Read a chunk into memory; why that must not be used, empty if its digest is right."""
+    digest = xxhash.xxh3_128()
+    try:
+        for start in range(0, chunk.length, shard.at_once):
+            piece = view[start : start + shard.at_once]
+            shard.read_into(piece, chunk.offset + start)
+            digest.update(piece)
+    except CheckpointError as error:
+        return str(error)
+    found = digest.hexdigest()
+    if found == chunk.digest:
+        return ""
+    return (
+        f"altered {path}: bytes {chunk.offset} to {chunk.offset + chunk.length} have digest {found}, "
+        f"expected {chunk.digest}"
+    )
+
+
 def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether copying one to the other is copying bytes on the host, in their order."""
     plainly = target.is_cpu and target.is_contiguous() and source.is_contiguous()
@@ -274,45 +289,3 @@ class _ViewFile(io.RawIOBase):
         piece = bytes(self._data[self._at : end])
         self._at = max(self._at, end)
         return piece
-
-
-class _ShardFile:
-    """An open shard: a regular file of exactly the listed size, never reached through a link."""
-
-    def __init__(self, directory: Path, files: dict[str, FileEntry], path: str) -> None:
-        if path not in files:
-            raise CheckpointError(
-                f"stale-metadata {path[:200]!r}: .metadata names a file the manifest does not list"
-            )
-        self._path = path
-        try:
-            self._fd = os.open(directory / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise CheckpointError(f"missing {path}") from None
-        except OSError as error:
-            raise CheckpointError(f"unreadable {path}: {error.strerror}") from error
-        info = os.fstat(self._fd)
-        expected = files[path].size
-        if not stat.S_ISREG(info.st_mode) or info.st_size != expected:
-            os.close(self._fd)
-            reason = "truncated" if info.st_size < expected else "altered"
-            raise CheckpointError(f"{reason} {path}: expected {expected} bytes, found {info.st_size}")
-
-    def __enter__(self) -> _ShardFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def read_into(self, view: memoryview, offset: int) -> None:
-        done = 0
-        while done < view.nbytes:
-            try:
-                count = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointError(
-                    f"unreadable {self._path} at {offset + done}: {error.strerror}"
-                ) from error
-            if count == 0:
-                raise CheckpointError(f"truncated {self._path}: ends at {offset + done}")
-            done += count

@@ -10,22 +10,28 @@ decide, and a rank that dies is noticed by the deadline of whoever waits for it.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.assembled import AssembledShards
 from holdfast.checkpoint.commit import open_root
-from holdfast.checkpoint.identity import CheckpointRoot, is_url
+from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot, is_url
 from holdfast.checkpoint.inventory import look_at, take_inventory, take_pinned
 from holdfast.checkpoint.ladder import AVOIDED, Ladder, Rung, leave_out
 from holdfast.checkpoint.load import LoadedState, load, load_stock
+from holdfast.checkpoint.local_inventory import LocalInventory
 from holdfast.checkpoint.reading import reading
 from holdfast.checkpoint.remote import Remote
 from holdfast.checkpoint.remote_fetch import Fetcher
 from holdfast.checkpoint.state import Tracked
+from holdfast.checkpoint.storage_probe import StorageWatch
 from holdfast.control.attempts import HeadRecord, write_head
 from holdfast.control.decisions import Decisions, read_key
 from holdfast.control.directory import ControlDirectory
@@ -36,6 +42,7 @@ from holdfast.control.operator import Pin, pinned, use_up
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
 from holdfast.journal.events import Decision, RejectedOption, Resumed, RungRejected
+from holdfast.journal.render import plural
 from holdfast.journal.writer import JournalWriter
 
 FRESH = "fresh start"
@@ -48,6 +55,12 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """None: start fresh, unless `refusal` says why not."""
     path: str = ""
     refusal: str = ""
+    verify_only: bool = False
+    """Places say what they hold of it; nothing is loaded yet, and no verdict follows."""
+    assembly: str = ""
+    """Where it is written from which place each shard comes; empty: all of them lie under `path`."""
+    directory: str = ""
+    """With `assembly`: where the global tier has the checkpoint, if it has."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,10 +104,14 @@ class Resumer:
         remote: Callable[[], Remote] | None = None,
         retry_seconds: float = 120.0,
         avoid: Collection[str] = (),
+        local: LocalInventory | None = None,
+        local_unseen: bool = False,
     ) -> None:
         """`remote` opens, on rank 0, where a rung is fetched from whose local copy is missing or bad.
 
         `avoid` names rungs that an ordinary resume of this attempt leaves out, by a decision of recovery.
+        `local` knows what the places of the local tier hold, if there is one; `local_unseen`: there is one,
+        and this attempt cannot use it.
         """
         self._control = control
         self._fence = fence
@@ -106,6 +123,14 @@ class Resumer:
         self._load_timeout = load_timeout
         self._decision_timeout = decision_timeout
         self._avoid = avoid
+        self._local = local
+        self._local_unseen = local_unseen
+        self._claims: set[CheckpointName] = set()
+        """On rank 0: what the local tier may hold, by its records."""
+        self._alarm = StorageWatch(journal)
+        self._numbers = itertools.count()
+        self._sources: list[str] = []
+        """Where the shards of what is proposed come from, in words."""
         self._pin: Pin | None = None
         """What an operator pinned, as rank 0 found it at the start of the search."""
         self._decisions = Decisions(control, fence, attempt, group.store)
@@ -123,6 +148,8 @@ class Resumer:
     def resume(self, resume_from: str, *, force: bool) -> tuple[ResumeDecision, LoadedState | None]:
         """The group's choice, and this rank's verified state (None for a fresh start)."""
         started = time.monotonic()
+        if self._local is not None:
+            self._local.report()
         if self._group.is_coordinator:
             decision, state = self._lead(resume_from, force=force)
             name = decision.rung.name if decision.rung else None
@@ -137,54 +164,89 @@ class Resumer:
         try:
             ladder = self._look(resume_from, force=force)
         except HoldfastError as error:
-            self._propose(0, Proposal(rung=None, refusal=str(error)))
+            self._propose(Proposal(rung=None, refusal=str(error)))
             raise
         rejected = list(ladder.rejected)
-        number = 0
         for rung in ladder.rungs:
+            problems: list[str] = []
             while True:
-                path, inspection = look_at(rung, self._root, self._control.run_id)
-                problems = [str(problem) for problem in inspection.problems]
-                if not problems:
-                    self._propose(number, Proposal(rung=rung, path=str(path)))
-                    state, mine = self._try(rung, path)
-                    problems, unfit = self._gather(number, mine)
+                offer, found = self._offer(rung)
+                problems += found
+                if offer is not None:
+                    number = self._propose(offer)
+                    state, mine = self._try(offer)
+                    found, unfit = self._gather(number, mine)
                     if unfit:
                         self._conclude(number, Verdict(go_on=False, unfit=unfit))
                         raise IncompleteStateError(unfit)
-                    if not problems and state is not None:
+                    if not found and state is not None:
                         return self._fix(number, rung, rejected, resume_from), state
+                    problems += found
                     self._conclude(number, Verdict(go_on=True))
-                    number += 1
                 why_not = self._fetcher.fetch(rung, problems)
                 if why_not is not None:
                     problems += why_not
                     break
             rejected.append(RejectedOption(rung.name, problems))
             self._journal.write(RungRejected(checkpoint=rung.name, step=rung.step, reasons=problems))
+            if refusal := self._alarm.after(rung.name, problems, self._root.path):
+                self._propose(Proposal(rung=None, refusal=refusal))
+                raise NoValidRungError(refusal)
         if ladder.may_start_fresh:
-            self._propose(number, Proposal(rung=None))
+            number = self._propose(Proposal(rung=None))
             return self._fix(number, None, rejected, resume_from), None
         refusal = self._refusal(ladder, rejected, resume_from)
         self._journal.write(
             Decision(about="resume", chosen="refused", evidence=[refusal.splitlines()[0]], rejected=rejected)
         )
-        self._propose(number, Proposal(rung=None, refusal=refusal))
+        self._propose(Proposal(rung=None, refusal=refusal))
         raise NoValidRungError(refusal)
+
+    def _offer(self, rung: Rung) -> tuple[Proposal | None, list[str]]:
+        """How a rung can be loaded; None if it cannot. And what was found wrong with copies of it."""
+        path, inspection = look_at(rung, self._root, self._control.run_id)
+        problems = [str(problem) for problem in inspection.problems]
+        whole = Proposal(rung=rung, path=str(path))
+        name = CheckpointName(rung.step, rung.id)
+        if self._local is None or name not in self._claims:
+            return (None, problems) if problems else (whole, [])
+        home = self._local.home(name, rung.manifest, path)
+        if home is None:
+            problems.append("unreadable-manifest: the local tier's manifest is gone or another's")
+            return (None, problems) if inspection.problems else (whole, problems)
+        number = self._propose(Proposal(rung=rung, path=str(home), verify_only=True))
+        self._local.answer(number, name, rung.manifest, home)
+        in_global = not inspection.problems
+        assembly, bad = self._local.gather(number, manifests.read(home)[0], in_global=in_global)
+        if not assembly.complete:
+            shown = ", ".join(assembly.missing[:3])
+            bad.append(f"missing {plural(len(assembly.missing), 'file')} on all nodes, first {shown}")
+            return None, bad + problems
+        self._sources = self._local.describe(name, assembly)
+        written = self._local.publish(number, assembly)
+        return Proposal(rung=rung, path=str(home), assembly=written, directory=str(path)), bad
 
     def _look(self, resume_from: str, *, force: bool) -> Ladder:
         """The ladder, after making sure that the root can be written: better now than at the first save."""
         try:
             open_root(self._root)
             self._fetcher.open()
+            self._claims = self._local.claims() if self._local is not None else set()
             self._pin = pinned(self._control)
             if self._pin is not None:
-                name, there = self._pin.checkpoint, self._fetcher.names()
+                name, there = self._pin.checkpoint, {*self._fetcher.names(), *self._claims}
                 return take_pinned(self._control, self._root, name, force=self._pin.force, copies=there)
             if is_url(resume_from):
                 resume_from = str(self._fetcher.named(resume_from))
-            copies = self._fetcher.names() if resume_from != "fresh" else ()
-            ladder = take_inventory(self._control, self._root, resume_from, force=force, copies=copies)
+            copies = {*self._fetcher.names(), *self._claims} if resume_from != "fresh" else ()
+            ladder = take_inventory(
+                self._control,
+                self._root,
+                resume_from,
+                force=force,
+                copies=copies,
+                local_unseen=self._local_unseen,
+            )
             return self._without_avoided(ladder) if resume_from == "auto" else ladder
         except OSError as error:
             raise UsageError(
@@ -262,7 +324,8 @@ class Resumer:
         if not rung.manifest:
             return [f"{asked}a plain DCP directory, complete by its metadata; no digests to check"]
         which = "newest usable rung" if self._pin is None else "the pinned checkpoint"
-        return [f"{asked}{which}; all digests matched on {self._group.world_size} ranks"]
+        found = f"{asked}{which}; all digests matched on {self._group.world_size} ranks"
+        return [found, *self._sources]
 
     def _refusal(self, ladder: Ladder, rejected: list[RejectedOption], resume_from: str) -> str:
         told = "\n".join(f"  {option.option}: {'; '.join(option.why)}" for option in rejected)
@@ -279,8 +342,11 @@ class Resumer:
             "resume_from = 'fresh', which leaves these where they are"
         )
 
-    def _propose(self, number: int, proposal: Proposal) -> None:
+    def _propose(self, proposal: Proposal) -> int:
+        """Put a proposal to the others; its number."""
+        number = next(self._numbers)
         self._group.store.set(f"resume/{number}/proposal", msgspec.json.encode(proposal).decode())
+        return number
 
     def _conclude(self, number: int, verdict: Verdict) -> None:
         self._group.store.set(f"resume/{number}/verdict", msgspec.json.encode(verdict).decode())
@@ -293,9 +359,15 @@ class Resumer:
             proposal = self._read(f"resume/{number}/proposal", Proposal, "rank 0's proposal")
             if proposal.refusal:
                 raise NoValidRungError(proposal.refusal)
-            state = None
-            if proposal.rung is not None:
-                state, answer = self._try(proposal.rung, Path(proposal.path))
+            state, rung = None, proposal.rung
+            if rung is not None and proposal.verify_only:
+                assert self._local is not None  # it is the same for all ranks
+                name = CheckpointName(rung.step, rung.id)
+                self._local.answer(number, name, rung.manifest, Path(proposal.path))
+                number += 1
+                continue
+            if rung is not None:
+                state, answer = self._try(proposal)
                 key = f"resume/{number}/answer/{self._group.rank}"
                 self._group.store.set(key, msgspec.json.encode(answer).decode())
             verdict = self._read(f"resume/{number}/verdict", Verdict, "rank 0's verdict")
@@ -310,13 +382,17 @@ class Resumer:
         timeout = self._decision_timeout + self._load_timeout
         return msgspec.json.decode(read_key(self._group.store, key, timeout, what), type=kind)
 
-    def _try(self, rung: Rung, path: Path) -> tuple[LoadedState | None, Answer]:
+    def _try(self, proposal: Proposal) -> tuple[LoadedState | None, Answer]:
         """Load a rung; whatever is wrong with it becomes an answer, so that no rank goes silent."""
+        rung, path = proposal.rung, Path(proposal.path)
+        assert rung is not None
         try:
-            with reading(path):  # a rung named by path may be another run's, whose lease we do not hold
+            with reading(path), self._shards(rung, proposal) as shards:
+                # `reading`: a rung named by path may be another run's, whose lease we do not hold.
                 if rung.manifest:
                     rank, world = self._group.rank, self._group.world_size
-                    return load(path, rung.manifest, self._tracked, rank, world), Answer()
+                    state = load(path, rung.manifest, self._tracked, rank, world, shards=shards)
+                    return state, Answer()
                 return load_stock(path, self._tracked), Answer()
         except CheckpointError as error:
             return None, Answer(problem=str(error))
@@ -326,6 +402,19 @@ class Resumer:
             return None, Answer(problem=f"unreadable: {error}")
         except Exception as error:  # noqa: BLE001 - a script that cannot take the state must not leave peers waiting
             return None, Answer(unfit=f"{type(error).__name__} while loading {rung.name}: {error}")
+
+    @contextlib.contextmanager
+    def _shards(self, rung: Rung, proposal: Proposal) -> Iterator[AssembledShards | None]:
+        """Where this rank gets the shards from, if not from the directory itself."""
+        if not proposal.assembly or self._local is None:
+            yield None
+            return
+        name = CheckpointName(rung.step, rung.id)
+        shards = self._local.shards(name, proposal.assembly, Path(proposal.directory))
+        try:
+            yield shards
+        finally:
+            shards.close()
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -79,6 +79,13 @@ class Snapshotter:
         self._frames = Frames()
         self._blob = 0
         self._doubts: list[str] = []
+        self.cramped = False
+        """Whether, at the last `take`, some rank had no room for a local copy; the same on every rank."""
+
+    @property
+    def planned_bytes(self) -> int | None:
+        """Of this rank's image, if the next save is like the last one; None if there was none."""
+        return self._plan.layout.size if self._plan is not None else None
 
     @property
     def plans_made(self) -> int:
@@ -117,9 +124,15 @@ class Snapshotter:
         *,
         prepare: Callable[[CheckpointName], None] | None = None,
         busy: bool = False,
+        cramped: bool = False,
+        only_local: bool = False,
     ) -> Snapshot | None:
-        """The group's snapshot, or None if some rank is busy. `prepare` runs first; its failure is shared."""
+        """The group's snapshot, or None if some rank is busy. `prepare` runs first; its failure is shared.
+
+        `cramped`: this rank has no room for a local copy. With `only_local` that too means None, for all.
+        """
         name = self.next_name(step)
+        busy = busy or (cramped and only_local)
         error: Exception | None = None
         collected: _Collected | None = None
         if not busy:
@@ -135,9 +148,11 @@ class Snapshotter:
             replan = plan is None or plan.signature != collected.signature
             if plan is not None and not replan:
                 content = term(plan.sharings, self._group.rank, collected.digests)
-        failed, waiting, replanning, drift, steps, squares = add_up(
-            self._group, [error is not None, busy, replan and not busy, content, step, step * step]
+        failed, waiting, short, replanning, drift, steps, squares = add_up(
+            self._group,
+            [error is not None, busy, cramped, replan and not busy, content, step, step * step],
         )
+        self.cramped = short > 0
         world = self._group.world_size
         if failed:
             raise_for_all(self._group, error, name)

@@ -20,6 +20,9 @@ from holdfast.policy.snapshot import Choice, Setting, Way, choose, owned_enough
 
 log = logging.getLogger("holdfast.checkpoint")
 
+STAGING_THREADS = 8
+"""At most so many copy from host memory; a few more fill the memory's bandwidth no further."""
+
 Tell = Callable[[Choice], None]
 """Called with a choice that differs from the one before."""
 
@@ -107,7 +110,7 @@ class Stager:
             snapshot.plan,
             tensors,
             snapshot.prints,
-            threads=min(4, torch.get_num_threads()),
+            threads=min(STAGING_THREADS, torch.get_num_threads()),
         )
         return Staged(prints, elsewhere, flight)
 

@@ -1,7 +1,8 @@
 """Staging buffers: host memory that a trainer fills and its writer process reads.
 
 A buffer is an anonymous memory file: shared with the writer by its descriptor, visible to nobody else, and
-gone with the last process that holds it. Its contents are the shard to be written, byte for byte; what
+gone with the last process that holds it; or, where it is to become a local copy as it is, a file in memory
+(local_slots.py). Its contents are the shard to be written, byte for byte; what
 surrounds the tensors' bytes is put in when the plan changes, so a save copies nothing but tensors. A buffer's
 memory is taken at once and in full: too little of it is an error at that moment, not a crash at a later one.
 """
@@ -32,21 +33,22 @@ SLICE = 512 * 1024
 class Buffer:
     """One staging buffer, as the trainer sees it."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, descriptor: int | None = None) -> None:
+        """`descriptor`: of a file in memory, instead of an anonymous one."""
         self.index = index
         self.size = 0
         self.plan = 0
         """The plan whose frames it holds."""
-        self.descriptor = os.memfd_create(f"holdfast-staging-{index}", os.MFD_CLOEXEC)
+        if descriptor is None:
+            descriptor = os.memfd_create(f"holdfast-staging-{index}", os.MFD_CLOEXEC)
+        self.descriptor = descriptor
         self._map: mmap.mmap | None = None
         self._pinned: Pinned | None = None
         self.bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
     def prepare(self, plan: Plan) -> bool:
         """Make it fit a plan; whether its memory is a new one, which the writer must be told of."""
-        grown = plan.layout.size > self.size
-        if grown:
-            self._grow(plan.layout.size)
+        grown = self.grow(plan.layout.size)
         if self.plan != plan.number:
             self.plan = 0
             for item, frame in zip(plan.layout.items, plan.frames, strict=True):
@@ -56,7 +58,10 @@ class Buffer:
             self.plan = plan.number
         return grown
 
-    def _grow(self, size: int) -> None:
+    def grow(self, size: int) -> bool:
+        """Have at least so much memory, taken now; whether it is a new one."""
+        if size <= self.size:
+            return False
         size += -size % mmap.PAGESIZE
         self._unpin()
         try:
@@ -67,12 +72,14 @@ class Buffer:
                 os.posix_fallocate(self.descriptor, 0, size)
             self._map = mapped
         except OSError as error:
+            os.ftruncate(self.descriptor, self.size)  # what was got of it is given back
             raise SaveFailedError(
                 f"no memory for a staging buffer of {size} bytes: {error.strerror}. Asynchronous saves need "
                 "one to two of them a rank; set checkpoint.when_busy = 'skip' for one, or async_save = false"
             ) from error
         self.size, self.plan = size, 0
         self.bytes = np.frombuffer(self._map, np.uint8)
+        return True
 
     def pinned(self) -> torch.Tensor:
         """The same memory, page-locked for copies from a device; locked at the first call, which is slow."""

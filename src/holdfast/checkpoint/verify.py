@@ -118,7 +118,7 @@ class _Reader:
         inspection = self._inspection
         digest, read = xxhash.xxh3_128(), 0
         # One byte past the listed size shows a file that has grown meanwhile.
-        for view in self._stream(fd, 0, entry.size + 1):
+        for view in stream(fd, 0, entry.size + 1, self._buffer):
             digest.update(view)
             read += len(view)
             inspection.bytes_checked += len(view)
@@ -131,7 +131,7 @@ class _Reader:
         found = digest.hexdigest()
         if found == entry.digest:
             return True
-        detail = f"expected digest {entry.digest}, found {found}{self._bad_chunks(fd, entry)}"
+        detail = f"expected digest {entry.digest}, found {found}{bad_chunks(fd, entry, self._buffer)}"
         reason = Reason.ALTERED
         if entry.path == METADATA and inspection.manifest is not None:
             stale = _staleness(inspection.directory, inspection.manifest)
@@ -140,28 +140,31 @@ class _Reader:
         inspection.add(reason, entry.path, detail)
         return False
 
-    def _bad_chunks(self, fd: int, entry: FileEntry) -> str:
-        """Which stored items are damaged, as far as the manifest has digests of them."""
-        bad: list[str] = []
-        for chunk in entry.chunks:
-            digest = xxhash.xxh3_128()
-            for view in self._stream(fd, chunk.offset, chunk.length):
-                digest.update(view)
-            if digest.hexdigest() != chunk.digest:
-                bad.append(f"{chunk.offset}–{chunk.offset + chunk.length}")
-        if not bad:
-            return ""
-        more = f" and {len(bad) - BAD_CHUNKS_NAMED} more" if len(bad) > BAD_CHUNKS_NAMED else ""
-        return f"; bad chunks at bytes {', '.join(bad[:BAD_CHUNKS_NAMED])}{more}"
 
-    def _stream(self, fd: int, offset: int, length: int) -> Iterator[memoryview]:
-        end = offset + length
-        while offset < end:
-            count = os.preadv(fd, [self._buffer[: min(READ_SIZE, end - offset)]], offset)
-            if count == 0:
-                return
-            offset += count
-            yield self._buffer[:count]
+def bad_chunks(fd: int, entry: FileEntry, buffer: memoryview, start: int = 0) -> str:
+    """Which stored items are damaged, as far as the manifest has digests of them. It begins at `start`."""
+    bad: list[str] = []
+    for chunk in entry.chunks:
+        digest = xxhash.xxh3_128()
+        for view in stream(fd, start + chunk.offset, chunk.length, buffer):
+            digest.update(view)
+        if digest.hexdigest() != chunk.digest:
+            bad.append(f"{chunk.offset}–{chunk.offset + chunk.length}")
+    if not bad:
+        return ""
+    more = f" and {len(bad) - BAD_CHUNKS_NAMED} more" if len(bad) > BAD_CHUNKS_NAMED else ""
+    return f"; bad chunks at bytes {', '.join(bad[:BAD_CHUNKS_NAMED])}{more}"
+
+
+def stream(fd: int, offset: int, length: int, buffer: memoryview) -> Iterator[memoryview]:
+    """A range of a file through one reused buffer; it ends early where the file does."""
+    end = offset + length
+    while offset < end:
+        count = os.preadv(fd, [buffer[: end - offset]], offset)
+        if count == 0:
+            return
+        offset += count
+        yield buffer[:count]
 
 
 def _disagreement(meta: StoredMetadata, manifest: Manifest, *, exact: bool) -> Problem | None:

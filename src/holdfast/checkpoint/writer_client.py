@@ -27,8 +27,11 @@ from holdfast.checkpoint.handoff import (
     Job,
     JobDone,
     JobFailed,
+    Leave,
+    LocalDone,
     Start,
     UseBuffer,
+    UsePeers,
     UsePlan,
 )
 from holdfast.checkpoint.plan import Plan
@@ -44,6 +47,7 @@ LATE = 30.0
 """Seconds past a job's own deadline after which the writer is taken to be stuck, and ended."""
 
 Outcome = JobDone | JobFailed
+News = Outcome | LocalDone
 
 
 def spawn(descriptor: int) -> subprocess.Popen[bytes]:
@@ -79,7 +83,8 @@ class WriterClient:
         self._buffers: dict[int, Buffer] = {}
         self._told: set[int] = set()
         """Numbers of the plans that the writer knows."""
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[News] = []
+        self._peers: UsePeers | None = None
         self._committed: str | None = None
         """Id of the last checkpoint that was committed: the next one's parent."""
 
@@ -102,6 +107,15 @@ class WriterClient:
         self._channel.send(self._start)
         for buffer in self._buffers.values():
             self._tell_buffer(buffer)
+        if self._peers is not None:
+            self._channel.send(self._peers)
+
+    def use_peers(self, peers: UsePeers) -> None:
+        """Where replicas go from now on. A writer that is gone is told when it is replaced."""
+        self._peers = peers
+        if self._channel is not None:
+            with contextlib.suppress(Gone, SaveFailedError):
+                self._channel.send(peers)
 
     def hand_over(self, job: Job, plan: Plan, buffer: Buffer, *, new_buffer: bool) -> None:
         """A job is staged: from here on it is the writer's. Whatever goes wrong becomes its outcome."""
@@ -109,6 +123,8 @@ class WriterClient:
         self._buffers[buffer.index] = buffer
         self._jobs[job.serial] = _Handed(job, plan, time.monotonic() + job.timeout + LATE)
         self._holding[buffer.index] = job.serial
+        if job.slot >= 0:
+            self._holding[job.slot] = job.serial
         try:
             if self._process is None:
                 self.launch()
@@ -127,7 +143,8 @@ class WriterClient:
             pass
 
     def _tell_buffer(self, buffer: Buffer) -> None:
-        if buffer.size:  # without memory there is nothing to map, only a failure to be told
+        # Without memory there is nothing to map, only a failure to be told; a slot may be closed for good.
+        if buffer.size and buffer.descriptor >= 0:
             self._channel_now().send(UseBuffer(buffer.index, buffer.size), buffer.descriptor)
 
     def _send(self, job: Job, plan: Plan) -> None:
@@ -150,8 +167,8 @@ class WriterClient:
     def is_free(self, buffer: int) -> bool:
         return buffer not in self._holding
 
-    def poll(self, timeout: float = 0.0) -> list[Outcome]:
-        """Jobs that have ended since the last call; waits for the first one at most `timeout`."""
+    def poll(self, timeout: float = 0.0) -> list[News]:
+        """What became of jobs since the last call; waits for the first of it at most `timeout`."""
         deadline = time.monotonic() + timeout
         while self._jobs and not self._outcomes:
             left = deadline - time.monotonic()
@@ -163,14 +180,16 @@ class WriterClient:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def await_buffer(self, timeout: float) -> None:
-        """Wait until some buffer is free, at most `timeout`."""
+    def await_buffer(self, timeout: float) -> bool:
+        """Wait until the writer lets go of some buffer or slot, at most `timeout`; False: it holds none."""
         deadline = time.monotonic() + timeout
-        while self._jobs and len(self._holding) == len(self._buffers):
+        held = len(self._holding)
+        while self._jobs and len(self._holding) >= held > 0:
             left = deadline - time.monotonic()
             if left <= 0:
-                return
+                break
             self._receive(left)
+        return held > 0
 
     def _receive(self, timeout: float) -> bool:
         """Take one message, or notice that the writer is dead or stuck; whether there was one."""
@@ -190,6 +209,11 @@ class WriterClient:
         if isinstance(message, BufferFree):
             if self._holding.get(message.index) == message.serial:
                 del self._holding[message.index]
+        elif isinstance(message, LocalDone):
+            self._deaths = 0
+            if (handed := self._jobs.get(message.serial)) is not None:
+                self._committed = handed.job.id
+                self._outcomes.append(message)
         else:
             self._deaths = 0
             self._end(message)
@@ -198,9 +222,11 @@ class WriterClient:
     def _end(self, outcome: Outcome) -> None:
         ended = self._jobs.pop(outcome.serial, None)
         if ended is not None:
-            if self._holding.get(ended.job.buffer) == outcome.serial:
-                del self._holding[ended.job.buffer]
-            if isinstance(outcome, JobDone) and not ended.job.diagnostic:
+            for index in (ended.job.buffer, ended.job.slot):
+                if self._holding.get(index) == outcome.serial:
+                    del self._holding[index]
+            drained = ended.job.local and ended.job.globally  # and the local commit has counted
+            if isinstance(outcome, JobDone) and not ended.job.diagnostic and not drained:
                 self._committed = ended.job.id
             self._outcomes.append(outcome)
 
@@ -234,11 +260,14 @@ class WriterClient:
     def _fail_all(self, why: str) -> None:
         """No writer will see to what is under way; the other ranks' writers must not wait for this one's."""
         self._deaths = 0
-        start = self._start
+        start, told = self._start, f"SaveFailedError: {why}"
         if self._jobs and start.world > 1:
-            give_up(Path(start.run_dir), start.epoch, start.rank, max(self._jobs), f"SaveFailedError: {why}")
+            give_up(Path(start.run_dir), start.epoch, start.rank, max(self._jobs), told)
+        for serial, handed in self._jobs.items() if start.world > 1 else ():
+            if handed.job.local and handed.job.globally:
+                give_up(Path(start.run_dir), start.epoch, start.rank, serial, told, drain=True)
         for serial in list(self._jobs):
-            self._end(JobFailed(serial=serial, error=f"SaveFailedError: {why}", trace=""))
+            self._end(JobFailed(serial=serial, error=told, trace=""))
 
     def _reap(self) -> str:
         """Let go of the process; how it ended, in words."""
@@ -270,6 +299,8 @@ class WriterClient:
     def close(self, timeout: float = 5.0) -> None:
         """Nothing is outstanding: the writer exits when its socket is closed."""
         if self._channel is not None:
+            with contextlib.suppress(Gone, SaveFailedError):
+                self._channel.send(Leave())
             self._channel.close()
             self._channel = None
         if self._process is not None:

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import ckpt, config, control, demo, journal, plan, run, status
+from holdfast.cli import ckpt, clean, config, control, demo, journal, plan, run, status
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(control.app, name="control")
 app.command(name="status")(status.status)
 app.command(name="journal")(journal.journal)
+app.command(name="clean")(clean.clean)
 app.command(name="plan")(plan.plan)
 app.command(name="demo")(demo.demo)
 app.command(

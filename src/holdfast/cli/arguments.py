@@ -13,3 +13,6 @@ REASON = Annotated[str, typer.Option(help="Why; kept with the record and in the 
 ROOT = Annotated[Path | None, typer.Option(help="Its checkpoint root, if not RUN_DIR/checkpoints.")]
 YES = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+CONFIG = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Read settings from this TOML file.")
+]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from holdfast.checkpoint.identity import is_url
-from holdfast.cli import ckpt_inspect, ckpt_judge, ckpt_remote, gc
-from holdfast.cli.arguments import JSON
+from holdfast.cli import ckpt_copies, ckpt_inspect, ckpt_judge, ckpt_remote, ckpt_tier, gc
+from holdfast.cli.arguments import CONFIG, JSON, ROOT
+from holdfast.cli.output import Bar, print_columns, print_json, show_bytes, show_time
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.structure import Inspection
+    from holdfast.control.directory import ControlDirectory
     from holdfast.control.standing import StandingBook
 
 app = typer.Typer(help="List, verify, compare, judge and export checkpoints.", no_args_is_help=True)
@@ -29,35 +29,44 @@ app.command("gc")(gc.gc)
 
 @app.command(name="ls")
 def list_checkpoints(
-    root: Annotated[
+    path: Annotated[
         str,
         typer.Argument(
             metavar="PATH|URL", help="A run directory, a directory that holds checkpoints, or a remote root."
         ),
     ],
+    root: ROOT = None,
+    copies: Annotated[
+        bool, typer.Option("--copies", "-v", help="Say for each node what it was given, as recorded.")
+    ] = False,
     as_json: JSON = False,
 ) -> None:
     """List checkpoints, newest step first. Looks at names and sizes; digests are not read.
 
-    Exits with 1 if a checkpoint is not whole.
+    Of a run also those that only the local tier has, and where copies are, as recorded. Exits with 1 if a
+    checkpoint is not whole.
     """
     from holdfast.checkpoint.identity import STAGING
 
-    if is_url(root):
-        _list_remote(root, as_json=as_json)
-    folder, standings = _resolve(_existing(Path(root)))
+    if is_url(path):
+        _list_remote(path, as_json=as_json)
+    folder, control = _resolve(_existing(Path(path)), root, local_will_do=True)
+    standings = _standings(control)
     rows: list[dict[str, Any]] = []
     latest = _latest(folder)
-    for directory in _checkpoints(folder):
+    for directory in _checkpoints(folder) if folder.is_dir() else ():
         row = _row(directory, standings)
         row["latest"] = directory.name == latest
         rows.append(row)
+    if control is not None:
+        rows = ckpt_copies.with_local(control, standings, rows)
     damaged = any(row["problems"] for row in rows)
     rows.extend(map(_staged_row, _folders_in(folder / STAGING)))
     if as_json:
-        _print_json({"root": str(folder), "latest": latest, "digests_read": False, "checkpoints": rows})
+        print_json({"root": str(folder), "latest": latest, "digests_read": False, "checkpoints": rows})
     else:
         _print_rows(folder, rows, latest, show_standing=standings is not None)
+        ckpt_copies.print_local(rows, each_node=copies)
     raise typer.Exit(1 if damaged else 0)
 
 
@@ -67,9 +76,19 @@ def verify_checkpoints(
         list[str],
         typer.Argument(
             metavar="PATH|URL…",
-            help="Checkpoints, or run or checkpoint directories: then all in them. Or URLs of remote copies.",
+            help="Checkpoints, or run or checkpoint directories: then all in them. Or URLs of remote copies. "
+            "With --tier: RUN_DIR [STEP|ID|NAME].",
         ),
     ],
+    tier: Annotated[
+        ckpt_tier.Tier | None,
+        typer.Option(help="A run's copies on this node (local: own, peer: replicas), global ones, or all."),
+    ] = None,
+    local_dir: Annotated[
+        Path | None, typer.Option(help="With --tier: this node's local directory, if no --config names it.")
+    ] = None,
+    root: ROOT = None,
+    config: CONFIG = None,
     as_json: JSON = False,
     run: Annotated[str | None, typer.Option(help="The run id that they must be of.")] = None,
     world: Annotated[int | None, typer.Option(min=1, help="The world size they must be of.")] = None,
@@ -82,6 +101,12 @@ def verify_checkpoints(
     from holdfast.checkpoint.verify import verify
     from holdfast.errors import UsageError
 
+    if tier is not None:
+        if run is not None or world is not None:
+            raise UsageError("--tier judges by a run's own records: leave out --run and --world")
+        ckpt_tier.verify(paths, tier, local_dir=local_dir, config=config, root=root, as_json=as_json)
+    if local_dir is not None or root is not None or config is not None:
+        raise UsageError("--local-dir, --root and --config belong to --tier: give that too")
     directories: list[Path] = []
     if any(map(is_url, paths)):
         _verify_remote(paths, as_json=as_json)
@@ -92,19 +117,19 @@ def verify_checkpoints(
         directories += found
     inspections: list[Inspection] = []
     started = time.perf_counter()
-    with _Bar(directories) as bar:
+    with Bar(lambda: listed_bytes(directories)) as bar:
         for directory in directories:
             with reading(directory):
                 inspections.append(verify(directory, run=run, world=world, progress=bar.advance))
     seconds = time.perf_counter() - started
     sound = all(inspection.sound for inspection in inspections)
     if as_json:
-        _print_json(
+        print_json(
             {
                 "sound": sound,
                 "bytes_checked": sum(inspection.bytes_checked for inspection in inspections),
                 "seconds": round(seconds, 6),
-                "checkpoints": [_verified_row(inspection) for inspection in inspections],
+                "checkpoints": [verified_row(inspection) for inspection in inspections],
             }
         )
     else:
@@ -118,7 +143,7 @@ def verify_checkpoints(
 def _list_remote(url: str, *, as_json: bool) -> NoReturn:
     rows = ckpt_remote.rows(url)
     if as_json:
-        _print_json({"root": url, "latest": None, "digests_read": False, "checkpoints": rows})
+        print_json({"root": url, "latest": None, "digests_read": False, "checkpoints": rows})
     else:
         _print_rows(url, rows, None, show_standing=False)
     raise typer.Exit(1 if any(row["problems"] for row in rows) else 0)
@@ -133,7 +158,7 @@ def _verify_remote(urls: list[str], *, as_json: bool) -> NoReturn:
     sound = all(row["sound"] for row in rows)
     if as_json:
         total = sum(row["bytes_checked"] for row in rows)
-        _print_json(
+        print_json(
             {"sound": sound, "bytes_checked": total, "seconds": round(seconds, 6), "checkpoints": rows}
         )
     else:
@@ -154,19 +179,32 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _resolve(path: Path) -> tuple[Path, StandingBook | None]:
-    """The checkpoint root of a run directory, with the run's standing records; else the path itself."""
-    if not (path / "run.json").exists():
-        return path, None
-    from holdfast.control.directory import ControlDirectory
-    from holdfast.control.standing import StandingBook
+def _resolve(
+    path: Path, root: Path | None = None, *, local_will_do: bool = False
+) -> tuple[Path, ControlDirectory | None]:
+    """The checkpoint root of a run directory, with the run's control directory; else the path itself."""
     from holdfast.errors import UsageError
 
-    book = StandingBook(ControlDirectory.open(path))
-    root = path / "checkpoints"
-    if not root.is_dir():
-        raise UsageError(f"{path}: this run keeps no checkpoints in {root}; give its checkpoint root instead")
-    return root, book
+    if not (path / "run.json").exists():
+        if root is not None:
+            raise UsageError(f"{path} is not a run directory, so --root says nothing about it; leave it out")
+        return path, None
+    from holdfast.checkpoint import local_manifest
+    from holdfast.control.directory import ControlDirectory
+
+    control = ControlDirectory.open(path)
+    there = root.absolute() if root is not None else path / "checkpoints"
+    if not there.is_dir() and not (local_will_do and root is None and local_manifest.names(control)):
+        raise UsageError(
+            f"{path}: this run keeps no checkpoints in {there}; give its checkpoint root instead"
+        )
+    return there, control
+
+
+def _standings(control: ControlDirectory | None) -> StandingBook | None:
+    from holdfast.control.standing import StandingBook
+
+    return StandingBook(control) if control is not None else None
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -249,7 +287,7 @@ def _staged_row(directory: Path) -> dict[str, Any]:
     return row | {"digests_missing": True, "problems": [], "latest": False}
 
 
-def _verified_row(inspection: Inspection) -> dict[str, Any]:
+def verified_row(inspection: Inspection) -> dict[str, Any]:
     from holdfast.checkpoint.problems import printable
 
     manifest = inspection.manifest
@@ -275,48 +313,30 @@ def _problems(inspection: Inspection) -> list[dict[str, str]]:
 # --- printing ----------------------------------------------------------------------------------------------
 
 
-def _print_json(value: Any) -> None:
-    import json
-
-    typer.echo(json.dumps(value))
-
-
-def _bytes(count: float | None) -> str:
-    if count is None:
-        return "-"
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def _when(created: float | None) -> str:
-    if created is None:
-        return "-"
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
-    except (OverflowError, ValueError, OSError):
-        return "out of range"
-
-
 def _print_rows(
     folder: Path | str, rows: list[dict[str, Any]], latest: str | None, *, show_standing: bool
 ) -> None:
     if not rows:
         typer.echo(f"{folder}: no checkpoints")
         return
+    show_copies = any(row.get("copies", {}).get("local") for row in rows)
     header = ["step", "id", "parent", "attempt", "created", "size", "files", "world", "state"]
     header += ["standing"] if show_standing else []
+    header += ["copies"] if show_copies else []
     lines = [[*header, ""]]
     for row in rows:
-        own = [row["step"], row["id"] or row["name"], row["parent"], row["attempt"], _when(row["created"])]
-        own += [_bytes(row["size"]), row["files"], row["world"], _state(row)]
+        own = [
+            row["step"],
+            row["id"] or row["name"],
+            row["parent"],
+            row["attempt"],
+            show_time(row["created"]),
+        ]
+        own += [show_bytes(row["size"]), row["files"], row["world"], _state(row)]
         own += [row.get("standing")] if show_standing else []
+        own += [ckpt_copies.summary(row)] if show_copies else []
         lines.append(["-" if cell is None else str(cell) for cell in own] + ["latest" * row["latest"]])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+    print_columns(lines)
     for row in rows:
         for problem in row["problems"]:
             typer.echo(f"{row['name']}: {problem['reason']}: {problem['path']}: {problem['detail']}")
@@ -334,7 +354,7 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
 
     for inspection in inspections:
         name = printable(str(inspection.directory), 4096)
-        summary = f"{inspection.files} files, {_bytes(inspection.size)}"
+        summary = f"{inspection.files} files, {show_bytes(inspection.size)}"
         if not inspection.sound:
             typer.echo(f"{name}: not sound")
         elif inspection.digests_missing:
@@ -350,35 +370,10 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
     rate = f"{total / max(seconds, 1e-9) / 1e9:.2f} GB/s"
     verdict = f"{bad} not sound" if bad else "nothing wrong found"
     noun = "checkpoint" if len(inspections) == 1 else "checkpoints"
-    typer.echo(f"{len(inspections)} {noun}, {verdict}; {_bytes(total)} read in {seconds:.2f} s ({rate})")
+    typer.echo(f"{len(inspections)} {noun}, {verdict}; {show_bytes(total)} read in {seconds:.2f} s ({rate})")
 
 
-class _Bar:
-    """A progress bar on a terminal's stderr; nothing anywhere else."""
-
-    def __init__(self, directories: list[Path]) -> None:
-        self._bar: AbstractContextManager[Any] = nullcontext()
-        self.advance: Any = None
-        if not sys.stderr.isatty():
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-        columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        task = progress.add_task("verify", total=_total(directories))
-        self._bar = progress
-        self.advance = lambda count: progress.advance(task, count)
-
-    def __enter__(self) -> _Bar:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._bar.__exit__(*exception)
-
-
-def _total(directories: list[Path]) -> int | None:
+def listed_bytes(directories: list[Path]) -> int | None:
     """Bytes that will be read, as the manifests list them; None if no manifest says."""
     from holdfast.checkpoint.manifest import ManifestError, read
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 USED, REFUSED, LOWER, NO_RUNG = "would be used", "refused", "lower than the one used", "not a rung"
+LOCAL = "would be used if its nodes still hold it"
 
 
 # --- locate ------------------------------------------------------------------------------------------------
@@ -39,36 +40,49 @@ def locate(
 ) -> None:
     """Say what a resume would use now, and why not each higher rung. Changes nothing.
 
+    What nodes hold is known here only as recorded: where a resume would look at it first, that is said, and
+    what it would use otherwise.
+
     Exits with 0 if a checkpoint or a fresh start would be used, 18 if the run would refuse to start.
     """
+    from holdfast.checkpoint import local_manifest
     from holdfast.checkpoint.identity import CheckpointRoot
     from holdfast.checkpoint.inventory import take_inventory, take_pinned
     from holdfast.checkpoint.problems import printable
+    from holdfast.cli.ckpt_copies import as_recorded
     from holdfast.control.operator import pinned
     from holdfast.errors import UsageError
     from holdfast.exit_codes import ExitCode
 
     control = open_run(run_dir)
     pin = pinned(control)
+    local = local_manifest.names(control)
     if force and resume_from == "auto":
         raise UsageError("--force accepts one bad checkpoint by name: give --resume-from a step or a path")
     there = CheckpointRoot((root if root is not None else run_dir / "checkpoints").absolute())
     try:
         if pin is not None:
-            ladder = take_pinned(control, there, pin.checkpoint, force=pin.force)
+            ladder = take_pinned(control, there, pin.checkpoint, force=pin.force, copies=local)
         else:
-            ladder = take_inventory(control, there, resume_from, force=force)
-        rows = _walk(ladder, there, control.run_id, full=full)
+            ladder = take_inventory(control, there, resume_from, force=force, copies=local)
+        recorded = {str(name): as_recorded(control, name) for name in local}
+        rows = _walk(ladder, there, control.run_id, recorded, full=full)
+        # What only nodes have does not stand against a fresh start once they have lost it.
+        fresh = ladder.may_start_fresh or (
+            pin is None and take_inventory(control, there, resume_from, force=force).may_start_fresh
+        )
     except OSError as error:
         raise UsageError(f"the checkpoint root {there.path} cannot be read: {error}") from error
     used = next((row for row in rows if row["verdict"] == USED), None)
-    fresh = used is None and ladder.may_start_fresh
-    chosen = used["name"] if used is not None else "fresh start" if fresh else "refused"
+    fresh = used is None and fresh
+    first = next((row for row in rows if row["verdict"] in (LOCAL, USED)), None)
+    lost = used["name"] if used is not None else "fresh start" if fresh else "refused"
     if as_json:
         answer = {
-            "chosen": chosen,
-            "step": used["step"] if used else None,
-            "path": used["path"] if used else None,
+            "chosen": first["name"] if first is not None else lost,
+            "step": first["step"] if first else None,
+            "path": first["path"] if first else None,
+            "without_local": lost,
         }
         extra = {"run": control.run_id, "root": str(there.path), "digests_read": full}
         extra["pinned"] = pin.checkpoint if pin is not None else None
@@ -77,8 +91,13 @@ def locate(
         _print_ladder(rows, there.path)
         if pin is not None:
             typer.echo(f"pinned by {printable(pin.request.describe(), 2000)}: no other one is looked at")
+        if first is not None and first is not used:
+            typer.echo(
+                f"would resume at step {first['step']} from the local tier ({first['local']}, as recorded); "
+                "if its nodes hold it no longer:"
+            )
         _print_answer(used, fresh, resume_from, world, full=full)
-    raise typer.Exit(ExitCode.OK if used is not None or fresh else ExitCode.NO_VALID_RUNG)
+    raise typer.Exit(ExitCode.OK if first is not None or fresh else ExitCode.NO_VALID_RUNG)
 
 
 def open_run(run_dir: Path) -> ControlDirectory:
@@ -90,8 +109,13 @@ def open_run(run_dir: Path) -> ControlDirectory:
     return ControlDirectory.open(run_dir)
 
 
-def _walk(ladder: Ladder, root: CheckpointRoot, run: str, *, full: bool) -> list[dict[str, Any]]:
-    """Down the ladder as a resume goes, until a rung holds; then what is no rung at all."""
+def _walk(
+    ladder: Ladder, root: CheckpointRoot, run: str, recorded: dict[str, str], *, full: bool
+) -> list[dict[str, Any]]:
+    """Down the ladder as a resume goes, until a rung holds; then what is no rung at all.
+
+    `recorded` has where local copies should be; what they are worth is known to their nodes only.
+    """
     from holdfast.checkpoint.identity import parse_name
 
     rows: list[dict[str, Any]] = []
@@ -103,13 +127,17 @@ def _walk(ladder: Ladder, root: CheckpointRoot, run: str, *, full: bool) -> list
             continue
         path, ranks, reasons = _look(rung, root, run, full=full)
         used = not reasons
-        rows.append(_row(rung.name, rung.step, path, USED if used else REFUSED, reasons) | {"world": ranks})
+        in_local = not rung.path and rung.name in recorded
+        verdict = USED if used else LOCAL if in_local else REFUSED
+        where = path if path.is_dir() or not in_local else None
+        reasons = [] if where is None else reasons
+        rows.append(_row(rung.name, rung.step, where, verdict, reasons) | {"world": ranks})
     for option in ladder.rejected:
         name, path = parse_name(option.option), root.path / option.option
         where = path if name is not None and path.is_dir() else None
         step = name.step if name is not None else None
         rows.append(_row(option.option, step, where, NO_RUNG, option.why) | {"world": None})
-    return rows
+    return [row | {"local": recorded.get(row["name"])} for row in rows]
 
 
 def _row(name: str, step: int | None, path: Path | None, verdict: str, reasons: list[str]) -> dict[str, Any]:
@@ -147,6 +175,8 @@ def _print_ladder(rows: list[dict[str, Any]], root: Path) -> None:
         typer.echo(f"  step {step:>8}  {row['name']:{width}}  {row['verdict']}")
         for reason in row["reasons"]:
             typer.echo(f"      {reason}")
+        if row["local"]:
+            typer.echo(f"      {row['local']}, as recorded")
 
 
 def _print_answer(

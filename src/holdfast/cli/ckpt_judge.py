@@ -121,11 +121,18 @@ def _choose(control: ControlDirectory, root: Path, which: str, verdict: Standing
 def find_checkpoint(
     control: ControlDirectory, root: Path, records: list[CommitRecord], which: str
 ) -> CommitRecord:
+    from holdfast.checkpoint import local_manifest
     from holdfast.control.lineage import was_committed
     from holdfast.errors import UsageError
 
-    # A save that was cut before its rename left a record too; it never existed for anyone.
-    real = [record for record in records if was_committed(control, record) or (root / _name(record)).is_dir()]
+    # A save that was cut before its rename left a record too; it never existed for anyone, unless it was
+    # committed in the local tier, which leaves a manifest.
+    local = {str(name) for name in local_manifest.names(control)}
+    real = [
+        record
+        for record in records
+        if was_committed(control, record) or (root / _name(record)).is_dir() or _name(record) in local
+    ]
     found = [
         record
         for record in real

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from holdfast.cli.arguments import CONFIG
 
 if TYPE_CHECKING:
     from holdfast.config import Effective
@@ -24,9 +25,7 @@ def _group() -> None:
 
 @app.command()
 def show(
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Read settings from this TOML file.")
-    ] = None,
+    config: CONFIG = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set one setting; may be repeated."),

@@ -232,6 +232,7 @@ def _confirm(question: str) -> None:
 
 def _choose(control: ControlDirectory, root: Path, which: str, *, force: bool) -> tuple[str, str]:
     """The checkpoint's name, seen to be usable as far as the cheap checks tell, and what is left behind."""
+    from holdfast.checkpoint import local_manifest
     from holdfast.checkpoint.identity import CheckpointRoot
     from holdfast.checkpoint.inventory import look_at, take_pinned
     from holdfast.cli.ckpt_judge import find_checkpoint
@@ -242,11 +243,13 @@ def _choose(control: ControlDirectory, root: Path, which: str, *, force: bool) -
     record = find_checkpoint(control, root, timeline.on_line + timeline.abandoned, which)
     name = f"step_{record.step:08d}-{record.id}"
     there = CheckpointRoot(root)
-    ladder = take_pinned(control, there, name, force=force)
+    local = local_manifest.names(control)
+    ladder = take_pinned(control, there, name, force=force, copies=local)
     for option in ladder.rejected:
         raise UsageError(f"{name} cannot be pinned: {'; '.join(option.why)}; nothing was changed")
     _, inspection = look_at(ladder.rungs[0], there, control.run_id)
-    if inspection.problems:
+    # What the root lacks its nodes may have: the resume judges that, byte by byte.
+    if inspection.problems and name not in map(str, local):
         told = "; ".join(str(problem) for problem in inspection.problems)
         raise CheckpointError(f"{name} cannot be pinned: {told}; nothing was changed. Choose another one")
     newest = max((one.step for one in timeline.on_line), default=record.step)

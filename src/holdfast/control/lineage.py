@@ -6,10 +6,16 @@ then its head, then the commits up to that head of the attempt that made it, and
 
 Nothing of this is read from the checkpoints, so a damaged, missing or forged one cannot bend the lineage;
 and a late commit by a group that was cut off is not on it, because a newer attempt has a newer head.
+
+A run may save to its nodes' memory many times a minute. Once no place keeps such a checkpoint any more, its
+commit is put on the shelf: one file an attempt, with a line for each (`shelve`). It still counts for the line
+and for who was saved from whom; it only takes no file of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,11 +24,13 @@ import msgspec
 from holdfast.control.attempts import HeadRecord, attempt_numbers
 from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
 from holdfast.control.lease import Fence
-from holdfast.files import replace_atomic
+from holdfast.files import explain_os_error, replace_atomic
+
+SHELF = "shelf.jsonl"
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was about to be committed; whether it was, its directory tells."""
+    """A checkpoint that was about to be committed; whether it was, its directory tells, or the local tier."""
 
     id: str
     step: int
@@ -79,8 +87,46 @@ def find_commit(control: ControlDirectory, attempt: int, step: int, id: str) -> 
 
 
 def commits_of(control: ControlDirectory, attempt: int) -> list[CommitRecord]:
-    found = [read_record(path, CommitRecord) for path in sorted(_folder(control, attempt).glob("*.json"))]
-    return [record for record in found if record is not None]
+    folder = _folder(control, attempt)
+    # In this order: what is put on the shelf meanwhile is seen at least once.
+    found = [read_record(path, CommitRecord) for path in sorted(folder.glob("*.json"))]
+    found += _shelved(folder / SHELF)
+    once = {record.id: record for record in found if record is not None}
+    return sorted(once.values(), key=lambda record: (record.step, record.id))
+
+
+def shelve(control: ControlDirectory, fence: Fence, record: CommitRecord) -> None:
+    """No place holds this checkpoint any more, and it never was in the root: keep its commit in few bytes."""
+    fence.check(f"shelve the commit of step {record.step}")
+    path = _path(control, record)
+    if not path.exists():
+        return
+    descriptor = os.open(path.parent / SHELF, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = (
+            size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        )  # by a cut; that one has its file still
+        os.write(descriptor, (b"\n" if torn else b"") + msgspec.json.encode(record) + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    path.unlink(missing_ok=True)
+
+
+def _shelved(path: Path) -> list[CommitRecord]:
+    """A line that a cut has torn is left out: its commit still has a file of its own."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise explain_os_error(error, "read", path) from error
+    found: list[CommitRecord] = []
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line, type=CommitRecord))
+    return found
 
 
 def _path(control: ControlDirectory, record: CommitRecord) -> Path:

@@ -9,7 +9,9 @@ of it however the writer ends. What the file says is what the writer is doing; a
 takes up what it was handed within moments, or exits. So a writer that stays idle is not waited for.
 
 Writers of different ranks reach each other through files only. One that gives a save up says so here, in
-`writing/<epoch>.<rank>.failed`, so that the others need not wait for it until their deadline.
+`writing/<epoch>.<rank>.failed`, so that the others need not wait for it until their deadline. What is
+committed in the local tier and on its way to the checkpoint root (a drain) is not waited for by the next
+attempt. Later saves go on beside it, so each drain is given up by a file of its own.
 """
 
 from __future__ import annotations
@@ -41,26 +43,27 @@ class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-def give_up(run_dir: Path, epoch: int, rank: int, serial: int, why: str) -> None:
+def give_up(run_dir: Path, epoch: int, rank: int, serial: int, why: str, *, drain: bool = False) -> None:
     """Say so as well as can be: where it cannot be written, the others find out at their deadline."""
-    path = _given_up_path(run_dir, epoch, rank)
+    path = _given_up_path(run_dir, epoch, rank, drain=serial if drain else None)
     with contextlib.suppress(OSError):
         make_dirs(path.parent)
         replace_atomic(path, msgspec.json.encode(GivenUp(serial=serial, why=why)), durable=False)
 
 
-def given_up(run_dir: Path, epoch: int, rank: int, serial: int) -> str:
-    """Why a rank has given that save up; empty if nothing says so."""
+def given_up(run_dir: Path, epoch: int, rank: int, serial: int, *, drain: bool = False) -> str:
+    """Why a rank has given that save up, or its drain; empty if nothing says so."""
     try:
-        raw = read_regular(_given_up_path(run_dir, epoch, rank), MAX_RECORD_BYTES)
+        path = _given_up_path(run_dir, epoch, rank, drain=serial if drain else None)
+        raw = read_regular(path, MAX_RECORD_BYTES)
         found = msgspec.json.decode(raw, type=GivenUp)
     except (OSError, msgspec.DecodeError):
         return ""
     return found.why if found.serial >= serial else ""
 
 
-def is_busy(run_dir: Path, epoch: int) -> bool:
-    """Whether the writer of rank 0 lives and has something to do."""
+def is_busy(run_dir: Path, epoch: int, *, drain: bool = False) -> bool:
+    """Whether the writer of rank 0 lives and has something to do; a drain does not show, so its life does."""
     try:
         fd = os.open(_path(run_dir, epoch), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -68,15 +71,16 @@ def is_busy(run_dir: Path, epoch: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return bool(os.pread(fd, 256, 0))
+        return drain or bool(os.pread(fd, 256, 0))
     else:
         return False
     finally:
         os.close(fd)
 
 
-def _given_up_path(run_dir: Path, epoch: int, rank: int) -> Path:
-    return run_dir / "writing" / f"{epoch:08d}.{rank}.failed"
+def _given_up_path(run_dir: Path, epoch: int, rank: int, *, drain: int | None) -> Path:
+    which = "" if drain is None else f".drain-{drain}"
+    return run_dir / "writing" / f"{epoch:08d}.{rank}{which}.failed"
 
 
 def _path(run_dir: Path, epoch: int) -> Path:

@@ -131,6 +131,8 @@ class SaveCommitted(Event, tag="save_committed"):
     """Time from the call to the commit."""
     blocked_seconds: float
     """Time for which training stood still."""
+    tier: str = "global"
+    """`local`: committed on the nodes. A save to both tiers is told twice, the second without blocking."""
 
 
 class SaveFailed(Event, tag="save_failed"):
@@ -201,6 +203,46 @@ class CopyFetched(Event, tag="copy_fetched"):
     because: list[str]
     quarantine: str = ""
     """Where the bad local directory went."""
+
+
+class ReplicaFailed(Event, tag="replica_failed"):
+    """A rank's shards could not be copied to a peer; its own copy is untouched, and training goes on."""
+
+    checkpoint: str
+    step: int
+    rank: int
+    node: str
+    """The peer that was to hold it."""
+    error: str
+
+
+class CopyQuarantined(Event, tag="copy_quarantined"):
+    """A copy whose bytes are wrong: it is never read again. Says nothing about the checkpoint."""
+
+    checkpoint: str
+    node: str
+    kind: str
+    """own, replica or global."""
+    reasons: list[str]
+
+
+class CopiesDropped(Event, tag="copies_dropped"):
+    """Local copies that a node gave up for newer ones, or for want of memory."""
+
+    node: str
+    checkpoints: list[str]
+    reasons: list[str]
+    """One for each."""
+    bytes: int
+
+
+class StorageAlarm(Event, tag="storage_alarm"):
+    """Two checkpoints in a row failed verification: the storage itself was tried before going on."""
+
+    checkpoints: list[str]
+    place: str
+    probe: str
+    """What trying it showed; empty if nothing was wrong with it."""
 
 
 class CadenceChosen(Event, tag="cadence_chosen"):
@@ -279,6 +321,10 @@ AnyEvent = (
     | DrainFailed
     | CopyDeleted
     | CopyFetched
+    | ReplicaFailed
+    | CopyQuarantined
+    | CopiesDropped
+    | StorageAlarm
     | CadenceChosen
     | StepsDone
     | RunFinished

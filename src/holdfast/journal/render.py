@@ -18,15 +18,18 @@ from holdfast.journal.events import (
     AttemptStarted,
     CadenceChosen,
     CheckpointsDeleted,
+    CopiesDropped,
     CopyDeleted,
     CopyDrained,
     CopyFetched,
+    CopyQuarantined,
     Decision,
     DrainFailed,
     LeaseClaimed,
     LeaseLost,
     Line,
     OperatorActed,
+    ReplicaFailed,
     Resumed,
     RunCreated,
     RunFinished,
@@ -36,6 +39,7 @@ from holdfast.journal.events import (
     SaveSkipped,
     SaveStarted,
     StepsDone,
+    StorageAlarm,
     Unknown,
     Warned,
     WorkerFailed,
@@ -187,8 +191,9 @@ def render(body: AnyEvent | Unknown) -> Rendered:
         case SaveStarted():
             return Rendered(f"save started: {printable(body.checkpoint)}", "plain")
         case SaveCommitted():
+            tier = " to the local tier" if body.tier == "local" else ""
             return Rendered(
-                f"checkpoint committed: {printable(body.checkpoint)}, {size(body.bytes)} in "
+                f"checkpoint committed{tier}: {printable(body.checkpoint)}, {size(body.bytes)} in "
                 f"{duration(body.seconds)} (training stood still for {duration(body.blocked_seconds)})",
                 "saved",
             )
@@ -223,6 +228,25 @@ def render(body: AnyEvent | Unknown) -> Rendered:
                 details.append(f"the bad local copy is kept in {printable(body.quarantine)}")
             text = f"fetched from {printable(body.remote)}: {printable(body.checkpoint)}, {size(body.bytes)}"
             return Rendered(f"{text} in {duration(body.seconds)}", "good", details)
+        case ReplicaFailed():
+            what = f"rank {body.rank}'s part of {printable(body.checkpoint)}"
+            text = f"no replica on {printable(body.node)} of {what}"
+            return Rendered(text, "warning", [printable(body.error)])
+        case CopyQuarantined():
+            kind = f"{printable(body.kind)} copy on {printable(body.node)}"
+            details = [printable(item) for item in body.reasons]
+            return Rendered(f"quarantined: {kind} of {printable(body.checkpoint)}", "fault", details)
+        case CopiesDropped():
+            details = [
+                f"{printable(name)}: {printable(why)}"
+                for name, why in zip(body.checkpoints, body.reasons, strict=False)
+            ]
+            what = f"its copies of {plural(len(body.checkpoints), 'checkpoint')}"
+            return Rendered(f"{printable(body.node)} gave up {what}, {size(body.bytes)}", "plain", details)
+        case StorageAlarm():
+            found = printable(body.probe) or "it took and gave back what was written"
+            details = [f"failed verification: {printable(name)}" for name in body.checkpoints]
+            return Rendered(f"storage alarm: {printable(body.place)} was tried: {found}", "fault", details)
         case CadenceChosen():
             every = f" ({duration(body.seconds)})" if body.seconds > 0 else ""
             cost = f"; expected overhead {body.overhead:.2%}" if body.overhead > 0 else ""

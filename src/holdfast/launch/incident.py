@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.checkpoint import local_manifest
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.inventory import take_inventory
 from holdfast.config import Settings
@@ -239,7 +240,8 @@ def _lower_rungs(control: ControlDirectory, settings: Settings, rung: str) -> in
     if not rung:
         return 0
     try:
-        ladder = take_inventory(control, CheckpointRoot(settings.checkpoint_root()), "auto", force=False)
+        root, local = CheckpointRoot(settings.checkpoint_root()), local_manifest.names(control)
+        ladder = take_inventory(control, root, "auto", force=False, copies=local)
     except (ControlError, UsageError, OSError):
         return 0
     steps = {one.name: one.step for one in ladder.rungs}

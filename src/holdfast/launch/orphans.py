@@ -5,10 +5,11 @@ is found below it; after that the kernel gives it to the agent, which has asked 
 descendants. So every child of the agent that the agent did not start comes from a worker, however it was
 started: nobody else's process can become one.
 
-Guarantee: only such processes are signalled, each by its id and start time. Of them, a checkpoint writer or
-drain process of ours may go on, for `outlive` seconds after it was first seen to be left: it may still commit
-a snapshot that was staged whole. It is known by three things that only its trainer's start of it brings
-together: the mark in its environment, its arguments, and a session of its own.
+Guarantee: only such processes are signalled, each by its id and start time. Of them, a checkpoint writer,
+drain process or peer server of ours may go on, for `outlive` seconds after it was first seen to be left: it
+may still commit a snapshot that was staged whole, or a replica that is on its way. It is known by three
+things that only its trainer's start of it brings together: the mark in its environment, its arguments, and a
+session of its own. Its own children in that session are spared with it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from holdfast.control.marks import OUTLIVES
 from holdfast.launch import processes
 from holdfast.launch.processes import Process
 
-MODULES = ("holdfast.checkpoint.writer_process", "holdfast.checkpoint.drain_process")
+MODULES = (
+    "holdfast.checkpoint.writer_process",
+    "holdfast.checkpoint.drain_process",
+    "holdfast.checkpoint.peer_process",
+)
 PATIENCE = 1.0
 """Seconds to read what a process was started with: one that hangs in the kernel may not be readable."""
 
@@ -47,10 +52,13 @@ class Outliving(NamedTuple):
 def recognise(process: Process) -> tuple[str, int] | None:
     """The module and trainer's pid of a process that may outlive its trainer; ("", 0) for any other.
 
-    None if that cannot be known now.
+    None if that cannot be known now. A child of such a process, in its session, is what its parent is: it
+    works for it, on a large image, and ends with it.
     """
     if process.session != process.pid:
-        return "", 0
+        leader = processes.read(process.session)
+        ours = leader is not None and leader.pid == leader.session == process.parent
+        return recognise(leader) if leader is not None and ours else ("", 0)
     told = processes.within(
         PATIENCE, lambda: (processes.environment(process.pid), processes.arguments(process.pid))
     )

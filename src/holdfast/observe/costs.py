@@ -35,7 +35,7 @@ class ObservedCosts:
     blocked: Spread | None
     """For which a save held training up."""
     commit: Spread | None
-    """From the call of a save to its commit."""
+    """From the call of a save to its commit in the checkpoint root."""
     down: Spread | None
     """From a fault to the first step after it."""
     running: float
@@ -54,6 +54,7 @@ def observed_costs(lines: list[Line]) -> ObservedCosts:
         fault.seconds_down for fault in faults if fault.resumed_at is not None and fault.overtaken_by is None
     ]
     saves = [line.body for line in lines if isinstance(line.body, SaveCommitted)]
+    local = {save.checkpoint for save in saves if save.tier == "local"}
     steps = [
         seconds
         for line in lines
@@ -62,13 +63,18 @@ def observed_costs(lines: list[Line]) -> ObservedCosts:
     ]
     return ObservedCosts(
         step=spread(steps),
-        blocked=spread([save.blocked_seconds for save in saves]),
-        commit=spread([save.seconds for save in saves]),
+        blocked=spread([save.blocked_seconds for save in saves if not _is_second(save, local)]),
+        commit=spread([save.seconds for save in saves if save.tier == "global"]),
         down=spread(down),
         running=sum(max(0.0, attempt.last_at - attempt.first_at) for attempt in life),
         failures=len(faults),
         interval=_interval(lines, life),
     )
+
+
+def _is_second(save: SaveCommitted, local: set[str]) -> bool:
+    """Whether it tells that a checkpoint which the local tier had already is now in the root too."""
+    return save.tier == "global" and save.checkpoint in local
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -90,7 +96,7 @@ def _interval(lines: list[Line], life: list[Attempt]) -> int | None:
         if chosen:
             return chosen[-1]
         begun = [attempt.resumed.step] if attempt.resumed is not None else []
-        saved = [*begun, *(save.step for _, save in attempt.saves)]
+        saved = [*begun, *(save.step for _, save in attempt.saves if save.tier == "global")]
         gaps = [later - earlier for earlier, later in pairwise(saved) if later > earlier]
         if gaps:
             return mode(gaps)

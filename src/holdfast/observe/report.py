@@ -164,7 +164,9 @@ def _chart(
         series=series,
         faults=[Fault(one.number, one.failed_at_step, one.what) for one in found],
         commits=[
-            (attempt.number, save.step, save.checkpoint) for attempt in life for _, save in attempt.saves
+            (attempt.number, save.step, save.checkpoint)
+            for attempt in life
+            for save in {save.checkpoint: save for _, save in attempt.saves}.values()  # one of two tiers
         ],
         rejected=[(step, name, printable(why)) for step, name, why in rejected],
         reference=list(reference),
@@ -255,7 +257,7 @@ def _checkpoints(life: list[Attempt], began: float) -> str:
             elif save.checkpoint in used:
                 note = f'<span class="tag good">✓ resumed from</span> by attempt {used[save.checkpoint]}'
             else:
-                note = "committed"
+                note = "committed" if save.tier == "global" else "committed to the local tier"
             rows.append(
                 f'<tr><th scope="row"><code>{text(save.checkpoint)}</code></th>'
                 f'<td data-label="Attempt">{attempt.number}</td>'

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.checkpoint.identity import CheckpointName
+from holdfast.checkpoint import local_manifest
+from holdfast.checkpoint.identity import MANIFEST, CheckpointName
 from holdfast.control.attempts import (
     AttemptRecord,
     EndRecord,
@@ -99,6 +100,8 @@ class Status(msgspec.Struct, kw_only=True):
     steps_per_second: float | None = None
     loss: float | str | None = None
     save: LastSave | None = None
+    local_save: LastSave | None = None
+    """In the local tier, which the nodes themselves hold."""
     incident: LastIncident | None = None
     budget: BudgetState | None = None
     paused: Request | None = None
@@ -156,6 +159,7 @@ def look(control: ControlDirectory) -> Status:
     _take_steps(status, control, files, newest.head)
     status.nodes = nodes_started(control.journal, files, newest.number)
     status.save = tried(lambda: _last_save(control, numbers), None)
+    status.local_save = tried(lambda: _last_local_save(control), None)
     budget_of = newest.record.max_restarts if newest.record is not None else None
     status.incident = tried(lambda: _last_incident(control, numbers, status.state, files, budget_of), None)
     status.budget = tried(lambda: _budget(control, newest, controls, budget_of), None)
@@ -264,6 +268,14 @@ def _last_save(control: ControlDirectory, numbers: list[int]) -> LastSave | None
             if dash and step.isdecimal():
                 checkpoint = str(CheckpointName(int(step), id))
                 return LastSave(checkpoint=checkpoint, step=int(step), at=(folder / name).stat().st_mtime)
+    return None
+
+
+def _last_local_save(control: ControlDirectory) -> LastSave | None:
+    """The newest checkpoint that the nodes themselves hold, as recorded."""
+    for name in local_manifest.names(control)[:1]:
+        at = (local_manifest.folder(control, name) / MANIFEST).stat().st_mtime
+        return LastSave(checkpoint=str(name), step=name.step, at=at)
     return None
 
 

@@ -39,11 +39,10 @@ def rows(status: Status) -> list[Row]:
         found.append(Row("lease", f"epoch {lease.epoch}, {lease.holder}: {lease.detail}"))
     if status.step is not None:
         found.append(Row("step", _step(status)))
-    if status.save is not None:
-        ago = _ago(status, status.save.at)
-        found.append(
-            Row("last save", f"step {status.save.step}, {ago} ({printable(status.save.checkpoint)})")
-        )
+    for what, save in (("last save", status.save), ("local save", status.local_save)):
+        if save is not None:
+            text = f"step {save.step}, {_ago(status, save.at)} ({printable(save.checkpoint)})"
+            found.append(Row(what, text))
     if status.incident is not None:
         when = f" ({_ago(status, status.incident.at)})" if status.incident.at is not None else ""
         found.append(Row("incident", f"{status.incident.text}{when}", "red" if not status.ok else ""))

@@ -14,6 +14,7 @@ from holdfast.control.group import Group
 from holdfast.policy.retention import Rules
 from holdfast.settings import Settings
 from holdfast.worker.membership import Membership
+from holdfast.worker.places import LocalPlaces
 from holdfast.worker.saving import Facts, Saving
 from holdfast.worker.schedule import SaveSchedule
 
@@ -29,6 +30,7 @@ def make_saving(
     facts: Facts,
     schedule: SaveSchedule,
     step_seconds: Callable[[], float | None],
+    places: LocalPlaces | None,
 ) -> Saving:
     """What saves for this rank; on rank 0 with what deletes, and what copies to a remote if there is one."""
     drain = _drain(settings, root, member) if group.is_coordinator else None
@@ -47,7 +49,15 @@ def make_saving(
         retainer=retainer,
         drain=drain,
         journal=member.journal,
+        local=places.saving(settings.checkpoint, group.rank) if places is not None else None,
     )
+
+
+def make_schedule(settings: Settings) -> SaveSchedule:
+    """When to save to the checkpoint root, and when to the local tier, if there is one."""
+    chosen = settings.checkpoint
+    local = chosen.non_persistent_save_interval if chosen.non_persistent_ckpt_type == "local" else 0
+    return SaveSchedule(chosen.interval, chosen.mtbf_hours, local)
 
 
 def _drain(settings: Settings, root: CheckpointRoot, member: Membership) -> Drain | None:

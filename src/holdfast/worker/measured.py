@@ -33,7 +33,7 @@ class Measured:
     steps: list[float] = field(default_factory=list)
     """Seconds of recent steps."""
     saves: list[tuple[float, float]] = field(default_factory=list)
-    """Recent saves: seconds for which training was held up, and seconds to the commit."""
+    """Recent saves to the root: seconds for which training was held up, and seconds to the commit."""
     running: float = 0.0
     """Seconds that all attempts ran together."""
     failures: int = 0
@@ -82,10 +82,13 @@ def _take(found: Measured, lines: list[Line]) -> None:
         if isinstance(line.body, StepsDone) and line.who == REPORTER
         for seconds in line.body.seconds
     ]
+    told = [line.body for line in lines if isinstance(line.body, SaveCommitted)]
+    # A save to both tiers is told twice, and what it blocked only the first time.
+    blocked = {save.checkpoint: save.blocked_seconds for save in told if save.tier == "local"}
     saves = [
-        (line.body.blocked_seconds, line.body.seconds)
-        for line in lines
-        if isinstance(line.body, SaveCommitted)
+        (max(save.blocked_seconds, blocked.get(save.checkpoint, 0.0)), save.seconds)
+        for save in told
+        if save.tier == "global"
     ]
     found.steps = [*steps, *found.steps][-RECENT_STEPS:]
     found.saves = [*saves, *found.saves][-RECENT_SAVES:]

@@ -3,22 +3,30 @@
 A save that fails is told at the next step (journal, log, with the writer's traceback) and training goes on,
 until too many failed in a row. What a run must not lose at its end (the last save, a save that is asked for)
 is waited for, with a deadline, and its failure is raised.
+
+With a local tier every save but a diagnostic one goes there first. What is committed there counts as saved at
+once; retention, the remote and the cadence go by commits in the checkpoint root. A local save that fails is
+told, and stops no run: the tier is a shortcut, and the root is what a run must not be without.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 from holdfast.checkpoint.background import BackgroundSaver, Ended
 from holdfast.checkpoint.drain import Drain
+from holdfast.checkpoint.handoff import PeerTarget, UsePeers
 from holdfast.checkpoint.identity import CheckpointName
+from holdfast.checkpoint.local_manifest import Where
 from holdfast.checkpoint.retention import Retainer
 from holdfast.checkpoint.save import SaveContext, SaveFacts, Saver
 from holdfast.checkpoint.snapshot import Snapshotter
 from holdfast.checkpoint.stage import Stager
+from holdfast.checkpoint.staging_memory import LocalSaving
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.exchange import add_up
 from holdfast.errors import LeaseLostError, SaveFailedError
@@ -59,6 +67,7 @@ class Saving:
         retainer: Retainer | None,
         drain: Drain | None,
         journal: JournalWriter,
+        local: LocalSaving | None = None,
     ) -> None:
         self._settings = settings
         self._group = context.group
@@ -86,9 +95,13 @@ class Saving:
                 when_busy=settings.when_busy,
                 timeout=settings.timeout,
                 lease_ttl=lease_ttl,
+                local=local,
+                tell=journal.write,
             )
             self._background.launch()
-        self._failed = 0
+        self._failed = self._failed_locally = 0
+        self._told_skip = ""
+        """Why the last local save was left out; told when it changes."""
         self.head: CheckpointName | None = None
         """The newest checkpoint of this timeline that is known to be committed."""
         self.saved_step: int | None = None
@@ -97,6 +110,14 @@ class Saving:
     def resumed_from(self, head: CheckpointName | None) -> None:
         self.head = head
         self.saved_step = head.step if head is not None else None
+        if self._background is not None:
+            self._background.resumed_from(head)
+
+    def use_peers(self, targets: list[PeerTarget], where: Where | None = None) -> None:
+        """Where replicas of this rank's local copies go; `where`, on rank 0, is the same for all ranks."""
+        if self._background is not None:
+            timeout = self._settings.replication_timeout
+            self._background.use_peers(UsePeers(targets=targets, timeout=timeout, where=where))
 
     def start_draining(self) -> None:
         """The run has resumed: from now on what is committed is copied to the remote, if there is one."""
@@ -116,7 +137,18 @@ class Saving:
             return self._save_in_foreground(reason, diagnostic=diagnostic)
         begun = self._begin(self._background, reason, diagnostic=diagnostic, must=True)
         assert begun is not None
-        if wait:
+        if not wait:
+            return begun
+        try:
+            self.wait(f"the save of {begun}")
+        except SaveFailedError as error:
+            if diagnostic or not self._background.has_local_tier:
+                raise
+            # On every rank, whatever it was: what must not be lost must not depend on the local tier.
+            told = f"{begun} is saved again, to the checkpoint root alone, because it was not saved: {error}"
+            self._write(Warned(message=told))
+            begun = self._begin(self._background, reason, must=True, local=False)
+            assert begun is not None
             self.wait(f"the save of {begun}")
         return begun
 
@@ -130,6 +162,15 @@ class Saving:
                 self._begin(self._background, "scheduled")
         except SaveFailedError as error:
             self._count(error, CheckpointName(self._facts(None, "").step, ""))
+
+    def scheduled_locally(self) -> None:
+        """A save to the local tier alone is due: a failure is reported."""
+        if self._background is None or not self._background.has_local_tier:
+            return  # this attempt goes on without one
+        try:
+            self._begin(self._background, "scheduled", globally=False)
+        except SaveFailedError as error:
+            self._count(error, CheckpointName(self._facts(None, "").step, ""), fatal=False)
 
     def _save_in_foreground(self, reason: str, *, diagnostic: bool = False) -> CheckpointName:
         started = time.monotonic()
@@ -151,20 +192,35 @@ class Saving:
         )
         if not diagnostic:
             self.saved_step = facts.step
+            self.head = saved.name
         self._committed(saved.name, diagnostic=diagnostic, blocked=seconds, seconds=seconds)
         return saved.name
 
     def _begin(
-        self, saver: BackgroundSaver, reason: str, *, diagnostic: bool = False, must: bool = False
+        self,
+        saver: BackgroundSaver,
+        reason: str,
+        *,
+        diagnostic: bool = False,
+        must: bool = False,
+        globally: bool = True,
+        local: bool = True,
     ) -> CheckpointName | None:
         facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
         name = self._snapshots.next_name(facts.step)
         self._write(SaveStarted(checkpoint=str(name), step=facts.step))
-        begun = saver.begin(self._tracked, self._own, facts, diagnostic=diagnostic, must=must)
+        begun = saver.begin(
+            self._tracked,
+            self._own,
+            facts,
+            diagnostic=diagnostic,
+            must=must,
+            globally=globally,
+            local=local,
+        )
         self._tell_doubts()
+        self._tell_skipped(saver.why_skipped, name, once=begun is not None or not globally)
         if begun is None:
-            why = "the save before it is still being written on some rank (checkpoint.when_busy = 'skip')"
-            self._write(SaveSkipped(checkpoint=str(name), step=facts.step, reason=why))
             return None
         if begun.waited > 0.0:
             told = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
@@ -172,6 +228,13 @@ class Saving:
         if not diagnostic:
             self.saved_step = facts.step
         return begun.name
+
+    def _tell_skipped(self, why: str, name: CheckpointName, *, once: bool) -> None:
+        """A save, or its local copy, was left out. For want of room that may be so at every step: `once`."""
+        kind = re.sub(r"[0-9.]+", "", why)  # the numbers in it change all the time
+        if why and not (once and kind == self._told_skip):
+            self._write(SaveSkipped(checkpoint=str(name), step=name.step, reason=why))
+        self._told_skip = kind
 
     def _tell_way(self, choice: Choice) -> None:
         self._write(Decision(about="snapshot", chosen=choice.way, evidence=choice.evidence))
@@ -205,7 +268,7 @@ class Saving:
                 self._take(ended)
             except (SaveFailedError, LeaseLostError) as raised:
                 error = raised
-            error = ended.error or error
+            error = _to_raise(ended) or error
         if self._background.outstanding and error is None:
             error = SaveFailedError(f"{what} was not done after {self._settings.timeout:g} s")
         if add_up(self._group, [error is not None])[0]:
@@ -214,6 +277,11 @@ class Saving:
 
     def _take(self, ended: Ended) -> None:
         if ended.error is None:
+            if ended.moves_head and not ended.diagnostic:
+                self.head = ended.name
+            if ended.tier == "local":
+                self._failed_locally = 0
+                return
             self._failed = 0
             self._committed(
                 ended.name, diagnostic=ended.diagnostic, blocked=ended.blocked, seconds=ended.seconds
@@ -221,13 +289,12 @@ class Saving:
         elif isinstance(ended.error, LeaseLostError):
             raise ended.error
         elif self._group.is_coordinator:
-            self._count(ended.error, ended.name)
+            self._count(ended.error, ended.name, fatal=not ended.local_only)
         else:  # rank 0's writer learns of it and fails the save for all
             log.error("holdfast: %s\n%s", ended.error, "\n".join(getattr(ended.error, "__notes__", ())))
 
     def _committed(self, name: CheckpointName, *, diagnostic: bool, blocked: float, seconds: float) -> None:
-        if not diagnostic:
-            self.head = name
+        """In the checkpoint root."""
         if self._group.is_coordinator:
             self._schedule.note(blocked=blocked, commit=seconds)
         if self._drain is not None and not diagnostic:
@@ -235,16 +302,20 @@ class Saving:
         if self._retainer is not None and not diagnostic:
             self._retainer.after_commit()
 
-    def _count(self, error: SaveFailedError, name: CheckpointName) -> None:
-        self._failed += 1
+    def _count(self, error: SaveFailedError, name: CheckpointName, *, fatal: bool = True) -> None:
+        if fatal:
+            self._failed += 1
+        else:
+            self._failed_locally += 1
+        in_a_row = self._failed if fatal else self._failed_locally
         if self.saved_step == name.step:
             self.saved_step = None
         shown = str(name) if name.id else f"step_{name.step:08d}"
         notes = "\n".join(getattr(error, "__notes__", ()))
         told = f"{error}\n{notes}" if notes else str(error)
-        self._write(SaveFailed(checkpoint=shown, step=name.step, error=told, in_a_row=self._failed))
-        log.error("holdfast: %s (%d in a row)", told, self._failed)
-        if self._failed >= self._settings.max_failed_saves:
+        self._write(SaveFailed(checkpoint=shown, step=name.step, error=told, in_a_row=in_a_row))
+        log.error("holdfast: %s (%d in a row)", told, in_a_row)
+        if fatal and self._failed >= self._settings.max_failed_saves:
             raise SaveFailedError(
                 f"{self._failed} saves in a row failed, as many as checkpoint.max_failed_saves "
                 f"allows; the last: {error}"
@@ -289,10 +360,20 @@ class Saving:
         if failed or unseen:
             background.abandon(await_at_exit=0.0 if failed else self._settings.timeout)
             return
-        errors = [ended.error for ended in background.wait(self._settings.timeout) if ended.error is not None]
+        errors: list[SaveFailedError | LeaseLostError] = []
+        for ended in background.wait(self._settings.timeout):
+            if (error := _to_raise(ended)) is not None:
+                errors.append(error)
+            elif ended.error is not None:
+                self._take(ended)  # told, and no more
         if background.outstanding:
             background.abandon()
             raise SaveFailedError(f"a save was still under way after {self._settings.timeout:g} s")
         background.close()
         if errors:
             raise errors[-1]
+
+
+def _to_raise(ended: Ended) -> SaveFailedError | LeaseLostError | None:
+    """Why it failed, if somebody has to do something about that; a local copy is only a shortcut."""
+    return None if ended.local_only and isinstance(ended.error, SaveFailedError) else ended.error

@@ -4,6 +4,9 @@ A fixed interval needs no agreement. With "auto" rank 0 chooses (policy/cadence.
 the start through a durable decision, made from what earlier attempts measured; and again right after every
 scheduled save, where the ranks are together anyway, through one key of the store. Between saves nothing is
 exchanged and the loop compares one integer.
+
+Saves to the local tier have an interval of their own, always a fixed one. Where both are due, one save serves
+both; what is chosen here, and measured for it, is about the checkpoint root only.
 """
 
 from __future__ import annotations
@@ -57,9 +60,12 @@ class CadenceDecision(msgspec.Struct, frozen=True, kw_only=True):
 class SaveSchedule:
     """One rank's view of when to save."""
 
-    def __init__(self, interval: int | Literal["auto"], mtbf_hours: float) -> None:
+    def __init__(self, interval: int | Literal["auto"], mtbf_hours: float, local_interval: int = 0) -> None:
         self.next_step = NEVER
-        """The step after which the next scheduled save is due."""
+        """The step after which the next scheduled save to the checkpoint root is due."""
+        self.next_local = NEVER
+        """The step after which the next one to the local tier is due."""
+        self._local_interval = local_interval
         self._auto = interval == AUTO
         self._interval = interval if isinstance(interval, int) else 0
         self._given_mtbf = mtbf_hours * 3600
@@ -99,12 +105,25 @@ class SaveSchedule:
             self._judge([])
         self._advance(step)
 
+    def due(self, step: int) -> Literal["", "local", "global"]:
+        """Which save is due after this step; one to the root serves the local tier too."""
+        if step >= self.next_step:
+            return "global"
+        return "local" if step >= self.next_local else ""
+
+    def _advance_local(self, step: int) -> None:
+        every = self._local_interval
+        self.next_local = (step // every + 1) * every if every else NEVER
+
     def note(self, *, blocked: float, commit: float) -> None:
         """A save was committed, and this is what it cost. Only what the leading rank notes is used."""
         self._saves.append((blocked, commit))
 
-    def after_save(self, step: int, step_seconds: Sequence[float]) -> None:
+    def after_save(self, step: int, step_seconds: Sequence[float], due: str = "global") -> None:
         """A scheduled save was made or has failed, at the same step on all ranks: agree on the next one."""
+        if due == "local":
+            self._advance_local(step)
+            return
         self._serial += 1
         if self._auto:
             assert self._store is not None
@@ -125,6 +144,7 @@ class SaveSchedule:
             self.next_step = step + self._interval
         else:
             self.next_step = (step // self._interval + 1) * self._interval
+        self._advance_local(step)
 
     # --- the rank that leads --------------------------------------------------------------------------------
 

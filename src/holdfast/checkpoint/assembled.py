@@ -1,0 +1,228 @@
+"""Shards from the nearest copy that can be believed: this node's own, a peer's, the global tier's.
+
+Guarantee: what a reader is given comes from one of the sources that were found to hold the shard; which one
+makes no difference, because the reader compares every chunk with the manifest's digest. A source whose bytes
+are wrong is left for the next one, and not asked for that shard again. A peer that does not answer in time
+costs that time once: it is asked for nothing more in this load. A bad copy on this node is quarantined; one
+that is gone is not, because there is nothing to keep from anybody. One bad copy costs nothing but itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.checkpoint.local_tier import CopyFile, CopyRecord, LocalTier
+from holdfast.checkpoint.manifest import FileEntry
+from holdfast.checkpoint.peer_read import GoneError, PeerReader
+from holdfast.checkpoint.places import PlaceMap
+from holdfast.checkpoint.shards import SLICE, Shard, ShardFile, read_at
+from holdfast.control.directory import ControlDirectory
+from holdfast.errors import CheckpointError, PeerError
+from holdfast.journal.events import CopyQuarantined, Warned
+from holdfast.journal.writer import JournalWriter
+from holdfast.policy.assembly import GLOBAL, Assembly, order
+
+log = logging.getLogger("holdfast.checkpoint")
+
+FROM_PEER = 16 * 1024 * 1024
+"""Bytes that a peer is asked for at a time."""
+
+
+class _GoneCopyError(CheckpointError):
+    """The source holds no such copy any more, which says nothing against what else it holds."""
+
+
+class _NoAnswerError(CheckpointError):
+    """A peer did not answer, or not in a way that can be understood."""
+
+
+class AssembledShards:
+    """One rank's way to the shards of one checkpoint. `open` is what a VerifyingReader takes."""
+
+    def __init__(
+        self,
+        checkpoint: str,
+        assembly: Assembly,
+        *,
+        places: PlaceMap,
+        rank: int,
+        tier: LocalTier,
+        control: ControlDirectory,
+        directory: Path,
+        journal: JournalWriter,
+        timeout: float,
+    ) -> None:
+        """`directory` is where the global tier has the checkpoint, if it has."""
+        self.checkpoint = checkpoint
+        self.used: Counter[str] = Counter()
+        """Bytes read, by source: own, peer, global."""
+        self._assembly = assembly
+        self._places = places
+        self._rank = rank
+        self._here = places.of(rank).place
+        self._tier = tier
+        self._control = control
+        self._directory = directory
+        self._journal = journal
+        self._timeout = timeout
+        self._own: dict[str, tuple[CopyRecord, CopyFile]] = {
+            file.path: (record, file)
+            for record in tier.records()
+            if record.checkpoint == checkpoint
+            for file in record.files
+        }
+        self._readers: dict[str, PeerReader] = {}
+        self._silent: set[str] = set()
+        """Peers that did not answer."""
+        self._given_up: set[tuple[str, str]] = set()
+        """Sources that were no good, with the file for which they were not."""
+
+    @contextlib.contextmanager
+    def open(self, entry: FileEntry) -> Iterator[Shard]:
+        with contextlib.ExitStack() as stack:
+            yield _AssembledShard(self, entry, stack)
+
+    def only_global(self) -> list[str]:
+        """Files that no place has verified: whoever loads has to."""
+        return sorted(path for path, places in self._assembly.sources.items() if not places)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def order(self, path: str) -> list[str]:
+        found = order(self._assembly, path, self._here, self._rank)
+        return [place for place in found if place not in self._silent and (place, path) not in self._given_up]
+
+    def source(self, place: str, entry: FileEntry, stack: contextlib.ExitStack) -> Shard:
+        """One source of a shard, opened; CheckpointError if it cannot be."""
+        if place == GLOBAL:
+            return stack.enter_context(ShardFile(self._directory, entry))
+        if place == self._here:
+            if entry.path not in self._own:
+                raise _GoneCopyError(f"missing {entry.path}: this node does not hold it any more")
+            record, file = self._own[entry.path]
+            descriptor = stack.enter_context(self._tier.lease(record))
+            if descriptor is None:
+                raise _GoneCopyError(f"missing {entry.path}: this node's copy was given up meanwhile")
+            return _OwnShard(descriptor, file)
+        return _PeerShard(self._reader(place), self.checkpoint, entry.path)
+
+    def kind(self, place: str) -> str:
+        return {GLOBAL: "global", self._here: "own"}.get(place, "peer")
+
+    def _reader(self, place: str) -> PeerReader:
+        if place not in self._readers:
+            info = self._places.find(place)
+            if info is None or not info.port:
+                raise _NoAnswerError(f"missing: place {place} has no peer server")
+            self._readers[place] = PeerReader((info.host, info.port), self._control, timeout=self._timeout)
+        return self._readers[place]
+
+    def give_up(self, place: str, entry: FileEntry, why: str, failure: type[CheckpointError] | None) -> None:
+        """A source was no good, and why; `failure` is what reading raised, None where the bytes are wrong."""
+        self._given_up.add((place, entry.path))
+        gone = failure is not None and issubclass(failure, _GoneCopyError)
+        if place == self._here and entry.path in self._own and not gone:
+            self._quarantine(self._own[entry.path][0], why)
+        elif place != GLOBAL:
+            if failure is not None and issubclass(failure, _NoAnswerError):
+                self._silent.add(place)
+            info = self._places.find(place)
+            node = info.node if info is not None else place
+            self._journal.write(
+                Warned(message=f"{entry.path} of {self.checkpoint} could not be read from {node}: {why}")
+            )
+            log.warning("holdfast: %s of %s is not read from %s: %s", entry.path, self.checkpoint, node, why)
+
+    def _quarantine(self, record: CopyRecord, why: str) -> None:
+        self._given_up.update((self._here, file.path) for file in record.files)  # it never counts again
+        self._tier.quarantine(record, why)
+        self._journal.write(
+            CopyQuarantined(
+                checkpoint=self.checkpoint,
+                node=self._places.of(self._rank).node,
+                kind=record.kind,
+                reasons=[why],
+            )
+        )
+
+
+class _AssembledShard:
+    """A shard with several sources, of which one is read at a time."""
+
+    def __init__(self, shards: AssembledShards, entry: FileEntry, stack: contextlib.ExitStack) -> None:
+        self._shards = shards
+        self._entry = entry
+        self._stack = stack
+        self._left = shards.order(entry.path)
+        self._current: Shard | None = None
+        self._failure: type[CheckpointError] | None = None
+        """What reading from the present source raised."""
+
+    @property
+    def at_once(self) -> int:
+        far = bool(self._left) and self._shards.kind(self._left[0]) == "peer"
+        return FROM_PEER if far else SLICE
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        if not self._left:
+            raise CheckpointError(f"missing {self._entry.path}: no copy of it is left")
+        try:
+            if self._current is None:
+                self._current = self._shards.source(self._left[0], self._entry, self._stack)
+            self._current.read_into(view, offset)
+        except CheckpointError as error:
+            self._failure = type(error)
+            raise
+        self._shards.used[self._shards.kind(self._left[0])] += view.nbytes
+
+    def another(self, why: str) -> bool:
+        if not self._left:
+            return False
+        self._shards.give_up(self._left.pop(0), self._entry, why, self._failure)
+        self._current = self._failure = None
+        return bool(self._left)
+
+
+class _OwnShard:
+    """A shard inside an image of this place, which stays as it is while its lease is held."""
+
+    at_once = SLICE
+
+    def __init__(self, descriptor: int, file: CopyFile) -> None:
+        self._descriptor = descriptor
+        self._file = file
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        read_at(self._descriptor, view, self._file.start + offset, self._file.path)
+
+    def another(self, why: str) -> bool:
+        del why
+        return False
+
+
+class _PeerShard:
+    at_once = FROM_PEER
+
+    def __init__(self, reader: PeerReader, checkpoint: str, path: str) -> None:
+        self._reader = reader
+        self._checkpoint = checkpoint
+        self._path = path
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        try:
+            self._reader.read_into(view, checkpoint=self._checkpoint, path=self._path, offset=offset)
+        except GoneError as error:
+            raise _GoneCopyError(f"missing {self._path}: {error}") from error
+        except PeerError as error:  # `missing`, because it says nothing about any storage
+            raise _NoAnswerError(f"missing {self._path}: {error}") from error
+
+    def another(self, why: str) -> bool:
+        del why
+        return False

@@ -1,0 +1,111 @@
+"""Reading shards from a peer's copy.
+
+Nothing that is read here is verified here: whoever asked checks it against the manifest's digests, as it does
+with every other source, and turns to the next source if they do not match.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from holdfast.checkpoint.local_tier import CopyRecord
+from holdfast.checkpoint.peer_messages import Copies, Data, Gone, ListCopies, Read
+from holdfast.checkpoint.peer_wire import BusyError, Deadline, Line, LostLineError, call
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.secret import run_secret
+from holdfast.errors import PeerError
+
+PIECE = 16 * 1024 * 1024
+"""Asked for at a time: the copy is leased for as long as one answer takes."""
+STILL = 30.0
+"""Seconds without a byte after which a peer is not waited for any longer."""
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 1.0
+
+
+class GoneError(PeerError):
+    """The peer answers, and holds no such copy."""
+
+
+class PeerReader:
+    """One connection to one peer's server, made when it is needed. Not for several threads at once."""
+
+    def __init__(self, address: tuple[str, int], control: ControlDirectory, *, timeout: float) -> None:
+        self._address = address
+        self._run = control.run_id
+        self._secret = run_secret(control)
+        self._timeout = timeout
+        self._line: Line | None = None
+
+    def read_into(self, view: memoryview, *, checkpoint: str, path: str, offset: int) -> None:
+        """Fill the view from a file of a copy; PeerError if that cannot be done within the timeout."""
+        deadline = Deadline.within(self._timeout, STILL)
+        done = 0
+        while done < view.nbytes:
+            length = min(view.nbytes - done, PIECE)
+            with view[done : done + length] as piece:
+                request = Read(checkpoint=checkpoint, path=path, offset=offset + done, length=length)
+                try:
+                    self._read(piece, request, deadline)
+                except LostLineError:
+                    if deadline.left <= 0:
+                        raise
+                    self._read(piece, request, deadline)  # once: the server may have been replaced
+            done += length
+
+    def copies(self) -> list[CopyRecord]:
+        """The records of what the peer holds; they prove nothing."""
+        deadline = Deadline.within(self._timeout)
+        try:
+            line = self._connected(deadline)
+            line.send(ListCopies(), deadline)
+            answer: Copies = line.receive(Copies, deadline)
+        except BaseException:
+            self.close()
+            raise
+        return answer.records
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _read(self, view: memoryview, request: Read, deadline: Deadline) -> None:
+        try:
+            line = self._connected(deadline)
+            line.send(request, deadline)
+            answer: Data | Gone = line.receive(Data | Gone, deadline)
+            if isinstance(answer, Gone):
+                raise GoneError(f"{line.who}: {answer.why}")
+            if answer.length != request.length:
+                raise PeerError(f"{line.who} offered {answer.length} bytes, expected {request.length}")
+            line.receive_into(view, deadline)
+        except BaseException as error:
+            # After a cut answer nobody knows where the next one begins.
+            self.close()
+            if isinstance(error, PeerError):
+                what = f"{request.path} of {request.checkpoint} at byte {request.offset}"
+                raise type(error)(f"{what} was not read: {error}") from error
+            raise
+
+    def _connected(self, deadline: Deadline) -> Line:
+        if self._line is None:
+            if deadline.end <= time.monotonic():
+                raise PeerError(
+                    f"peer {self._address[0]}:{self._address[1]}: no time is left to connect to it"
+                )
+            self._line = self._call(deadline)
+        return self._line
+
+    def _call(self, deadline: Deadline) -> Line:
+        """Where many read from one place after a loss, some have to wait for others."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return call(self._address, self._secret, self._run, deadline)[0]
+            except BusyError:
+                if deadline.left <= pause:
+                    raise
+                time.sleep(pause * random.uniform(0.5, 1.5))
+                pause = min(2 * pause, LONGEST_PAUSE)

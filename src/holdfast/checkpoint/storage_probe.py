@@ -1,0 +1,100 @@
+"""Trying a file system before more of what lies on it is believed.
+
+Two checkpoints in a row that fail verification are a sign that not they are bad but what they lie on. So
+something is written there, made durable, moved, read back from the disk and not from memory, and compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from holdfast.checkpoint.problems import Reason
+from holdfast.journal.events import StorageAlarm
+from holdfast.journal.writer import JournalWriter
+
+log = logging.getLogger("holdfast.checkpoint")
+
+SIZE = 8 * 1024 * 1024
+ALARM = 2
+"""Rungs in a row that fail verification before the storage is tried."""
+PATIENCE = 60.0
+"""Seconds that storage has to take and give back so little."""
+
+
+_WRONG_BYTES = re.compile(
+    r"(?:^|[:;] )"
+    f"(?:{Reason.ALTERED}|{Reason.TRUNCATED}|{Reason.EMPTY}|{Reason.UNREADABLE}|{Reason.STALE_METADATA})"
+)
+"""A reason at the beginning of a problem, not the same word in a path or a node's name."""
+
+
+class StorageWatch:
+    """Counts the rungs of one resume that failed verification in a row."""
+
+    def __init__(self, journal: JournalWriter) -> None:
+        self._journal = journal
+        self._bad: list[str] = []
+
+    def after(self, checkpoint: str, problems: Sequence[str], directory: Path) -> str:
+        """A rung was refused; why no other may be tried, empty if one may."""
+        if not any(map(_WRONG_BYTES.search, problems)):
+            self._bad.clear()  # it was not there, or did not fit: that says nothing about the storage
+            return ""
+        self._bad.append(checkpoint)
+        if len(self._bad) != ALARM:
+            return ""
+        found = probe(directory)
+        self._journal.write(StorageAlarm(checkpoints=self._bad[:], place=str(directory), probe=found))
+        told = f"{' and '.join(self._bad)} failed verification in a row, so {directory} was tried"
+        if not found:
+            log.warning("holdfast: storage alarm: %s; it works, and the next rung is tried", told)
+            return ""
+        return (
+            f"storage alarm: {told}: {found}. Nothing more that lies there is believed, and nothing was "
+            "changed. Repair the storage, or set checkpoint.root to another copy, then start again"
+        )
+
+
+def probe(directory: Path, patience: float = PATIENCE) -> str:
+    """What is wrong with the storage of a directory; empty if it takes and gives back what is written."""
+    found: list[str] = []
+    # Storage that hangs cannot be interrupted, only left behind.
+    trying = threading.Thread(
+        target=lambda: found.append(_try(directory)), name="holdfast-probe", daemon=True
+    )
+    trying.start()
+    trying.join(patience)
+    return found[0] if found else f"{directory} did not answer within {patience:g} s"
+
+
+def _try(directory: Path) -> str:
+    path = directory / f".holdfast-probe.{os.getpid()}.{secrets.token_hex(4)}"
+    moved = path.with_suffix(".moved")
+    data = secrets.token_bytes(SIZE)
+    try:
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.rename(path, moved)
+        found = moved.read_bytes()
+    except OSError as error:
+        return f"{error.strerror or error} ({error.filename or path})"
+    finally:
+        for left in (path, moved):
+            with contextlib.suppress(OSError):
+                left.unlink()
+    if found != data:
+        expected, got = (xxhash.xxh3_128_hexdigest(part) for part in (data, found))
+        return f"{SIZE} bytes with digest {expected} were written and read back as {len(found)} with {got}"
+    return ""

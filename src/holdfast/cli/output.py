@@ -1,0 +1,68 @@
+"""How commands show sizes, times, JSON and progress."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import typer
+
+
+def print_json(value: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(value))
+
+
+def print_columns(lines: list[list[str]]) -> None:
+    """Lines of equally many cells, each column as wide as its widest."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def show_bytes(count: float | None) -> str:
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def show_time(created: float | None) -> str:
+    if created is None:
+        return "-"
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
+    except (OverflowError, ValueError, OSError):
+        return "out of range"
+
+
+class Bar:
+    """A progress bar of bytes on a terminal's stderr; nothing anywhere else."""
+
+    def __init__(self, total: Callable[[], int | None]) -> None:
+        self._bar: AbstractContextManager[Any] = nullcontext()
+        self.advance: Any = None
+        if not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+        columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        task = progress.add_task("verify", total=total())
+        self._bar = progress
+        self.advance = lambda count: progress.advance(task, count)
+
+    def __enter__(self) -> Bar:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._bar.__exit__(*exception)

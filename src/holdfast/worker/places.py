@@ -1,0 +1,202 @@
+"""This rank's place in the local tier: opened, served to peers, and made known to all ranks.
+
+Guarantee: after `join_places` either every rank knows the same map of places, or every rank knows that there
+is no local tier in this attempt, and why. A node that cannot use its local directory refuses a first start,
+because that is a mistake to be mended; at a restart the run goes on without local copies, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+
+import msgspec
+
+from holdfast.checkpoint.handoff import PeerTarget
+from holdfast.checkpoint.local_inventory import LocalInventory
+from holdfast.checkpoint.local_tier import LocalTier
+from holdfast.checkpoint.peer_host import PeerHost, own_address
+from holdfast.checkpoint.places import Hello, PlaceMap, make_map
+from holdfast.checkpoint.staging_memory import LocalSaving
+from holdfast.control.decisions import read_key
+from holdfast.control.group import Group
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.journal.events import Warned
+from holdfast.policy.replication import Replication, replicate
+from holdfast.settings import CheckpointSettings, Settings
+from holdfast.worker.membership import Membership
+from holdfast.worker.saving import Saving
+
+log = logging.getLogger("holdfast")
+
+
+class _Agreed(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0's word: the map, or why there is none."""
+
+    map: PlaceMap | None
+    problem: str = ""
+
+
+class LocalPlaces:
+    """What a rank has of the local tier, for one attempt."""
+
+    def __init__(
+        self,
+        tier: LocalTier,
+        places: PlaceMap,
+        replication: Replication,
+        host: PeerHost | None,
+        held: contextlib.ExitStack,
+    ) -> None:
+        """`held` is what `close` gives back."""
+        self.tier = tier
+        self.places = places
+        self.replication = replication
+        self._host = host
+        self._held = held
+
+    def inventory(
+        self, group: Group, member: Membership, *, timeout: float, peer_timeout: float
+    ) -> LocalInventory:
+        return LocalInventory(
+            tier=self.tier,
+            places=self.places,
+            rank=group.rank,
+            control=member.control,
+            store=group.store,
+            journal=member.journal,
+            attempt=member.attempt,
+            timeout=timeout,
+            peer_timeout=peer_timeout,
+        )
+
+    def saving(self, settings: CheckpointSettings, rank: int) -> LocalSaving:
+        """What saves need to know of the place."""
+        at = self.places.ranks[rank]
+        return LocalSaving(
+            tier=self.tier,
+            node=self.places.of(rank).node,
+            keep=settings.non_persistent_keep_last,
+            max_bytes=settings.non_persistent_max_bytes,
+            here=frozenset(other for other, place in enumerate(self.places.ranks) if place == at),
+        )
+
+    def use_peers(self, saving: Saving, rank: int) -> None:
+        """The run has resumed: from now on local copies are replicated."""
+        found = [self.places.find(place) for place in self.replication.targets[rank]]
+        targets = [
+            PeerTarget(info.place, info.node, info.host, info.port)
+            for info in found
+            if info is not None and info.port
+        ]
+        saving.use_peers(targets, self.places.where(self.replication.targets) if rank == 0 else None)
+
+    def poll(self) -> None:
+        """Between two steps: a peer server that has died is replaced."""
+        if self._host is not None:
+            self._host.poll()
+
+    def close(self) -> None:
+        self._held.close()
+
+
+def join_places(
+    settings: Settings, group: Group, member: Membership, node: str, *, insist: bool
+) -> LocalPlaces | None:
+    """Take part in the local tier; None if there is none. Every rank calls this, at the same point."""
+    if settings.checkpoint.non_persistent_ckpt_type != "local":
+        return None
+    node = node or platform.node()
+    with contextlib.ExitStack() as held:
+        tier: LocalTier | None = None
+        host: PeerHost | None = None
+        hello = Hello(node=node)
+        try:
+            tier = _open(settings.checkpoint, member, node, held)
+            hello = Hello(node=node, place=tier.place)
+            if int(os.environ.get("LOCAL_RANK", "0") or "0") == 0:
+                host = _serve(settings.checkpoint, member, tier, held)
+                address, port = host.address
+                hello = msgspec.structs.replace(hello, host=address, port=port)
+        except (HoldfastError, OSError) as error:
+            hello = Hello(node=node, problem=str(error))
+        agreed = _agree(group, hello, settings.control.decision_timeout)
+        if agreed.map is None or tier is None:
+            if insist:
+                raise UsageError(agreed.problem)
+            _tell(group, member, f"going on without a local tier: {agreed.problem}")
+            return None
+        replication = _replication(settings.checkpoint, agreed.map, insist=insist)
+        for note in replication.notes:
+            _tell(group, member, note)
+        return LocalPlaces(tier, agreed.map, replication, host, held.pop_all())
+
+
+def _open(chosen: CheckpointSettings, member: Membership, node: str, held: contextlib.ExitStack) -> LocalTier:
+    tier = LocalTier.open(
+        Path(chosen.non_persistent_local_ckpt_dir),
+        member.control.run_id,
+        node=node,
+        run_dir=member.control.path,
+    )
+    held.enter_context(tier.in_use())  # before its id is told: until then it may be cleaned away
+    return tier
+
+
+def _serve(
+    chosen: CheckpointSettings, member: Membership, tier: LocalTier, held: contextlib.ExitStack
+) -> PeerHost:
+    host = PeerHost(
+        tier=tier,
+        control=member.control,
+        attempt=member.attempt,
+        journal=member.journal,
+        host=own_address(os.environ.get("MASTER_ADDR", "")),
+        keep=chosen.non_persistent_keep_last,
+        max_bytes=chosen.non_persistent_max_bytes,
+        linger=chosen.replication_timeout,
+    )
+    held.callback(host.close)
+    host.start()
+    return host
+
+
+def _replication(chosen: CheckpointSettings, places: PlaceMap, *, insist: bool) -> Replication:
+    try:
+        return replicate(
+            places.by_rank(),
+            factor=chosen.replication_factor,
+            jump=chosen.replication_jump,
+            strict=insist,  # a world that has shrunk goes on, with what it can have
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _tell(group: Group, member: Membership, text: str) -> None:
+    if group.is_coordinator:
+        member.journal.write(Warned(message=text))
+        log.warning("holdfast: %s", text)
+
+
+def _agree(group: Group, hello: Hello, timeout: float) -> _Agreed:
+    if not group.is_coordinator:
+        group.store.set(f"places/hello/{group.rank}", msgspec.json.encode(hello).decode())
+        raw = read_key(group.store, "places/all", 2 * timeout, "the map of places, from rank 0")
+        return msgspec.json.decode(raw, type=_Agreed)
+    hellos = [hello]
+    deadline = time.monotonic() + timeout
+    for rank in range(1, group.world_size):
+        left = max(0.0, deadline - time.monotonic())
+        raw = read_key(group.store, f"places/hello/{rank}", left, f"the place of rank {rank}")
+        hellos.append(msgspec.json.decode(raw, type=Hello))
+    wrong = [
+        f"rank {rank} on {said.node}: {said.problem}" for rank, said in enumerate(hellos) if said.problem
+    ]
+    agreed = _Agreed(map=make_map(hellos)) if not wrong else _Agreed(map=None, problem="; ".join(wrong[:4]))
+    group.store.set("places/all", msgspec.json.encode(agreed).decode())
+    return agreed

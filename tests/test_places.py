@@ -1,0 +1,170 @@
+"""Joining the local tier: every rank knows the same map of places, or the same reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from holdfast.checkpoint import load as loading
+from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.reader import VerifyingReader
+from holdfast.checkpoint.state import Tracked
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.group import Group
+from holdfast.errors import DecisionTimeoutError, UsageError
+from holdfast.journal.events import Warned
+from holdfast.journal.reader import read_journal
+from holdfast.journal.writer import JournalWriter
+from holdfast.settings import CheckpointSettings, ControlSettings, Settings
+from holdfast.worker.membership import Membership
+from holdfast.worker.places import LocalPlaces, join_places
+from tiny import checkpoints, train
+
+Joined = LocalPlaces | None | Exception
+
+
+class Two:
+    """Two ranks on two nodes, as threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.control, _ = ControlDirectory.open_or_create(folder / "run")
+        self.journal = JournalWriter(self.control.journal, "test", 1)
+        self.factor, self.jump, self.timeout = 2, 0, 10.0
+
+    def directory(self, rank: int) -> Path:
+        return self.folder / f"node-{rank}"
+
+    def join(self, *ranks: int, insist: bool) -> list[Joined]:
+        store = HashStore()
+
+        def one(rank: int) -> Joined:
+            settings = Settings(
+                checkpoint=CheckpointSettings(
+                    non_persistent_ckpt_type="local",
+                    non_persistent_local_ckpt_dir=str(self.directory(rank)),
+                    replication_factor=self.factor,
+                    replication_jump=self.jump,
+                    replication_timeout=0.2,
+                ),
+                control=ControlSettings(decision_timeout=self.timeout),
+            )
+            # No fence is needed: nothing is committed here.
+            member = Membership(self.control, None, 1, "test", self.journal)  # type: ignore[arg-type]
+            try:
+                return join_places(
+                    settings, Group(rank, 2, store, None), member, f"node-{rank}", insist=insist
+                )
+            except Exception as error:  # noqa: BLE001 - it is looked at by the test
+                return error
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, ranks or (0, 1)))
+
+    def told(self) -> list[str]:
+        lines: list[Any] = [line.body for line in read_journal(self.control.journal)]
+        return [body.message for body in lines if isinstance(body, Warned)]
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    made = Two(tmp_path)
+    yield made
+    made.journal.close()
+
+
+def test_both_ranks_have_the_same_map_and_serve_each_other(two: Two) -> None:
+    first, second = two.join(insist=True)
+    assert isinstance(first, LocalPlaces)
+    assert isinstance(second, LocalPlaces)
+    try:
+        assert first.places == second.places
+        assert [info.node for info in first.places.places] == ["node-0", "node-1"]
+        assert all(info.port for info in first.places.places)
+        assert first.replication == second.replication
+        assert not two.told()
+    finally:
+        first.close()
+        second.close()
+
+
+def test_at_a_first_start_all_ranks_refuse_a_directory_that_one_cannot_use(two: Two) -> None:
+    two.directory(1).write_text("a file")
+    first, second = two.join(insist=True)
+    assert isinstance(first, UsageError)
+    assert isinstance(second, UsageError)
+    assert str(first) == str(second)
+    assert str(first).startswith("rank 1 on node-1: the local tier cannot use")
+    assert "non_persistent_local_ckpt_dir" in str(first)
+
+
+def test_at_a_restart_all_ranks_go_on_without_and_say_so_once(two: Two) -> None:
+    """A run that has lost a node's directory is not ended by it."""
+    two.directory(1).write_text("a file")
+    assert two.join(insist=False) == [None, None]
+    (told,) = two.told()
+    assert told.startswith("going on without a local tier: rank 1 on node-1: the local tier cannot use")
+
+
+def test_a_rank_that_never_comes_costs_the_others_their_deadline(two: Two) -> None:
+    two.timeout = 0.2
+    assert [type(error) for error in two.join(0, insist=False)] == [DecisionTimeoutError]
+    assert [type(error) for error in two.join(1, insist=False)] == [DecisionTimeoutError]
+
+
+def test_a_jump_that_leads_nowhere_is_refused_first_and_told_of_later(two: Two) -> None:
+    two.jump = 5
+    refused = two.join(insist=True)
+    assert [type(error) for error in refused] == [UsageError, UsageError]
+    assert str(refused[0]) == str(refused[1])
+    assert "replication_jump" in str(refused[0])
+    assert not two.told()
+    _close(two.join(insist=False))
+    (told,) = two.told()
+    assert "replication_jump is 5 ranks" in told
+
+
+def test_replicas_for_which_there_are_too_few_nodes_are_told_of_once(two: Two) -> None:
+    two.factor = 3
+    _close(two.join(insist=True))
+    (told,) = two.told()
+    assert "replication_factor is 3, but the ranks are on 2 nodes" in told
+
+
+def _close(joined: list[Joined]) -> None:
+    for one in joined:
+        assert isinstance(one, LocalPlaces)
+        one.close()
+
+
+def test_what_no_place_has_verified_is_verified_by_who_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard that comes from the global tier and is not needed by anybody must be right all the same."""
+    train(tmp_path / "run", until=3)
+    (directory,) = checkpoints(tmp_path / "run")
+    _, digest = manifests.read(directory)
+    looked: list[list[str]] = []
+    monkeypatch.setattr(VerifyingReader, "verify_rest", lambda _, paths: looked.append(list(paths)))
+    names = [f"__{rank}_0.distcp" for rank in range(5)]
+
+    class Mixed:
+        open = None
+
+        def only_global(self) -> list[str]:
+            return names
+
+    monkeypatch.setattr(loading, "_load_tensors", lambda *_: None)
+    monkeypatch.setattr(loading, "_read_blob", lambda *_: {"tracked": {}, "own": {}})
+    monkeypatch.setattr(loading, "reshard", lambda *_, **__: ({}, {}, []))
+    for check in ("check_parts", "drop_stateless", "check_strict"):
+        monkeypatch.setattr(loading, check, lambda *_: None)
+    for rank in range(2):
+        loading.load(directory, digest, Tracked(), rank, 2, shards=Mixed())  # type: ignore[arg-type]
+    assert looked == [names[0::2], names[1::2]], "each by one rank, all of them by somebody"
