@@ -256,6 +256,7 @@ def flip(tier: LocalTier, record: CopyRecord) -> None:
         image.write(bytes([byte ^ 4]))
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_four_nodes_go_on_bitwise_whether_one_is_cut_off_has_bad_replicas_or_is_lost(tmp_path: Path) -> None:
     """Scenario 1, node loss with a spare, and nodes that come back with old copies; always four ranks."""
