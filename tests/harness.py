@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -48,10 +47,6 @@ def await_child(pid: int, timeout: float) -> int:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     raise AssertionError(f"process {pid} was still running after {timeout:g} s")
-
-
-USUAL_IMPORTS = 0.1
-"""Processor seconds of the imports in `slowness`."""
 
 
 @dataclass
@@ -144,25 +139,6 @@ def job(
         for path in (running._out, running._err):
             path.unlink(missing_ok=True)
     assert may_leave or not left, f"processes left behind: {left}"
-
-
-def processor_seconds(argv: list[str], cwd: Path | None = None) -> float:
-    """What a command takes on a machine with nothing else to do: one thread, and its files cached."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(argv, cwd=cwd, check=True, capture_output=True, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def slowness() -> float:
-    """How many times as long as usual this machine takes now to import things; 1 if it is not slower.
-
-    Measured on parts of the standard library, for budgets in seconds: a machine whose processor is shared
-    may be half as fast as an hour ago, and that is nobody's start-up.
-    """
-    imports = "import asyncio, argparse, email.message, http.client, xml.dom.minidom, unittest"
-    taken = [processor_seconds([sys.executable, "-I", "-c", imports]) for _ in range(3)]
-    return max(1.0, min(taken) / USUAL_IMPORTS)
 
 
 def python(script: Path | str, *args: str) -> list[str]:

@@ -38,12 +38,14 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # numpy too is imported where it is used: half of what a writer process takes to start
+    import numpy as np
+    import numpy.typing as npt
     import torch
+
+    Words = npt.NDArray[np.uint64]
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -57,18 +59,18 @@ ALIGNED = 16
 
 _SEED = 0x686F6C6466617374
 """Any that passes the test of the weights; changing it changes every fingerprint."""
-_U64 = np.dtype("<u8")
+_U64 = "<u8"
 _PIECE = 64
 """Blocks hashed at a time: a MiB, which with its scratch stays in a core's cache."""
 _SLICE = 1024
 """Blocks at a time where torch's own operations do it: 16 MiB, which need 48 MiB of device memory."""
 
-Words = npt.NDArray[np.uint64]
-
 
 @cache
 def weights() -> Words:
     """The fixed table r: outputs 1 to `BLOCK` of splitmix64 from `_SEED`, each made odd."""
+    import numpy as np
+
     state = np.arange(1, BLOCK + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_SEED)
     mixed = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -83,6 +85,8 @@ def _pair_weights() -> tuple[Words, Words]:
 
     low · r_0 + high · r_1 = W · r_0 + high · (r_1 - 2^32 · r_0).
     """
+    import numpy as np
+
     even, odd = weights()[0::2].copy(), weights()[1::2]
     return even, odd - (even << np.uint64(32))
 
@@ -137,6 +141,8 @@ class Hasher:
 
     def _blocks(self, view: memoryview, count: int) -> None:
         """So many blocks, or one that is shorter: a piece at a time, in one pass each, without the GIL."""
+        import numpy as np
+
         all_pairs = np.frombuffer(view, _U64).reshape(count, -1)
         width = all_pairs.shape[1]
         pair_weight, high_weight = (table[:width] for table in _pair_weights())
@@ -180,6 +186,8 @@ class Rows(NamedTuple):
 
 def launch_rows(addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], span: int) -> Rows:
     """Share out the blocks of tensors: whole, aligned ones in runs of up to `span`, others one by one."""
+    import numpy as np
+
     blocks = -(-sizes // BLOCK_BYTES)
     first = np.cumsum(blocks) - blocks
     whole = np.where(addresses % ALIGNED == 0, sizes // BLOCK_BYTES, 0)
@@ -203,6 +211,8 @@ def launch_rows(addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], 
 
 def _spread(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """(0, 0), (0, 1) … (1, 0) …: for each index of `counts` as many pairs as it says."""
+    import numpy as np
+
     owner = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return owner, np.arange(len(owner), dtype=np.int64) - (np.cumsum(counts) - counts)[owner]
 
@@ -219,6 +229,7 @@ class _Device:
     """What one device needs for every fingerprint: the weights, and what computes with them."""
 
     def __init__(self, device: torch.device) -> None:
+        import numpy as np
         import torch
 
         table = weights()
@@ -267,6 +278,7 @@ class Tables:
         self, device: torch.device, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], span: int
     ) -> tuple[torch.Tensor, int]:
         """The table on its device, safe to use on the current stream, and its number of fast rows."""
+        import numpy as np
         import torch
 
         key = np.stack([addresses, sizes])
@@ -374,6 +386,7 @@ def _start(
 
 
 def _launch(device: torch.device, tensors: list[torch.Tensor], tables: Tables) -> torch.Tensor:
+    import numpy as np
     import torch
 
     here = _device(device)

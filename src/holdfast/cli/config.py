@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Show the settings.", no_args_is_help=True)
 
-WIDE = 120
-"""Columns from which on every part of a setting gets a column of its own."""
-WIDTH_OF_A_PIPE = 160
+WIDEST = 110
+"""Columns of text, also into a pipe, which has no width of its own."""
 
 
 @app.callback()
@@ -51,39 +50,25 @@ def show(
 
 
 def _print_table(effective: Effective) -> None:
+    """Without rich, which takes longer to draw this than all else here takes together."""
+    import shutil
+    import textwrap
+
     import msgspec
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from holdfast.config import FIELDS
 
-    console = Console()
-    if not console.is_terminal:  # a pipe has no width of its own
-        console = Console(width=WIDTH_OF_A_PIPE)
-    wide = console.width >= WIDE
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in (
-        ("setting", "value", "where it came from") if wide else ("setting, value, where it came from",)
-    ):
-        table.add_column(title, overflow="fold")
-    table.add_column("what it does, and when to change it", overflow="fold", ratio=1)
+    width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
     section = ""
     for field in FIELDS.values():
-        if section and section != field.section:
-            table.add_section()
+        if section != field.section:
+            typer.echo(f"[{field.section}]" if not section else f"\n[{field.section}]")
         section = field.section
         source = effective.sources[field.key]
-        style = "dim" if source == "default" else "bold"
         # As JSON, so that text is told from numbers and control characters do not reach the terminal.
         value = msgspec.json.encode(effective.settings.get(field.key)).decode()
-        parts = [
-            Text(field.key),
-            Text(value, style="" if source == "default" else "bold"),
-            Text(source, style),
-        ]
-        if not wide:
-            parts = [Text.assemble(parts[0], " = ", parts[1], "\n  ", parts[2])]
-        table.add_row(*parts, Text(field.description))
-    console.print(table)
+        given = source != "default"
+        typer.echo(
+            f"{field.key} = {typer.style(value, bold=given)}  {typer.style(f'({source})', dim=not given)}"
+        )
+        typer.echo(textwrap.indent(textwrap.fill(field.description, max(20, width - 4)), "    "))
