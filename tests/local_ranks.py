@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,11 @@ from harness import await_child
 from holdfast.checkpoint import local_manifest
 from holdfast.checkpoint.identity import CheckpointName, parse_name
 from holdfast.control.directory import ControlDirectory
+from holdfast.journal.events import Event
+from holdfast.journal.reader import read_journal
 from tiny import Numbers
 
+E = TypeVar("E", bound=Event)
 AtStep = Callable[[int, holdfast.Run], None]
 
 
@@ -42,6 +46,8 @@ class Nodes:
     """Under which every node has its directory."""
     per_node: int = 1
     settings: dict[str, object] = field(default_factory=dict)
+    reference: dict[int, list[str]] = field(default_factory=dict)
+    """What `steps` gives for the same training, never interrupted."""
 
     @property
     def run_dir(self) -> Path:
@@ -70,6 +76,20 @@ class Nodes:
             if not node.name.startswith("at-"):
                 shutil.copytree(node, there.memory / node.name)
         return there
+
+    @contextlib.contextmanager
+    def aside(self, name: str) -> Iterator[Nodes]:
+        """The same once more for one test, which may do with it what it likes."""
+        there = self.copy(f"t{abs(hash(name)) % 10**8}")
+        try:
+            yield there
+        finally:
+            shutil.rmtree(there.memory)
+            shutil.rmtree(there.shared)
+
+    def events(self, kind: type[E]) -> list[E]:
+        """What the journal tells of one kind."""
+        return [line.body for line in read_journal(self.run_dir / "journal") if isinstance(line.body, kind)]
 
     def local(self) -> list[CheckpointName]:
         return local_manifest.names(self.control)

@@ -19,7 +19,6 @@ from holdfast.checkpoint.manifest import read as read_manifest
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import CopyQuarantined, Decision, Resumed, RungRejected, StorageAlarm
-from holdfast.journal.reader import read_journal
 from local_ranks import Nodes, memory, name_of
 from tiny import checkpoints
 
@@ -75,12 +74,8 @@ def flip(nodes: Nodes, node: str, rank: int, at: int = 700) -> None:
     image.write_bytes(data)
 
 
-def events(nodes: Nodes, kind: type[Any]) -> list[Any]:
-    return [line.body for line in read_journal(nodes.run_dir / "journal") if isinstance(line.body, kind)]
-
-
 def resumed(nodes: Nodes) -> int:
-    return int(events(nodes, Resumed)[-1].step)
+    return int(nodes.events(Resumed)[-1].step)
 
 
 @pytest.fixture(scope="module")
@@ -93,21 +88,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         assert nodes.train(NODES, STEP, checkpoint_interval=2, **plain) == [0] * 4
         reference = nodes.copy("reference")
         assert reference.train(NODES, END, checkpoint_interval=0, **plain) == [0] * 4
-        nodes.settings = {"reference": reference.steps()}
+        nodes.reference = reference.steps()
         yield nodes
 
 
 @pytest.fixture
 def four(trained: Nodes, request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    made = trained.copy(f"t{abs(hash(request.node.name)) % 10**8}")
-    made.settings = {}
-    yield made
-    shutil.rmtree(made.memory)
-    shutil.rmtree(made.shared)
+    with trained.aside(request.node.name) as made:
+        yield made
 
 
 def as_never_interrupted(nodes: Nodes, trained: Nodes) -> bool:
-    return nodes.steps() == trained.settings["reference"]
+    return nodes.steps() == trained.reference
 
 
 def test_every_node_has_its_own_copy_and_nothing_is_asked_of_others(four: Nodes, trained: Nodes) -> None:
@@ -115,7 +107,7 @@ def test_every_node_has_its_own_copy_and_nothing_is_asked_of_others(four: Nodes,
     assert four.train(NODES, END) == [0] * 4
     assert resumed(four) == STEP
     assert as_never_interrupted(four, trained)
-    assert not events(four, CopyQuarantined)
+    assert not four.events(CopyQuarantined)
 
 
 @pytest.mark.parametrize("lost", [("a",), ("b", "c")])
@@ -141,7 +133,7 @@ def test_what_they_do_not_cover_falls_to_the_global_tier(
     assert four.train(NODES, END) == [0] * 4
     assert resumed(four) == 2
     assert as_never_interrupted(four, trained)
-    (rejected,) = events(four, RungRejected)
+    (rejected,) = four.events(RungRejected)
     assert any("on all nodes" in reason for reason in rejected.reasons)
 
 
@@ -154,10 +146,10 @@ def test_a_flipped_byte_in_a_replica_is_never_loaded(four: Nodes, trained: Nodes
     assert four.train(NODES, END) == [0] * 4
     assert resumed(four) == 2, "the only copy of rank 0's shards is bad: the rung below"
     assert as_never_interrupted(four, trained)
-    (bad,) = events(four, CopyQuarantined)
+    (bad,) = four.events(CopyQuarantined)
     assert (bad.node, bad.kind) == ("b", "replica")
     assert "altered" in bad.reasons[0]
-    decisions = [d for d in events(four, Decision) if d.about == "resume"]
+    decisions = [d for d in four.events(Decision) if d.about == "resume"]
     assert len(decisions) == 2, "one for the training before, one for all ranks here"
     tier = LocalTier.at(four.place("b"))
     assert not [record for record in tier.records() if record.rank == 0 and record.name == name]
@@ -172,7 +164,7 @@ def test_a_bad_copy_is_replaced_by_a_good_one_of_the_same_step(four: Nodes, trai
     assert four.train(NODES, END) == [0] * 4
     assert resumed(four) == STEP
     assert as_never_interrupted(four, trained)
-    assert sorted((bad.node, bad.kind) for bad in events(four, CopyQuarantined)) == [
+    assert sorted((bad.node, bad.kind) for bad in four.events(CopyQuarantined)) == [
         ("a", "own"), ("d", "replica"),
     ]  # fmt: skip
 
@@ -200,7 +192,7 @@ def test_copies_of_another_step_under_this_ones_name_do_not_count(four: Nodes, t
     assert four.train(NODES, END) == [0] * 4
     assert resumed(four) == STEP, "node b has a good one"
     assert as_never_interrupted(four, trained)
-    assert [bad.node for bad in events(four, CopyQuarantined)] == ["a"]
+    assert [bad.node for bad in four.events(CopyQuarantined)] == ["a"]
 
 
 def test_a_condemned_checkpoint_is_not_taken_from_memory_either(four: Nodes, trained: Nodes) -> None:
@@ -227,7 +219,7 @@ def test_fewer_nodes_reshard_from_what_the_others_hold(
     shutil.rmtree(four.shared / "log")
     assert four.train(left, END) == [0] * world
     assert resumed(four) == STEP
-    wanted = {step: _samples(ranks) for step, ranks in trained.settings["reference"].items() if step > STEP}
+    wanted = {step: _samples(ranks) for step, ranks in trained.reference.items() if step > STEP}
     assert {step: _samples(ranks) for step, ranks in four.steps().items()} == wanted
 
 
@@ -236,7 +228,7 @@ def test_more_nodes_reshard_from_fewer(trained: Nodes, four: Nodes) -> None:
     localise(four, {"a": [0, 1], "b": [2, 3]})
     assert four.train([*NODES, "e", "f"], END) == [0] * 6
     assert resumed(four) == STEP
-    assert _samples(four.steps()[END]) == _samples(trained.settings["reference"][END])
+    assert _samples(four.steps()[END]) == _samples(trained.reference[END])
 
 
 def test_a_node_that_comes_back_with_old_copies_is_judged_by_the_lineage(four: Nodes, trained: Nodes) -> None:
@@ -251,7 +243,7 @@ def test_a_node_that_comes_back_with_old_copies_is_judged_by_the_lineage(four: N
     assert four.train(NODES, END) == [0] * 4
     assert resumed(four) == 3
     assert as_never_interrupted(four, trained)
-    chosen = [d for d in events(four, Decision) if d.about == "resume"][-1]
+    chosen = [d for d in four.events(Decision) if d.about == "resume"][-1]
     assert any("abandoned" in why for r in chosen.rejected if r.option == str(old) for why in r.why)
 
 
@@ -266,7 +258,7 @@ def test_all_copies_lost_is_no_reason_to_refuse_a_fresh_start(four: Nodes) -> No
         four.lose(node)
     assert four.train(NODES, 1) == [0] * 4
     assert resumed(four) == 0
-    chosen = [d for d in events(four, Decision) if d.about == "resume"][-1]
+    chosen = [d for d in four.events(Decision) if d.about == "resume"][-1]
     assert any("lost: only the local tier had it" in why for r in chosen.rejected for why in r.why)
 
 
@@ -279,7 +271,7 @@ def test_two_bad_checkpoints_in_a_row_make_the_storage_suspect(four: Nodes, trai
         shard.write_bytes(data)
     codes = four.train(NODES, END, checkpoint_non_persistent_ckpt_type="none")
     assert codes == [ExitCode.NO_VALID_RUNG] * 4
-    (alarm,) = events(four, StorageAlarm)
+    (alarm,) = four.events(StorageAlarm)
     assert len(alarm.checkpoints) == 2
     assert alarm.probe == ""
 
@@ -297,7 +289,7 @@ def test_storage_that_fails_the_probe_is_not_read_any_further(
         next(iter(sorted(path.glob("__1_*")))).write_bytes(b"")
     codes = four.train(NODES, END + 2, checkpoint_non_persistent_ckpt_type="none")
     assert codes == [ExitCode.NO_VALID_RUNG] * 4
-    (alarm,) = events(four, StorageAlarm)
+    (alarm,) = four.events(StorageAlarm)
     assert alarm.probe == "it gives back other bytes"
     assert max(four.steps()) == END, "nothing was trained"
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from holdfast.checkpoint.local_tier import LocalTier
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import CopyQuarantined, Decision, Resumed, SaveCommitted
-from holdfast.journal.reader import read_journal
 from holdfast.observe.status import look
 from local_ranks import Nodes, die_when_replicated, memory
 from tiny import checkpoints
@@ -20,10 +18,6 @@ from tiny import checkpoints
 NODES = ["a", "b", "c", "d"]
 LAST, END = 4, 8
 """The newest step with a local copy when everybody dies; the last step."""
-
-
-def events(nodes: Nodes, kind: type[Any]) -> list[Any]:
-    return [line.body for line in read_journal(nodes.run_dir / "journal") if isinstance(line.body, kind)]
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +32,14 @@ def died(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         dying = die_when_replicated(LAST + 1, ranks=4)
         codes = nodes.train(NODES, END, at_step=dict.fromkeys(range(4), dying))
         assert codes == [-9] * 4
-        nodes.settings = {"reference": reference.steps()}
+        nodes.reference = reference.steps()
         yield nodes
 
 
 @pytest.fixture
 def four(died: Nodes, request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    made = died.copy(f"t{abs(hash(request.node.name)) % 10**8}")
-    made.settings = {}
-    yield made
-    shutil.rmtree(made.memory)
+    with died.aside(request.node.name) as made:
+        yield made
 
 
 def test_what_was_saved_lies_on_two_nodes_each(died: Nodes) -> None:
@@ -57,7 +49,7 @@ def test_what_was_saved_lies_on_two_nodes_each(died: Nodes) -> None:
         "a": {(0, "own"), (1, "replica")}, "b": {(1, "own"), (0, "replica")},
         "c": {(2, "own"), (3, "replica")}, "d": {(3, "own"), (2, "replica")},
     }  # fmt: skip
-    committed = [(save.step, save.tier) for save in events(died, SaveCommitted)]
+    committed = [(save.step, save.tier) for save in died.events(SaveCommitted)]
     assert committed == [(2, "local"), (4, "local")]
     assert not checkpoints(died.run_dir)
     status = look(died.control)
@@ -72,9 +64,9 @@ def test_a_run_goes_on_from_memory_bitwise_whatever_node_is_lost(lost: str, four
     for node in lost:
         four.lose(node)
     assert four.train(NODES, END) == [0] * 4
-    assert events(four, Resumed)[-1].step == LAST
-    assert four.steps() == died.settings["reference"]
-    committed = [(save.step, save.tier) for save in events(four, SaveCommitted)]
+    assert four.events(Resumed)[-1].step == LAST
+    assert four.steps() == died.reference
+    committed = [(save.step, save.tier) for save in four.events(SaveCommitted)]
     assert committed[2:] == [(6, "local"), (6, "global"), (8, "local"), (8, "global")]
 
 
@@ -83,7 +75,7 @@ def test_the_same_manifest_judges_the_copies_of_both_tiers(four: Nodes) -> None:
     for node in NODES:
         four.lose(node)
     assert four.train(NODES, END) == [0] * 4
-    assert events(four, Resumed)[-1].step == 6, "from the global tier"
+    assert four.events(Resumed)[-1].step == 6, "from the global tier"
 
 
 def test_three_nodes_go_on_where_there_were_four(four: Nodes, died: Nodes) -> None:
@@ -91,8 +83,8 @@ def test_three_nodes_go_on_where_there_were_four(four: Nodes, died: Nodes) -> No
     four.lose("d")
     shutil.rmtree(four.shared / "log")
     assert four.train(["a", "b", "c"], END) == [0] * 3
-    assert events(four, Resumed)[-1].step == LAST
-    told = [d for d in events(four, Decision) if d.about == "resume"][-1]
+    assert four.events(Resumed)[-1].step == LAST
+    told = [d for d in four.events(Decision) if d.about == "resume"][-1]
     assert any("on peers only" in text for text in told.evidence), told.evidence
 
 
@@ -105,9 +97,9 @@ def test_a_byte_flipped_in_memory_costs_a_copy_and_nothing_else(four: Nodes, die
         image.seek(1000)
         image.write(bytes([byte ^ 2]))
     assert four.train(NODES, END) == [0] * 4
-    assert events(four, Resumed)[-1].step == LAST
-    assert four.steps() == died.settings["reference"]
-    assert [(bad.node, bad.kind) for bad in events(four, CopyQuarantined)] == [("c", "own")]
+    assert four.events(Resumed)[-1].step == LAST
+    assert four.steps() == died.reference
+    assert [(bad.node, bad.kind) for bad in four.events(CopyQuarantined)] == [("c", "own")]
 
 
 def test_a_directory_that_cannot_be_used_stops_a_first_start_only(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ Threads share one interpreter, which each of them needs between two slices: on m
 more than they work. Forks of the writer process do not, and see the same memory; a fork of it is cheap,
 because it is small.
 
-Guarantee: every child has ended when `in_children` returns or raises, and none outlives its parent.
+Guarantee: every child has ended when `in_children` returns or raises, and none outlives its parent. Its wait
+is bounded by whoever bounds its parent: a trainer ends a writer that is late with a job (writer_client.py),
+the launcher one that has outlived its trainer for too long, and the children end with it.
 """
 
 from __future__ import annotations
