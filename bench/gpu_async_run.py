@@ -6,7 +6,9 @@ and the time from the call to the commit. One line of JSON for each, as it is me
 
 With `--local DIR` (in memory: `/dev/shm`) the same with a local tier there: `local_after` is then the time
 from the call to a committed local copy, every digest taken and every fingerprint checked, and
-`committed_after` the one to the commit of its drained copy in the checkpoint root.
+`committed_after` the one to the commit of its drained copy in the checkpoint root. A save is called for while
+the device still works on the step before, which the copy has to wait for; `idle_local_after` is the same save
+called for when the device has nothing left to do.
 """
 
 from __future__ import annotations
@@ -82,6 +84,19 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
         else:
             run.save(wait=False)
 
+    def told(tier: str) -> list[SaveCommitted]:
+        lines = read_journal(where / way / "journal")
+        return [
+            line.body for line in lines if isinstance(line.body, SaveCommitted) and line.body.tier == tier
+        ]
+
+    def idle_save() -> float:
+        step()
+        torch.cuda.synchronize()
+        save_now()
+        run.wait_for_saves()
+        return told("local")[-1].seconds
+
     started = time.perf_counter()
     step()
     run.save()  # makes the plan, takes and locks the staging memory, compiles the fingerprint kernel
@@ -95,13 +110,10 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
         with_save, call = steps(args.steps, save=True)
         run.wait_for_saves()
         one = without / args.steps
-        told = [
-            line.body
-            for line in read_journal(where / way / "journal")
-            if isinstance(line.body, SaveCommitted)
-        ]
-        committed = [save for save in told if save.tier == "global"][-1]
-        local = [save for save in told if save.tier == "local"]
+        committed, local = told("global")[-1], told("local")
+        after = {"local_after": round(local[-1].seconds, 3)} if local else {}
+        if args.local:
+            after["idle_local_after"] = round(idle_save(), 3)
         say(
             way=way,
             step=round(one, 4),
@@ -110,7 +122,7 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
             in_flight_ratio=round(with_save / without, 4),
             call=round(call, 4),
             committed_after=round(committed.seconds, 3),
-            **({"local_after": round(local[-1].seconds, 3)} if local else {}),
+            **after,
             bytes=committed.bytes,
             first_save=round(first, 2),
         )

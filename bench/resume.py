@@ -119,6 +119,8 @@ def ways(work: Path, size_mib: int) -> Iterator[dict[str, Callable[[], float]]]:
         arrange(memory / "own", memory / "peer", control.run_id)
 
         def resumed(way: str) -> float:
+            if way == "peer":
+                lose_own(memory / way, control.run_id)  # the resume before may have made them again
             group("load", directory, size_mib, memory / way)
             lines = [line.body for line in read_journal(control.journal)]
             told = [body for body in lines if isinstance(body, Decision) and body.about == "resume"][-1]
@@ -140,6 +142,13 @@ def arrange(whole: Path, peers: Path, run: str) -> None:
         kinds = sorted(record.kind for record in tier.records())
         if kinds != ["own", "replica"]:
             raise RuntimeError(f"{node} does not hold a copy and a replica, but {kinds}")
+    lose_own(peers, run)
+
+
+def lose_own(where: Path, run: str) -> None:
+    """Leave the nodes with what they hold for others."""
+    for node in where.iterdir():
+        tier = LocalTier.at(node / run)
         for record in tier.records():
             if record.kind == "own":
                 tier.drop(record)

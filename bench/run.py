@@ -71,6 +71,30 @@ BENCHMARKS = {
         2.0,
         "ratio",
     ),
+    "async-fork": Benchmark(
+        "asynchronous save by fork, 2 ranks: training held up",
+        measures.fork_blocked,
+        "torch.distributed.checkpoint.async_save",
+        "s",
+        0.2,
+        "ratio",
+    ),
+    "async-fork-copy": Benchmark(
+        "the same, fingerprints included",
+        measures.fork_blocked_beside_copy,
+        "bare copy of the same tensors",
+        "s",
+        2.0,
+        "ratio",
+    ),
+    "async-fork-committed": Benchmark(
+        "the same, until it is committed",
+        measures.fork_committed,
+        "torch.distributed.checkpoint.async_save",
+        "s",
+        1.0,
+        "ratio",
+    ),
     "local-blocked": Benchmark(
         "save to the local tier, 2 ranks: training held up, fingerprints included",
         measures.local_blocked,
@@ -115,7 +139,7 @@ BENCHMARKS = {
         "ratio",
     ),
     "resume": Benchmark(
-        "resume of 2 ranks from their nodes' own copies, verified twice",
+        "resume of 2 ranks from their nodes' own copies, verified as they are loaded",
         measures.resumed_own,
         "from the checkpoint root",
         "s",
@@ -132,6 +156,14 @@ BENCHMARKS = {
     ),
     "step": Benchmark(
         "cost of a step with nothing to do", measures.step, "bare for loop", "us", 50.0, "ours"
+    ),
+    "checks": Benchmark(
+        "a step of 10 ms in one process, loss and gradients checked",
+        measures.checked,
+        "the same without checks",
+        "ms",
+        1.03,
+        "ratio",
     ),
     "monitor": Benchmark(
         "signs of life to the agent, cost of a step in the rank",

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from commands import command
 from harness import REPO, Job, Result, finish, holdfast, wait_until
 from holdfast.control.attempts import AttemptRecord, EndRecord, ends_of
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.handover import LaunchInfo
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 
@@ -103,6 +106,11 @@ class Place:
 
     def decisions(self) -> list[events.Decision]:
         return [one for one in self.journalled(events.Decision) if one.about == "recovery"]
+
+    def told(self) -> list[LaunchInfo]:
+        """What each attempt's rank 0 was told by the launcher."""
+        lines = (self.cwd / "told").read_text().splitlines()
+        return [msgspec.json.decode(line, type=LaunchInfo) for line in lines]
 
     def go(self, gate: str = "go") -> None:
         """Let the workers that wait for this file go on."""

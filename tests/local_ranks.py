@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from harness import await_child
+from harness import await_child, wait_until
 from holdfast.checkpoint import local_manifest
 from holdfast.checkpoint.identity import CheckpointName, parse_name
 from holdfast.control.directory import ControlDirectory
@@ -35,6 +35,22 @@ from tiny import Numbers
 
 E = TypeVar("E", bound=Event)
 AtStep = Callable[[int, holdfast.Run], None]
+
+
+PLACE = "HFTEST_PLACE"
+"""In the environment of what the ranks start: whose it is."""
+
+
+def _at_work_in(place: Path) -> list[int]:
+    """Servers and writers of ranks that have ended: what they still write must not appear after the end."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and f"{PLACE}={place}".encode() in (
+                (entry / "environ").read_bytes().split(b"\0")
+            ):
+                found.append(int(entry.name))
+    return found
 
 
 @dataclass
@@ -84,6 +100,7 @@ class Nodes:
         try:
             yield there
         finally:
+            wait_until(lambda: not _at_work_in(there.shared), 30, "its servers and writers end")
             shutil.rmtree(there.memory)
             shutil.rmtree(there.shared)
 
@@ -120,7 +137,7 @@ class Nodes:
                     os.environ |= {
                         "RANK": str(rank), "WORLD_SIZE": str(len(ranks)),
                         "LOCAL_RANK": str(rank % self.per_node), "LOCAL_WORLD_SIZE": str(self.per_node),
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PLACE: str(self.shared),
                     }  # fmt: skip
                     chosen = {**self.settings, **settings, "launch_node_name": node}
                     chosen["checkpoint_non_persistent_local_ckpt_dir"] = str(self.directory(node))

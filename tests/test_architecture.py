@@ -10,7 +10,19 @@ import pytest
 from harness import REPO
 
 SOURCE = REPO / "src" / "holdfast"
-ROOMS = ["cli", "drill", "observe", "launch", "run", "worker", "checkpoint", "control", "policy", "journal"]
+ROOMS = [
+    "cli",
+    "drill",
+    "observe",
+    "launch",
+    "run",
+    "worker",
+    "checkpoint",
+    "health",
+    "control",
+    "policy",
+    "journal",
+]
 """From the top down; what is not a room (config, files, errors …) is the floor that all stand on."""
 MODULES = sorted(SOURCE.rglob("*.py"))
 

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from harness import wait_until
+from holdfast.checkpoint import assembled, peer_read, reader
 from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint import peer_read
 from holdfast.checkpoint.assembled import AssembledShards
 from holdfast.checkpoint.identity import METADATA
 from holdfast.checkpoint.local_tier import LocalTier
@@ -33,7 +33,8 @@ from holdfast.journal.events import CopyQuarantined, Warned
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.assembly import assemble
-from local_places import NAME, SHARD, SHARDS, LocalRun, flip, local_run, manifest_of, shard_bytes
+from local_places import CHUNKS, NAME, SHARD, SHARDS, LocalRun, flip, local_run, manifest_of, shard_bytes
+from local_ranks import memory
 
 FILES = [f"__{rank}_{shard}.distcp" for rank in range(2) for shard in range(SHARDS)]
 OWN, OTHERS = FILES[:SHARDS], FILES[SHARDS:]
@@ -55,6 +56,7 @@ class Reading:
             for shard in range(SHARDS):
                 (self.directory / f"__{rank}_{shard}.distcp").write_bytes(shard_bytes(rank, shard))
         self.holders = [self.here, self.there]
+        self.verified = True
         self.shards: AssembledShards | None = None
         self.journal = JournalWriter(self.run.control.journal, "rank0", 1)
 
@@ -64,7 +66,7 @@ class Reading:
         held = {tier.place: [f.path for r in tier.records() for f in r.files] for tier in self.holders}
         self.shards = AssembledShards(
             str(NAME),
-            assemble(FILES, held, in_global=self.in_global),
+            assemble(FILES, held, in_global=self.in_global, verified=self.verified),
             places=make_map(
                 [
                     Hello(place=self.here.place, node="node-1"),
@@ -216,6 +218,60 @@ def test_a_copy_that_is_shorter_than_it_was_is_bad(reading: Reading) -> None:
     assert "truncated" in bad.reasons[0]
 
 
+@pytest.fixture
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reading]:
+    """The same where the node's directory is memory, with items that are used where they lie."""
+    monkeypatch.setattr(reader, "IN_PLACE", 512)
+    with memory() as where:
+        made = Reading(where)
+        yield made
+        if made.shards is not None:
+            made.shards.close()
+        made.journal.close()
+
+
+def test_what_lies_in_memory_is_used_there_and_nothing_else_is_read(
+    in_memory: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembled, "read_at", None)
+    assert in_memory.load(*FILES) == {"own": len(FILES) * SHARD}
+
+
+def test_a_byte_flipped_in_memory_is_found_where_it_lies_and_costs_the_copy(in_memory: Reading) -> None:
+    record = in_memory.here.find(str(NAME), 0)
+    assert record is not None
+    flip(in_memory.here.image(record), 100)
+    assert in_memory.load(*OWN) == {"own": 700, "global": SHARD * SHARDS}
+    (bad,) = in_memory.events(CopyQuarantined)
+    assert bad.reasons[0].startswith("altered __0_0.distcp")
+    assert in_memory.here.find(str(NAME), 0) is None
+
+
+def test_an_image_in_memory_that_was_cut_short_is_bad_and_ends_nobody(in_memory: Reading) -> None:
+    """A mapping of it would be a signal that ends the process."""
+    record = in_memory.here.find(str(NAME), 0)
+    assert record is not None
+    os.truncate(in_memory.here.image(record), SHARD + 10)
+    assert in_memory.load(*OWN)["global"] == SHARD
+    (bad,) = in_memory.events(CopyQuarantined)
+    assert "truncated" in bad.reasons[0]
+
+
+def test_two_ranks_of_a_node_that_find_the_same_copy_bad_quarantine_it_once(reading: Reading) -> None:
+    record = reading.here.find(str(NAME), 0)
+    assert record is not None
+    entry = next(entry for entry in reading.manifest.files if entry.path == OWN[0])
+    other = reading.begin()
+    with other.open(entry) as shard:
+        shard.read_into(memoryview(bytearray(700)), 0)
+        flip(reading.here.image(record), 100)
+        reading.begin()
+        assert reading.load(*OWN)["global"] == SHARD * SHARDS
+        assert shard.another("altered __0_0.distcp: both saw it"), "there is another source"
+    assert len(reading.events(CopyQuarantined)) == 1
+    assert len(reading.quarantined()) == 1
+
+
 # --- peers --------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +279,58 @@ def test_what_this_node_has_lost_comes_from_a_peer(reading: Reading) -> None:
     lose_here(reading)
     with served(reading, reading.there):
         assert reading.load(*FILES) == {"peer": len(FILES) * SHARD}
+
+
+def _part(request: Read) -> memoryview:
+    _, rank, shard = request.path.removesuffix(".distcp").rsplit("_", 2)
+    return memoryview(shard_bytes(int(rank), int(shard)))[request.offset : request.offset + request.length]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_read, "PIECE", 100)
+    monkeypatch.setattr(assembled, "FROM_PEER", 100)
+
+
+def test_the_next_piece_is_asked_for_while_this_one_is_on_its_way(
+    reading: Reading, small_pieces: None
+) -> None:
+    """A peer that gives a piece only once it was asked for the next one is no obstacle."""
+    lose_here(reading)
+    held: list[Read] = []
+    ends = {offset + length for offset, length in CHUNKS}
+
+    def give(line: Line, request: Read) -> None:
+        held.append(request)
+        last = request.offset + request.length in ends
+        if len(held) < 2 and not last:
+            return
+        for one in [held.pop(0) for _ in range(len(held) if last else 1)]:
+            line.send(Data(one.length), Deadline.within(5))
+            line.send_bytes(_part(one), Deadline.within(5))
+
+    with fake(reading, give) as asked:
+        assert reading.load(*FILES) == {"peer": len(FILES) * SHARD}
+    assert len(asked) == len({(one.path, one.offset) for one in asked}), "nothing is asked for twice"
+
+
+def test_a_line_that_is_lost_between_two_pieces_is_taken_up_where_it_was(
+    reading: Reading, small_pieces: None
+) -> None:
+    lose_here(reading)
+    given: list[int] = []
+
+    def give(line: Line, request: Read) -> None:
+        given.append(request.offset)
+        if len(given) % 7 == 0:
+            line.cut()
+            return
+        line.send(Data(request.length), Deadline.within(5))
+        line.send_bytes(_part(request), Deadline.within(5))
+
+    with fake(reading, give):
+        assert reading.load(*FILES) == {"peer": len(FILES) * SHARD}
+    assert not reading.events(Warned)
 
 
 def test_wrong_bytes_of_a_peer_cost_that_shard_and_not_the_peer(reading: Reading) -> None:
@@ -324,7 +432,7 @@ def test_a_peer_that_serves_nonsense_is_never_believed(
 
 
 def test_a_peer_that_is_killed_in_the_middle_of_a_load_is_left_for_the_next_source(reading: Reading) -> None:
-    """A real server process; its leader, busy with its own load, does not replace it meanwhile."""
+    """A real server process, whose leader is stuck and does not replace it."""
     lose_here(reading)
     control = reading.run.control
     journal = JournalWriter(control.journal, "rank1", 1)
@@ -368,13 +476,15 @@ def test_a_bad_shard_in_the_global_tier_is_the_last_word(reading: Reading) -> No
         reading.load(*FILES)
 
 
-def test_files_that_no_place_has_verified_are_named_for_whoever_loads(reading: Reading) -> None:
-    reading.holders = [reading.here]
-    record = reading.here.find(str(NAME), 1)
+def test_files_that_no_place_has_verified_are_left_to_whoever_loads(reading: Reading) -> None:
+    reading.verified = False
+    assert reading.begin().rest(2) == OWN, "what rank 0 has saved; the rest is rank 1's"
+    reading.verified, reading.holders = True, [reading.here]
+    record = reading.here.find(str(NAME), 0)
     assert record is not None
     assert reading.here.drop(record)
-    assert reading.begin().only_global() == OTHERS
-    assert METADATA not in reading.begin().only_global()
+    assert reading.begin().rest(2) == OWN, "only the root has it, and nobody has looked there"
+    assert METADATA not in reading.begin().rest(2)
     assert manifests.read(reading.run.control.path / "local" / str(NAME))[0] == reading.manifest
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.policy.assembly import GLOBAL, Assembly, assemble, describe, order
+from holdfast.checkpoint.identity import saver_of
+from holdfast.policy.assembly import GLOBAL, Assembly, assemble, describe, order, share
 from holdfast.policy.replication import replicate, survives
 
 FILES = [f"__{rank}_{shard}.distcp" for rank in range(4) for shard in range(2)]
@@ -52,6 +53,32 @@ def test_files_that_the_checkpoint_does_not_have_count_for_nothing() -> None:
     assert found == Assembly({"x": ["b"]}, False, [])
 
 
+@given(
+    places=st.lists(st.sampled_from(["a", "b", "c", ""]), min_size=1, max_size=8),
+    held=st.dictionaries(st.sampled_from("abcd"), st.sets(st.sampled_from(FILES)), max_size=4),
+    verified=st.booleans(),
+    saved_world=st.integers(1, 8),
+)
+def test_what_no_place_has_read_is_read_by_exactly_one_rank(
+    places: list[str], held: dict[str, set[str]], verified: bool, saved_world: int
+) -> None:
+    """A rung counts only if every byte of it was read in this resume, also what nobody needs to load."""
+    found = assemble(FILES, held, in_global=True, verified=verified)
+    shares = [
+        share(found, places, rank, saver=saver_of, saved_world=saved_world) for rank in range(len(places))
+    ]
+    read = sorted(path for mine in shares for path in mine)
+    assert read == [path for path in FILES if not (verified and found.sources[path])]
+    if saved_world == len(places) == 4 and not verified:
+        assert shares == [files_of(rank) for rank in range(4)], "who saved it needs most of it anyway"
+
+
+def test_in_another_world_a_file_is_read_to_its_end_where_it_lies() -> None:
+    found = assemble(FILES, {"a": files_of(0, 2), "b": files_of(1, 3)}, in_global=False, verified=False)
+    shares = [share(found, ["b", "a"], rank, saver=saver_of, saved_world=4) for rank in range(2)]
+    assert shares == [files_of(1, 3), files_of(0, 2)]
+
+
 def test_whoever_holds_nothing_asks_its_peers_in_turn() -> None:
     """A spare with an empty directory; four ranks of it do not all ask the same peer."""
     found = assemble(["x"], {place: ["x"] for place in "abc"}, in_global=True)
@@ -77,16 +104,16 @@ def test_the_evidence_says_from_where_and_what_is_missing() -> None:
     replaced = {"a": files_of(0, 1), "c": files_of(2, 3), "d": files_of(3)}
     assert describe(assemble(FILES, replaced, in_global=False), NODES, SAVED_AT) == [
         "6 of 8 files on the node that saved them, 2 on peers only",
-        "no longer verified where they were saved: node-b (2 files)",
+        "no longer held where they were saved: node-b (2 files)",
     ]
     assert describe(assemble(FILES, {"a": files_of(0)}, in_global=False), NODES, SAVED_AT) == [
         "2 of 8 files on the node that saved them, 6 nowhere",
-        "no longer verified where they were saved: node-b (2 files), node-c (2 files), node-d (2 files)",
-        "no verified copy anywhere: __1_0.distcp, __1_1.distcp, __2_0.distcp, __2_1.distcp and 2 more",
+        "no longer held where they were saved: node-b (2 files), node-c (2 files), node-d (2 files)",
+        "no copy anywhere: __1_0.distcp, __1_1.distcp, __2_0.distcp, __2_1.distcp and 2 more",
     ]
     assert describe(assemble(FILES, {"e": files_of(0)}, in_global=True), {}, {"__0_0.distcp": "a"}) == [
         "0 of 8 files on the node that saved them, 2 on peers only, 6 in the global tier only",
-        "no longer verified where they were saved: a (1 file)",
+        "no longer held where they were saved: a (1 file)",
     ]
 
 

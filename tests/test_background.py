@@ -656,6 +656,7 @@ def test_ctrl_c_ends_the_trainer_at_once_and_leaves_the_save_to_the_writer(tmp_p
     assert verify(checkpoints(tmp_path / "run")[0]).sound
 
 
+@pytest.mark.drill
 def test_a_snapshot_of_two_ranks_outlives_one_of_them_under_the_launcher(tmp_path: Path) -> None:
     """Scenario 29, two ranks: a rank is killed after staging, both writers are slow, the launch goes on."""
     slow = {"TINY_WRAP": "fsdp", "SLOW_HOLD": "step_00000006"}

@@ -67,6 +67,32 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "monitor.simulated_fault_type": ("random", "rank_hung", "rank_killed", "random"),
     "monitor.simulated_fault_rank": (0, 1, "any", 7),
     "monitor.simulated_fault_base_delay": (0.0, 0.5, 60.0, 600.0),
+    "validation.rerun_mode": ("disabled", "validate_results", "report_determinism_stats", "disabled"),
+    "validation.check_for_nan_in_loss": (True, False, True, False),
+    "validation.check_for_nan_in_grad": (True, False, True, False),
+    "validation.check_for_spiky_loss": (True, False, True, False),
+    "validation.spiky_loss_factor": (1.5, 10.0, 100.0, 3.0),
+    "validation.check_for_outlier_loss": (True, False, True, False),
+    "validation.outlier_loss_factor": (1.5, 12.0, 100.0, 3.0),
+    "validation.deferred": (True, False, True, False),
+    "validation.rerun_tolerance": (0.0, 0.5, 1e-6, 1.0),
+    "validation.on_transient": ("accept", "stop", "accept", "stop"),
+    "validation.max_transients": (1, 2, 3, 4),
+    "validation.nan_policy": ("warn", "skip", "raise", "rollback"),
+    "validation.max_consecutive": (1, 2, 10, 100),
+    "validation.probation_steps": (0, 5, 10, 100),
+    "validation.skip_bad_data": (True, False, True, False),
+    "validation.corruption_watch_interval": (0, 1, 100, 1000),
+    "validation.error_injection_rate": (0.0, 0.5, 0.25, 1.0),
+    "validation.error_injection_type": (
+        "correct_result",
+        "transient_error",
+        "persistent_error",
+        "correct_result",
+    ),
+    "validation.error_injection_step": (0, 1, 3, 100),
+    "validation.error_injection_ranks": ("", "0", "0,3", "1"),
+    "validation.error_injection_device": ("", "0", "n/1", "GPU-1"),
     "journal.step_flush": (0.0, 0.5, 5.0, 10.0),
 }
 
@@ -120,6 +146,13 @@ def test_the_highest_source_wins_and_is_named(
     given_by["checkpoint.resume_from"].add("file")  # force needs a name to go with
     given_by["checkpoint.keep_last"].add("file")  # and the other two keep_ settings need this one
     value_of = {key: dict(zip(SOURCES, (SAMPLES[key][i] for i in order), strict=True)) for key in FIELDS}
+
+    def winning(key: str) -> object:
+        winner = next((source for source in reversed(SOURCES) if source in given_by[key]), None)
+        return FIELDS[key].default if winner is None else value_of[key][winner]
+
+    if winning("validation.rerun_mode") != "disabled" or winning("validation.nan_policy") == "skip":
+        given_by["validation.deferred"].clear()  # it comes too late for both
 
     def of(source: str) -> dict[str, object]:
         return {key: value_of[key][source] for key in FIELDS if source in given_by[key]}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -51,10 +53,19 @@ class Demo:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    cwd = tmp_path_factory.mktemp("demo")
-    ended = finish(holdfast("demo", "--json", f"--steps={STEPS}", "--dir=d"), cwd=cwd, timeout=170)
-    assert ended.code == 0, ended.text
-    return Demo(cwd / "d", json.loads(ended.out))
+    """One demo for all test processes: whoever comes first runs it, the others wait, and all copy it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-demo"
+    shared.mkdir(exist_ok=True)
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "said.json").exists():
+            ended = finish(holdfast("demo", "--json", f"--steps={STEPS}", "--dir=d"), cwd=shared, timeout=170)
+            assert ended.code == 0, ended.text
+            (shared / "said.json").write_text(ended.out)
+    own = tmp_path_factory.mktemp("demo") / "d"
+    shutil.copytree(shared / "d", own, symlinks=True)
+    return Demo(own, json.loads((shared / "said.json").read_text()))
 
 
 def test_the_broken_run_ends_bitwise_equal_to_the_reference(demo: Demo) -> None:

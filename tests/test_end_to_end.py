@@ -78,7 +78,10 @@ def test_ranks_killed_and_failing_in_one_run_end_bitwise_equal(
     all_sound(tmp_path)
 
 
-@pytest.mark.parametrize("kill", ["0:12", "1:1", "0:40"])
+@pytest.mark.parametrize(
+    "kill",
+    ["0:12", pytest.param("1:1", marks=pytest.mark.drill), pytest.param("0:40", marks=pytest.mark.drill)],
+)
 def test_a_rank_killed_inside_a_save_ends_bitwise_equal(
     tmp_path: Path, reference: dict[str, object], kill: str
 ) -> None:
@@ -89,7 +92,10 @@ def test_a_rank_killed_inside_a_save_ends_bitwise_equal(
     all_sound(tmp_path)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.drill)],
+)
 def test_after_the_agent_is_killed_the_next_launch_ends_bitwise_equal(
     tmp_path: Path, reference: dict[str, object], number: int, code: int
 ) -> None:
@@ -131,6 +137,7 @@ def test_one_ranks_bad_shard_gives_the_same_choice_everywhere(
     assert tree(older) == before
 
 
+@pytest.mark.drill
 def test_another_world_size_is_refused_where_samples_would_be_lost(tmp_path: Path) -> None:
     succeed(tmp_path, environment(until=3))
     result = finish(launch(ranks=1), cwd=tmp_path, env=environment(wrap="none"), timeout=60)
@@ -138,6 +145,7 @@ def test_another_world_size_is_refused_where_samples_would_be_lost(tmp_path: Pat
     assert "the data position of 2 ranks cannot be shared out to 1" in result.err
 
 
+@pytest.mark.drill
 def test_ddp_with_buffers_that_differ_between_ranks_resumes_bitwise_equal(tmp_path: Path) -> None:
     """BatchNorm's statistics share a name and differ by rank: DCP alone would give all ranks one of them."""
     for name, env in {

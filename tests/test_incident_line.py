@@ -54,6 +54,15 @@ def test_an_error_and_its_stop() -> None:
             {"action": "lower_rung", "avoid": ["step_00000120-3fa9c1d2"]},
             "resume one checkpoint lower, below step_00000120-3fa9c1d2, 2 of 3 left",
         ),
+        (
+            {"action": "lower_rung", "suspect": ["step_00000120-3fa9c1d2"], "verdict": "reproducible"},
+            "reproducible: resume one checkpoint lower, below step_00000120-3fa9c1d2, which is suspect, "
+            "2 of 3 left",
+        ),
+        (
+            {"action": "restart", "skip": {"epoch": 0, "first": 7, "last": 8}, "verdict": "reproducible"},
+            "reproducible: restart without batches 7 to 8, 2 of 3 left",
+        ),
         ({"action": "wait"}, "wait for capacity"),
         ({"action": "requeue"}, "give the job back to its scheduler"),
         ({"action": "pray"}, "pray, 2 of 3 left"),

@@ -12,13 +12,24 @@ from typing import Any
 
 import pytest
 
+import holdfast
+from harness import wait_until
 from holdfast.checkpoint import local_manifest
 from holdfast.checkpoint.identity import MANIFEST, METADATA
 from holdfast.checkpoint.local_tier import CopyFile, CopyRecord, LocalTier
 from holdfast.checkpoint.manifest import read as read_manifest
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.events import CopyQuarantined, Decision, Resumed, RungRejected, StorageAlarm
+from holdfast.journal.events import (
+    CopyQuarantined,
+    CopyReplaced,
+    Decision,
+    Resumed,
+    RungRejected,
+    SaveCommitted,
+    StorageAlarm,
+    Warned,
+)
 from local_ranks import Nodes, memory, name_of
 from tiny import checkpoints
 
@@ -161,12 +172,50 @@ def test_a_bad_copy_is_replaced_by_a_good_one_of_the_same_step(four: Nodes, trai
     localise(four, pairs(NODES))
     flip(four, "a", 0)
     flip(four, "d", 2)
-    assert four.train(NODES, END) == [0] * 4
+
+    def wait(step: int, run: holdfast.Run) -> None:
+        if step == STEP + 1:
+            wait_until(lambda: len(four.events(CopyReplaced)) == 2, 30, "both are made again")
+
+    assert four.train(NODES, END, at_step={0: wait}) == [0] * 4
     assert resumed(four) == STEP
     assert as_never_interrupted(four, trained)
     assert sorted((bad.node, bad.kind) for bad in four.events(CopyQuarantined)) == [
         ("a", "own"), ("d", "replica"),
     ]  # fmt: skip
+    assert sorted((one.node, one.kind, one.rank) for one in four.events(CopyReplaced)) == [
+        ("a", "own", 0), ("d", "replica", 2),
+    ]  # fmt: skip
+
+
+def test_a_node_without_its_directory_reads_what_the_others_hold(
+    four: Nodes, trained: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a restart: from memory all the same. Saves go to the root, since a local one would lack a node."""
+    monkeypatch.setattr(holdfast.Run, "_is_restart", lambda _: True)
+    localise(four, pairs(NODES))
+    four.lose("b")
+    four.directory("b").write_text("a file, not a directory")
+    assert four.train(NODES, END) == [0] * 4
+    assert resumed(four) == STEP
+    assert as_never_interrupted(four, trained)
+    assert any("rank 1 on b: the local tier cannot use" in told.message for told in four.events(Warned))
+    assert not [save for save in four.events(SaveCommitted) if save.tier == "local"]
+    assert END in [name_of(path).step for path in checkpoints(four.run_dir)]
+
+
+def test_copies_that_only_such_a_node_may_hold_stand_against_a_fresh_start(
+    four: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdfast.Run, "_is_restart", lambda _: True)
+    for path in checkpoints(four.run_dir):
+        record = next(four.run_dir.glob(f"attempts/*/commits/*-{name_of(path).id}.json"))
+        record.with_suffix(".done").unlink()
+    localise(four, {"b": [0, 1, 2, 3]})
+    shutil.rmtree(checkpoints(four.run_dir)[0])
+    four.lose("b")
+    four.directory("b").write_text("a file, not a directory")
+    assert four.train(NODES, END) == [ExitCode.NO_VALID_RUNG] * 4
 
 
 def test_shards_come_from_nodes_and_the_global_tier_together(four: Nodes, trained: Nodes) -> None:

@@ -27,7 +27,14 @@ def cut(net: Network, how: str) -> None:
         net.cut_one_way(0, 1)
 
 
-@pytest.mark.parametrize("how", ["both directions", "what it sends is lost", "what it should hear is lost"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "both directions",
+        pytest.param("what it sends is lost", marks=pytest.mark.drill),
+        pytest.param("what it should hear is lost", marks=pytest.mark.drill),
+    ],
+)
 def test_a_node_that_is_cut_off_ends_itself_and_the_others_go_on(tmp_path: Path, how: str) -> None:
     """Scenario 28 and B10: no worker of the cut-off node lives on, and it can do no harm."""
     with network(2) as net, cluster(tmp_path, "1:2", f"{net.address(0)}:{PORT}") as group:

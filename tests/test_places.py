@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,9 @@ from torch.distributed import HashStore
 
 from holdfast.checkpoint import load as loading
 from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.local_tier import CopyRecord
+from holdfast.checkpoint.peer_read import PeerReader
+from holdfast.checkpoint.peer_wire import LostLineError
 from holdfast.checkpoint.reader import VerifyingReader
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.directory import ControlDirectory
@@ -104,12 +109,67 @@ def test_at_a_first_start_all_ranks_refuse_a_directory_that_one_cannot_use(two: 
     assert "non_persistent_local_ckpt_dir" in str(first)
 
 
-def test_at_a_restart_all_ranks_go_on_without_and_say_so_once(two: Two) -> None:
-    """A run that has lost a node's directory is not ended by it."""
+def test_at_a_restart_a_node_without_its_directory_costs_its_own_place_only(two: Two) -> None:
+    """What the other node holds can be read by both; no rank saves locally, and that is said once."""
     two.directory(1).write_text("a file")
+    first, second = two.join(insist=False)
+    assert isinstance(first, LocalPlaces)
+    assert isinstance(second, LocalPlaces)
+    try:
+        assert first.places == second.places
+        assert first.tier is not None
+        assert second.tier is None
+        assert [bool(info.place) for info in first.places.places] == [True, False]
+        assert [bool(info.port) for info in first.places.places] == [True, False]
+        assert not first.whole
+        settings = CheckpointSettings()
+        assert [first.saving(settings, 0), second.saving(settings, 1)] == [None, None]
+        here = first.tier.place
+        assert first.replication.targets == [[], [here]], "what rank 1 had saved is looked after by rank 0"
+    finally:
+        first.close()
+        second.close()
+    told, factor = two.told()
+    assert told.startswith("rank 1 on node-1: the local tier cannot use")
+    assert "saves of this attempt go to the checkpoint root only" in told
+    assert "replication_factor" in factor
+
+
+def test_at_a_restart_where_no_node_has_its_directory_all_go_on_without(two: Two) -> None:
+    """A run that has lost its nodes' directories is not ended by it."""
+    for rank in range(2):
+        two.directory(rank).write_text("a file")
     assert two.join(insist=False) == [None, None]
     (told,) = two.told()
-    assert told.startswith("going on without a local tier: rank 1 on node-1: the local tier cannot use")
+    assert told.startswith("going on without a local tier: rank 0 on node-0: the local tier cannot use")
+
+
+def test_a_peer_server_that_dies_is_replaced_without_a_step_being_done(two: Two) -> None:
+    """As during a resume: whoever reads from it goes on reading, from the same address."""
+    joined = two.join(insist=True)
+    first, second = joined
+    assert isinstance(first, LocalPlaces)
+    assert isinstance(second, LocalPlaces)
+    try:
+        info = second.places.of(1)
+        reader = PeerReader((info.host, info.port), two.control, timeout=30)
+        assert reader.copies() == []
+        assert second._host is not None
+        assert second._host.pid is not None
+        os.kill(second._host.pid, signal.SIGKILL)
+        assert reader_again(reader) == []
+        reader.close()
+        assert any("it is started anew, 1 of 3" in told for told in two.told())
+    finally:
+        _close(joined)
+
+
+def reader_again(reader: PeerReader) -> list[CopyRecord]:
+    """Asked as a load asks: once more after a lost line."""
+    try:
+        return reader.copies()
+    except LostLineError:
+        return reader.copies()
 
 
 def test_a_rank_that_never_comes_costs_the_others_their_deadline(two: Two) -> None:
@@ -143,7 +203,7 @@ def _close(joined: list[Joined]) -> None:
         one.close()
 
 
-def test_what_no_place_has_verified_is_verified_by_who_loads(
+def test_what_is_left_to_this_rank_is_verified_after_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard that comes from the global tier and is not needed by anybody must be right all the same."""
@@ -157,8 +217,12 @@ def test_what_no_place_has_verified_is_verified_by_who_loads(
     class Mixed:
         open = None
 
-        def only_global(self) -> list[str]:
-            return names
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def rest(self, saved_world: int) -> list[str]:
+            assert saved_world == 1
+            return names[self.rank :: 2]
 
     monkeypatch.setattr(loading, "_load_tensors", lambda *_: None)
     monkeypatch.setattr(loading, "_read_blob", lambda *_: {"tracked": {}, "own": {}})
@@ -166,5 +230,5 @@ def test_what_no_place_has_verified_is_verified_by_who_loads(
     for check in ("check_parts", "drop_stateless", "check_strict"):
         monkeypatch.setattr(loading, check, lambda *_: None)
     for rank in range(2):
-        loading.load(directory, digest, Tracked(), rank, 2, shards=Mixed())  # type: ignore[arg-type]
-    assert looked == [names[0::2], names[1::2]], "each by one rank, all of them by somebody"
+        loading.load(directory, digest, Tracked(), rank, 2, shards=Mixed(rank))  # type: ignore[arg-type]
+    assert looked == [names[0::2], names[1::2]]

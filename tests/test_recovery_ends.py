@@ -132,9 +132,7 @@ class Driver:
                 self.relaunch()
                 continue
             decision = self.settle(attempt, fault)
-            self.history.append(
-                msgspec.structs.replace(attempt, action=str(decision.action), avoid=decision.avoid)
-            )
+            self.remember(attempt, decision)
             self.decisions.append(decision)
             self.check(attempt, decision)
             if decision.action is Action.STOP:
@@ -146,6 +144,10 @@ class Driver:
             else:
                 self.group, self.rotation = decision.nodes, decision.rotate_by
         return None
+
+    def remember(self, attempt: PastAttempt, decision: Decision) -> None:
+        kept = {"avoid": decision.avoid, "action": str(decision.action)}
+        self.history.append(msgspec.structs.replace(attempt, **kept))
 
     def relaunch(self) -> None:
         """Somebody, or the scheduler, starts it again, with as many nodes as there were."""
@@ -193,14 +195,7 @@ class Driver:
         """The decision after all waiting."""
         waited = 0.0
         for _ in range(3):
-            situation = Situation(
-                attempt=attempt,
-                max_restarts=self.max_restarts,
-                cluster=self.cluster(),
-                lower_rungs=max(0, len(self.usable_rungs) - 1),
-                can_requeue=self.can_requeue,
-                waited=waited,
-            )
+            situation = self.situation(attempt, waited)
             decision = recover(self.history, situation)
             shuffled = self.random.sample(self.history, len(self.history))
             assert decision == recover(shuffled, situation), "the same history, the same decision"
@@ -214,6 +209,16 @@ class Driver:
                 self.made += 1
                 self.spares.append(f"new{self.made}")
         raise AssertionError("waiting does not end")
+
+    def situation(self, attempt: PastAttempt, waited: float) -> Situation:
+        return Situation(
+            attempt=attempt,
+            max_restarts=self.max_restarts,
+            cluster=self.cluster(),
+            lower_rungs=max(0, len(self.usable_rungs) - 1),
+            can_requeue=self.can_requeue,
+            waited=waited,
+        )
 
     def check(self, attempt: PastAttempt, decision: Decision) -> None:
         """What holds of every decision."""

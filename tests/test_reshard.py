@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 import holdfast
 from harness import REPO, finish
+from harness import holdfast as holdfast_command
 from holdfast.checkpoint.reshard import reshard
 from holdfast.errors import IncompleteStateError, UsageError
 from holdfast.journal.events import Warned
@@ -32,14 +32,7 @@ def order(
     (directory / name).mkdir()
     for number, (ranks, until) in enumerate(plan):
         env = {"GLOBAL_OUT": f"out{number}", "GLOBAL_UNTIL": str(until)}
-        argv = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            SCRIPT,
-        ]
+        argv = holdfast_command("run", "--nproc-per-node", str(ranks), "--run-dir", "run", SCRIPT)
         result = finish(argv, cwd=directory / name, env=env, timeout=90)
         assert result.code == 0, result.text
         for path in sorted((directory / name / f"out{number}").glob("rank*.log")):

@@ -14,8 +14,9 @@ from holdfast.exit_codes import ExitCode
 if TYPE_CHECKING:
     from holdfast.run import Run
     from holdfast.worker.batches import GlobalBatches
+    from holdfast.worker.nan_detector import NaNDetector
 
-__all__ = ["ExitCode", "GlobalBatches", "HoldfastError", "Run", "__version__"]
+__all__ = ["ExitCode", "GlobalBatches", "HoldfastError", "NaNDetector", "Run", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -27,4 +28,8 @@ def __getattr__(name: str) -> object:
         from holdfast.worker.batches import GlobalBatches
 
         return GlobalBatches
+    if name == "NaNDetector":
+        from holdfast.worker.nan_detector import NaNDetector
+
+        return NaNDetector
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -44,6 +44,14 @@ from holdfast.settings import (
     Settings,
     parse_section_timeouts,
 )
+from holdfast.settings_validation import (
+    DEFERRED,
+    DEFERRED_ALLOWS,
+    DEFERRED_REFUSES,
+    INJECTION_RANKS,
+    ValidationSettings,
+    parse_ranks,
+)
 
 __all__ = [
     "FIELDS",
@@ -56,6 +64,7 @@ __all__ = [
     "MonitorSettings",
     "RunSettings",
     "Settings",
+    "ValidationSettings",
     "digest",
     "load",
     "parse_assignments",
@@ -153,9 +162,10 @@ def _check_text(field: Field, value: str) -> None:
         raise _RefusedError("write http:// or https://, a host and a path, without spaces")
     if value.startswith(("~", "$")):
         raise _RefusedError("~ and $NAME are not expanded: write it out, or put ./ before a real name")
-    if field.key == SECTION_TIMEOUTS:
+    parse = {SECTION_TIMEOUTS: parse_section_timeouts, INJECTION_RANKS: parse_ranks}.get(field.key)
+    if parse is not None:
         try:
-            parse_section_timeouts(value)
+            parse(value)
         except ValueError as why:
             raise _RefusedError(str(why)) from None
     if field.key == RESUME_FROM:
@@ -255,6 +265,14 @@ class _Collector:
                 self.problems.append(
                     f"{self._both(key, KEEP_LAST)}: nothing is deleted while keep_last is 0, so there is "
                     f"nothing to except; set {KEEP_LAST} to 2 or more, or leave {key} at 0"
+                )
+
+        for key, refused in DEFERRED_REFUSES.items():
+            if self.values[DEFERRED] and self.values[key] in refused and not self.bad & {key, DEFERRED}:
+                self.problems.append(
+                    f"{self._both(DEFERRED, key)}: deferred checks find a bad step after the optimizer used "
+                    "it, when it can only be rolled back or stop the run; set "
+                    f"{DEFERRED} to false, or {key} to {DEFERRED_ALLOWS[key]}"
                 )
 
     def _both(self, one: str, other: str) -> str:

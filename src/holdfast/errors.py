@@ -68,6 +68,18 @@ class TornSnapshotError(SaveFailedError):
     """What was staged is not what was on the device when the snapshot was taken."""
 
 
+class RerunWantedError(HoldfastError):
+    """A result was rejected, and who starts the next attempt has to vary something. See `Rejection`."""
+
+    exit_code = ExitCode.RERUN_WANTED
+
+
+class ValidationFailedError(HoldfastError):
+    """A result was rejected, and starting again would not help."""
+
+    exit_code = ExitCode.VALIDATION_FAILED
+
+
 class IncompleteStateError(HoldfastError):
     """State does not match the checkpoint: a part or key is missing, extra, or of another shape."""
 

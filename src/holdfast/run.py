@@ -30,32 +30,32 @@ from typing import Any, Self, TypeVar
 import torch
 
 from holdfast import config
-from holdfast.checkpoint.commit import sweep_staging
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
-from holdfast.checkpoint.load import LoadedState
 from holdfast.checkpoint.save import SaveFacts
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.attempts import EndRecord, latest_head, read_attempt
-from holdfast.control.decisions import Decisions
 from holdfast.control.group import Group, join_group, leave_group
-from holdfast.control.handover import LaunchInfo
-from holdfast.errors import ConfigError, HoldfastError, LeaseLostError, UsageError
+from holdfast.control.handover import LaunchInfo, one_config
+from holdfast.errors import HoldfastError, LeaseLostError, UsageError
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.events import AttemptEnded, RunFinished, Warned
+from holdfast.journal.events import AttemptEnded, RunFinished
 from holdfast.policy.timeouts import CHECKPOINTING, LOADING, SETUP, STEP
 from holdfast.worker.assembly import make_saving, make_schedule
 from holdfast.worker.beats import Beats
+from holdfast.worker.checking import Checks
 from holdfast.worker.crash import install_crash_hook
 from holdfast.worker.data import DataFeed
-from holdfast.worker.measured import measured_before
+from holdfast.worker.draws import RecordedFeed
 from holdfast.worker.membership import Membership, join_attempt
 from holdfast.worker.meter import Meter
 from holdfast.worker.places import LocalPlaces, join_places
-from holdfast.worker.resuming import make_resumer
-from holdfast.worker.rng import capture_rng, restore_rng
+from holdfast.worker.resuming import resume
+from holdfast.worker.rng import capture_rng
 from holdfast.worker.saving import Saving
 from holdfast.worker.simulated import SimulatedFault
-from holdfast.worker.versions import changes_since, current_versions
+from holdfast.worker.validating import make_validation, refuse_contradictions
+from holdfast.worker.validation import Validation
+from holdfast.worker.versions import current_versions
 from holdfast.worker.watched import judge_collectives, simulated_fault, start_beats
 
 log = logging.getLogger("holdfast")
@@ -76,18 +76,21 @@ class Run:
         install_crash_hook(self._on_crash)  # first: wrong settings, too, end a rank with their own code
         self._launched = LaunchInfo.from_environment(os.environ)
         self._effective = config.load(
-            _one_config(file, self._launched),
+            one_config(file, self._launched),
             command_line=self._launched.command_line if self._launched else None,
             keywords=settings,
         )
         self.settings = self._effective.settings
+        refuse_contradictions(self._effective, self._launched)
         self._beats = start_beats(self._effective, self._launched)
         self._fault: SimulatedFault | None = None
         self._root = CheckpointRoot(self.settings.checkpoint_root().absolute())
         self._tracked = Tracked()
         self._meter = Meter(self.settings.journal.step_flush)
         self._schedule = make_schedule(self.settings)
-        self._feed: DataFeed | None = None
+        self._checks = Checks(self.settings.validation, self._tracked)
+        self._validation: Validation | None = None
+        self._feed: RecordedFeed | None = None
         self._group: Group | None = None
         self._places: LocalPlaces | None = None
         self._saving: Saving | None = None
@@ -111,8 +114,14 @@ class Run:
             raise UsageError("feed() came after the run started; a data position is restored before iter()")
         if self._feed is not None:
             raise UsageError("feed() was called twice; a run has one data feed")
-        self._feed = DataFeed(loader)
+        self._feed = RecordedFeed(loader)
         return self._feed
+
+    def add_check(self, name: str, check: Callable[[float], object]) -> None:
+        """A check of your own: given this rank's loss, True or a text rejects the step. On every rank."""
+        if self._member is not None:
+            raise UsageError("add_check() came after the run started; add every check before the first step")
+        self._checks.add(name, check)
 
     def start(self) -> int:
         """Join the attempt and resume. Returns the number of steps that are done already."""
@@ -148,6 +157,19 @@ class Run:
                 step_seconds=self._meter.median_step,
                 places=self._places,
             )
+            self._validation = make_validation(
+                chosen.validation,
+                self._group,
+                self._member,
+                self._launched,
+                node=node,
+                tracked=self._tracked,
+                checks=self._checks,
+                meter=self._meter,
+                feed=self._feed,
+                diagnose=self._diagnose,
+                on_rerun=self._on_rerun,
+            )
             # Loading has a deadline of its own, and its failure must be told before it counts as a hang.
             with self._beats.section(LOADING, at_least=chosen.checkpoint.timeout + 2 * EXCHANGE_SLACK):
                 self._resume()
@@ -161,83 +183,30 @@ class Run:
 
     def _resume(self) -> None:
         group, member = self._joined()
-        avoid = self._launched.avoid if self._launched else ()
-        insist = not self._is_restart()
-        resumer = make_resumer(
-            self.settings, self._root, group, member, tracked=self._tracked, avoid=avoid, insist=insist,
-            places=self._places,
-        )  # fmt: skip
-        chosen = self.settings.checkpoint
-        wish = chosen.resume_from
-        if wish != "auto" and not insist:
-            wish = "auto"  # a wish holds for the first attempt of a launch; a restart goes on from there
-        decision, state = resumer.resume(wish, force=chosen.force and wish != "auto")
-        if state is not None:
-            state.apply()
-            self._tell_changes(state)
-            if state.own:
-                self._meter.load_state_dict(state.own["counters"])
-                self._restore_data(state.own["data"])
-                restore_rng(state.own["rng"])
-            else:
-                self._meter.load_state_dict({"step": decision.step, "samples": 0, "tokens": 0})
-        rung = decision.rung
         assert self._saving is not None
-        self._saving.resumed_from(CheckpointName(rung.step, rung.id) if rung is not None else None)
-        if state is not None and state.own:
-            self._saving.prepare()
-        if group.is_coordinator:
-            self._sweep()
-        self._saving.start_draining()
-        if self._places is not None:
-            self._places.use_peers(self._saving, group.rank)
-        self._schedule.start(
-            self.step,
-            leads=group.is_coordinator,
-            earlier=lambda: measured_before(member.control, member.attempt, member.launch),
-            store=group.store,
-            decisions=Decisions(member.control, member.fence, member.attempt, group.store),
-            journal=member.journal,
-            timeout=self.settings.control.decision_timeout,
+        assert self._validation is not None
+        resume(
+            self.settings,
+            self._root,
+            group,
+            member,
+            tracked=self._tracked,
+            avoid=self._launched.avoid if self._launched else (),
+            insist=not self._is_restart(),
+            meter=self._meter,
+            feed=self._feed,
+            validation=self._validation,
+            saving=self._saving,
+            schedule=self._schedule,
+            places=self._places,
+            versions=self._versions,
         )
-        log.info("holdfast: attempt %d starts from %s", member.attempt, decision.chosen)
-
-    def _tell_changes(self, state: LoadedState) -> None:
-        """What makes this resume differ from going on as before does not stop it, but is said."""
-        group, member = self._joined()
-        for note in state.notes if group.is_coordinator else ():
-            member.journal.write(Warned(message=note))
-        changes = changes_since(state.manifest.versions, self._versions) if state.manifest else []
-        if changes and group.is_coordinator:
-            member.journal.write(Warned(message=f"since this checkpoint was saved: {'; '.join(changes)}"))
-
-    def _sweep(self) -> None:
-        """Tidy up after earlier attempts; if that does not work, the run goes on all the same."""
-        _, member = self._joined()
-        try:
-            for root in (self._root, self._root.diagnostic()):
-                for name in sweep_staging(root, member.control.run_id, member.fence):
-                    member.journal.write(
-                        Warned(message=f"removed {name}, left in staging by an earlier attempt")
-                    )
-        except OSError as error:
-            member.journal.write(Warned(message=f"could not sweep {self._root.staging}: {error}"))
 
     def _is_restart(self) -> bool:
         """Whether an earlier attempt of this very launch already trained."""
         _, member = self._joined()
         head = latest_head(member.control, before=member.attempt)
         return head is not None and read_attempt(member.control, head.attempt).launch == member.launch
-
-    def _restore_data(self, position: dict[str, Any] | None) -> None:
-        if (position is None) != (self._feed is None):
-            held = "no data position" if position is None else "a data position"
-            raise UsageError(
-                f"the checkpoint holds {held}; this script {'has' if self._feed else 'has no'} data feed. "
-                "Pass the loader to run.steps() or run.feed() exactly when it was passed before"
-            )
-        if self._feed is not None and position is not None:
-            self._feed.load_state_dict(position)
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -266,13 +235,37 @@ class Run:
             self._beats.leave(SETUP)
         self._beats.enter(STEP)
         self._meter.begin_step()
+        assert self._validation is not None
+        self._validation.begin_step()
 
     def compute(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Call the step's forward and backward; its result, if it is a single number, is the step's loss."""
-        result = function(*args, **kwargs)
+        """Call the step's forward and backward; its result, if it is a single number, is the step's loss.
+
+        The result is checked on all ranks together before this returns; a rejected one is computed again, or
+        dropped, as the settings say. Every rank makes as many calls in a step as the others.
+        """
+        if self._validation is None:
+            raise UsageError("compute() before start(): the run has not resumed yet")
+        result: T = self._validation.compute(function, args, kwargs)
         if isinstance(result, float) or (isinstance(result, torch.Tensor) and result.numel() == 1):
             self._meter.record(loss=result)
         return result
+
+    def check(self, loss: float | torch.Tensor | None = None) -> bool:
+        """For loops that do not call `compute`: whether to use this step, after backward and on every rank.
+
+        False: it was dropped on all ranks, and its gradients with it. Nothing is computed again here.
+        """
+        if self._validation is None:
+            raise UsageError("check() before start(): the run has not resumed yet")
+        if loss is not None:
+            self._meter.record(loss=loss)
+        return self._validation.check(loss)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether this step was dropped: an optimizer that is not torch's own must leave it out then."""
+        return self._validation is not None and self._validation.dropped
 
     def record(
         self,
@@ -297,12 +290,13 @@ class Run:
         if self._lost:
             raise LeaseLostError(f"this attempt lost its lease: {self._lost}")
         assert self._saving is not None
+        assert self._validation is not None
+        self._validation.completed(self.step)
         self._saving.at_boundary()
-        if self._places is not None:
-            self._places.poll()
         due = self._schedule.due(self.step)
         if due and not last:
             self._meter.flush_at_once(self._joined()[1].journal)
+            self._validation.before_save()
             with self._checkpointing():
                 (self._saving.scheduled if due == "global" else self._saving.scheduled_locally)()
                 self._schedule.after_save(self.step, self._meter.windows().step_seconds, due)
@@ -330,6 +324,8 @@ class Run:
         _, member = self._joined()
         assert self._saving is not None
         self._meter.flush(member.journal)
+        if self._validation is not None:
+            self._validation.before_save()
         with self._checkpointing(waits=wait):
             return self._saving.save("diagnostic" if diagnostic else reason, diagnostic=diagnostic, wait=wait)
 
@@ -346,6 +342,17 @@ class Run:
         at_least = 2 * (chosen.timeout + EXCHANGE_SLACK) if waits and chosen.async_save else 0.0
         return self._beats.section(CHECKPOINTING, at_least=at_least, learn=not chosen.async_save)
 
+    def _diagnose(self) -> str:
+        """A save of the state as it is in the middle of a step, to be looked at; its name, or why not."""
+        assert self._saving is not None
+        with self._checkpointing(waits=True):
+            return self._saving.diagnose()
+
+    def _on_rerun(self) -> None:
+        """A step that is run again may take as long again before it counts as a hang."""
+        self._beats.leave(STEP, learn=False)
+        self._beats.enter(STEP)
+
     def _facts(self, parent: str | None, reason: str) -> SaveFacts:
         return SaveFacts(
             step=self.step,
@@ -358,11 +365,14 @@ class Run:
         )
 
     def _own_state(self) -> dict[str, Any]:
-        return {
+        own: dict[str, Any] = {
             "rng": capture_rng(),
             "data": self._feed.state_dict() if self._feed is not None else None,
             "counters": self._meter.state_dict(),
         }
+        if self._validation is not None and (kept := self._validation.state_dict()):
+            own["validation"] = kept
+        return own
 
     # --- the end --------------------------------------------------------------------------------------------
 
@@ -370,7 +380,9 @@ class Run:
         """The run has reached its end: save the last state (once), and say so in the journal."""
         group, member = self._joined()
         assert self._saving is not None
+        assert self._validation is not None
         self._meter.flush(member.journal)
+        self._validation.before_save()
         with self._checkpointing(waits=True):
             self._saving.finish(self.step)
         if group.is_coordinator:
@@ -409,6 +421,8 @@ class Run:
         else:
             self._beats.rest()
         try:
+            if self._validation is not None:
+                self._validation.close()
             if self._saving is not None:
                 self._saving.close(outcome, unseen=unseen)
         finally:
@@ -477,14 +491,3 @@ class Run:
         self._beats.failing()
         if self._member is not None and not self._closed:
             self._meter.flush(self._member.journal, read_device=False)
-
-
-def _one_config(file: str | os.PathLike[str] | None, launched: LaunchInfo | None) -> Path | None:
-    given = launched.config if launched is not None else ""
-    if file is not None and given and Path(file).absolute() != Path(given).absolute():
-        raise ConfigError(
-            f"two settings files: the script reads {os.fspath(file)}, `holdfast run` was given {given}. "
-            "Use one of them"
-        )
-    chosen = os.fspath(file) if file is not None else given
-    return Path(chosen) if chosen else None

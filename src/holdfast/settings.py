@@ -18,6 +18,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from holdfast.settings_validation import INJECTION_DEVICE, INJECTION_RANKS, ValidationSettings
+
 LARGEST_COUNT = 10**12 - 1
 """Twelve digits, as many as a checkpoint's name holds for its step."""
 LONGEST_WAIT = 31_536_000.0
@@ -126,10 +128,11 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "or `wait` when memory is short: they need one buffer.",
     ] = "queue"
     snapshot: Annotated[
-        Literal["auto", "clone", "overlap", "block"],
-        "How an asynchronous save takes the state off a CUDA device: `clone` copies it within the device "
-        "first, `overlap` copies it to the host during the next step, `block` holds training up for that "
-        "copy; `auto` chooses from free memory, copy time and step time. Change it to override that choice.",
+        Literal["auto", "clone", "overlap", "fork", "block"],
+        "How an asynchronous save copies the state. Off a CUDA device: `clone` copies it within the device "
+        "first, `overlap` copies it to the host during the next step. In host memory: `fork` leaves the copy "
+        "to a child that sees the memory as it was. `block` holds training up for the copy; `auto` chooses "
+        "from free memory, cores, copy time and step time. Change it to override that choice.",
     ] = "auto"
     ckpt_format: Annotated[
         Literal["torch_dist"],
@@ -368,6 +371,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     control: ControlSettings = msgspec.field(default_factory=ControlSettings)
     launch: LaunchSettings = msgspec.field(default_factory=LaunchSettings)
     monitor: MonitorSettings = msgspec.field(default_factory=MonitorSettings)
+    validation: ValidationSettings = msgspec.field(default_factory=ValidationSettings)
     journal: JournalSettings = msgspec.field(default_factory=JournalSettings)
 
     def checkpoint_root(self) -> Path:
@@ -431,6 +435,10 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
             return f"a whole number, 0 or 2 or more, at most {self.bounds.le:.0f}"
         if self.key == SECTION_TIMEOUTS:
             return "text: sections with their seconds, as setup:600,step:180, or empty"
+        if self.key == INJECTION_RANKS:
+            return "text: ranks as 0,3, or empty"
+        if self.key == INJECTION_DEVICE:
+            return "text: a device, or node/device, or empty"
         if self.words:
             return f"text: {', '.join(json.dumps(word) for word in self.words)}"
         if self.kind is str:

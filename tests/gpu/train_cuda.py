@@ -33,15 +33,20 @@ def main() -> None:
     data = TensorDataset(torch.arange(512), torch.randn(512, 64))
     run = holdfast.Run(run_dir=os.environ.get("CUDA_RUN", "run"), checkpoint_interval=8)
     run.track(model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
+
+    def forward_backward(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = (model(x + 0.1 * torch.randn_like(x)) - x).square().mean()
+        scaler.scale(loss).backward()
+        return loss.detach()
+
     log = (OUT / f"{os.getpid()}.log").open("w", buffering=1)
     for step, (ids, x) in run.steps(DataLoader(data, batch_size=32, shuffle=True), until=UNTIL):
         if step == DIE_AT and not (OUT / "died").exists():
             (OUT / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         x = x.cuda()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = (model(x + 0.1 * torch.randn_like(x)) - x).square().mean()
-        scaler.scale(loss).backward()
+        loss = run.compute(forward_backward, x)
         scaler.step(optimizer)
         scaler.update()
         schedule.step()

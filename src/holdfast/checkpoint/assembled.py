@@ -1,6 +1,6 @@
 """Shards from the nearest copy that can be believed: this node's own, a peer's, the global tier's.
 
-Guarantee: what a reader is given comes from one of the sources that were found to hold the shard; which one
+Guarantee: what a reader is given comes from one of the sources that say that they hold the shard; which one
 makes no difference, because the reader compares every chunk with the manifest's digest. A source whose bytes
 are wrong is left for the next one, and not asked for that shard again. A peer that does not answer in time
 costs that time once: it is asked for nothing more in this load. A bad copy on this node is quarantined; one
@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast.checkpoint.identity import saver_of
+from holdfast.checkpoint.local_room import is_in_memory
 from holdfast.checkpoint.local_tier import CopyFile, CopyRecord, LocalTier
 from holdfast.checkpoint.manifest import FileEntry
 from holdfast.checkpoint.peer_read import GoneError, PeerReader
@@ -24,12 +28,14 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.errors import CheckpointError, PeerError
 from holdfast.journal.events import CopyQuarantined, Warned
 from holdfast.journal.writer import JournalWriter
-from holdfast.policy.assembly import GLOBAL, Assembly, order
+from holdfast.policy.assembly import GLOBAL, Assembly, order, share
 
 log = logging.getLogger("holdfast.checkpoint")
 
 FROM_PEER = 16 * 1024 * 1024
-"""Bytes that a peer is asked for at a time."""
+"""Bytes that are asked of a peer at a time."""
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ (Linux 5.14): one call maps many pages, which would else be a fault for every few."""
 
 
 class _GoneCopyError(CheckpointError):
@@ -50,13 +56,13 @@ class AssembledShards:
         *,
         places: PlaceMap,
         rank: int,
-        tier: LocalTier,
+        tier: LocalTier | None,
         control: ControlDirectory,
         directory: Path,
         journal: JournalWriter,
         timeout: float,
     ) -> None:
-        """`directory` is where the global tier has the checkpoint, if it has."""
+        """`directory` is where the global tier has the checkpoint, if it has. No tier: nothing lies here."""
         self.checkpoint = checkpoint
         self.used: Counter[str] = Counter()
         """Bytes read, by source: own, peer, global."""
@@ -65,13 +71,14 @@ class AssembledShards:
         self._rank = rank
         self._here = places.of(rank).place
         self._tier = tier
+        self._in_memory = tier is not None and is_in_memory(tier.path)
         self._control = control
         self._directory = directory
         self._journal = journal
         self._timeout = timeout
         self._own: dict[str, tuple[CopyRecord, CopyFile]] = {
             file.path: (record, file)
-            for record in tier.records()
+            for record in (tier.records() if tier is not None else ())
             if record.checkpoint == checkpoint
             for file in record.files
         }
@@ -86,9 +93,10 @@ class AssembledShards:
         with contextlib.ExitStack() as stack:
             yield _AssembledShard(self, entry, stack)
 
-    def only_global(self) -> list[str]:
-        """Files that no place has verified: whoever loads has to."""
-        return sorted(path for path, places in self._assembly.sources.items() if not places)
+    def rest(self, saved_world: int) -> list[str]:
+        """Files of which this rank has to verify what it did not load; of all ranks together, all files."""
+        places = self._places.by_rank()
+        return share(self._assembly, places, self._rank, saver=saver_of, saved_world=saved_world)
 
     def close(self) -> None:
         for reader in self._readers.values():
@@ -104,13 +112,13 @@ class AssembledShards:
         if place == GLOBAL:
             return stack.enter_context(ShardFile(self._directory, entry))
         if place == self._here:
-            if entry.path not in self._own:
+            if self._tier is None or entry.path not in self._own:
                 raise _GoneCopyError(f"missing {entry.path}: this node does not hold it any more")
             record, file = self._own[entry.path]
             descriptor = stack.enter_context(self._tier.lease(record))
             if descriptor is None:
                 raise _GoneCopyError(f"missing {entry.path}: this node's copy was given up meanwhile")
-            return _OwnShard(descriptor, file)
+            return _OwnShard(descriptor, file, in_memory=self._in_memory)
         return _PeerShard(self._reader(place), self.checkpoint, entry.path)
 
     def kind(self, place: str) -> str:
@@ -142,7 +150,8 @@ class AssembledShards:
 
     def _quarantine(self, record: CopyRecord, why: str) -> None:
         self._given_up.update((self._here, file.path) for file in record.files)  # it never counts again
-        self._tier.quarantine(record, why)
+        if self._tier is None or not self._tier.quarantine(record, why):
+            return  # another rank of this node was quicker
         self._journal.write(
             CopyQuarantined(
                 checkpoint=self.checkpoint,
@@ -170,17 +179,32 @@ class _AssembledShard:
         far = bool(self._left) and self._shards.kind(self._left[0]) == "peer"
         return FROM_PEER if far else SLICE
 
-    def read_into(self, view: memoryview, offset: int) -> None:
-        if not self._left:
-            raise CheckpointError(f"missing {self._entry.path}: no copy of it is left")
+    def read_into(self, view: memoryview, offset: int, *, until: int = 0) -> None:
         try:
-            if self._current is None:
-                self._current = self._shards.source(self._left[0], self._entry, self._stack)
-            self._current.read_into(view, offset)
+            self._opened().read_into(view, offset, until=until)
         except CheckpointError as error:
             self._failure = type(error)
             raise
-        self._shards.used[self._shards.kind(self._left[0])] += view.nbytes
+        self._count(view.nbytes)
+
+    def in_place(self, offset: int, length: int) -> memoryview | None:
+        try:
+            view = self._opened().in_place(offset, length)
+        except CheckpointError:
+            return None  # reading it will say the same
+        if view is not None:
+            self._count(length)
+        return view
+
+    def _opened(self) -> Shard:
+        if not self._left:
+            raise CheckpointError(f"missing {self._entry.path}: no copy of it is left")
+        if self._current is None:
+            self._current = self._shards.source(self._left[0], self._entry, self._stack)
+        return self._current
+
+    def _count(self, nbytes: int) -> None:
+        self._shards.used[self._shards.kind(self._left[0])] += nbytes
 
     def another(self, why: str) -> bool:
         if not self._left:
@@ -191,16 +215,38 @@ class _AssembledShard:
 
 
 class _OwnShard:
-    """A shard inside an image of this place, which stays as it is while its lease is held."""
+    """A shard inside an image of this place, which stays as it is while its lease is held.
+
+    In memory it is used where it lies. On a disk it is read: a mapping would turn a bad sector into a signal
+    that ends the process.
+    """
 
     at_once = SLICE
 
-    def __init__(self, descriptor: int, file: CopyFile) -> None:
+    def __init__(self, descriptor: int, file: CopyFile, *, in_memory: bool) -> None:
         self._descriptor = descriptor
         self._file = file
+        self._whole: memoryview | None = None
+        if in_memory and file.size and os.fstat(descriptor).st_size >= file.start + file.size:
+            # Private, so that nothing can come into the image through it; writable, because torch asks that.
+            how = mmap.MAP_PRIVATE
+            skipped = file.start % mmap.ALLOCATIONGRANULARITY
+            length, start = skipped + file.size, file.start - skipped
+            self._map = mmap.mmap(descriptor, length, flags=how, offset=start)
+            self._whole = memoryview(self._map)[skipped:]
+            self._skipped = skipped
 
-    def read_into(self, view: memoryview, offset: int) -> None:
+    def read_into(self, view: memoryview, offset: int, *, until: int = 0) -> None:
+        del until
         read_at(self._descriptor, view, self._file.start + offset, self._file.path)
+
+    def in_place(self, offset: int, length: int) -> memoryview | None:
+        if self._whole is None:
+            return None
+        start = (self._skipped + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(_POPULATE_READ, start, self._skipped + offset + length - start)
+        return self._whole[offset : offset + length]
 
     def another(self, why: str) -> bool:
         del why
@@ -215,9 +261,15 @@ class _PeerShard:
         self._checkpoint = checkpoint
         self._path = path
 
-    def read_into(self, view: memoryview, offset: int) -> None:
+    def in_place(self, offset: int, length: int) -> memoryview | None:
+        del offset, length
+        return None
+
+    def read_into(self, view: memoryview, offset: int, *, until: int = 0) -> None:
         try:
-            self._reader.read_into(view, checkpoint=self._checkpoint, path=self._path, offset=offset)
+            self._reader.read_into(
+                view, checkpoint=self._checkpoint, path=self._path, offset=offset, until=until
+            )
         except GoneError as error:
             raise _GoneCopyError(f"missing {self._path}: {error}") from error
         except PeerError as error:  # `missing`, because it says nothing about any storage

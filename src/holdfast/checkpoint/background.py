@@ -1,9 +1,9 @@
 """Saving in the background: training is held up only until the snapshot is in staging memory.
 
 Guarantee: once it is copied, this rank's snapshot is outside the trainer and in the hands of a process that
-outlives it. State on the host is copied when `begin` returns; a copy from a device may go on for a while, and
-is handed over by a thread as soon as it is complete. Snapshots are handed over in the order they were taken.
-Whether one was committed is learnt later, from `poll`.
+outlives it. What is copied when `begin` returns is handed over at once; a copy from a device, or by a forked
+child, may go on for a while, and is handed over by a thread as soon as it is complete. Snapshots are handed
+over in the order they were taken. Whether one was committed is learnt later, from `poll`.
 
 Every rank makes the same calls in the same order. All that ranks must agree on (is anyone still busy, does
 the plan still fit) is settled in the one exchange that a snapshot takes.
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.checkpoint.handoff import Job, JobFailed, LocalDone, Start, UsePeers
+from holdfast.checkpoint.handoff import Job, JobFailed, LocalDone, MendCopies, Start, UsePeers
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.plan import Plan
 from holdfast.checkpoint.save import SaveContext, SaveFacts
@@ -38,9 +38,9 @@ from holdfast.journal.events import Event
 log = logging.getLogger("holdfast.checkpoint")
 
 CARRY_POLL = 0.002
-"""Seconds between two looks at a copy from a device; small beside the copy, rare beside a training step."""
+"""Seconds between two looks at a copy under way; small beside the copy, rare beside a training step."""
 ABANDON_WAIT = 30.0
-"""Seconds that a trainer which ends by an error gives a copy from a device to be completed."""
+"""Seconds that a trainer which ends by an error gives a copy under way to be completed."""
 
 SLOT_POLL = 0.05
 """Seconds between two looks at slots that somebody reads, who does not tell when that ends."""
@@ -85,7 +85,7 @@ class _Under(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Flight(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that is still being copied from a device."""
+    """A snapshot that is still being copied."""
 
     job: Job
     plan: Plan
@@ -161,6 +161,11 @@ class BackgroundSaver:
         """Where replicas of local copies go from now on."""
         with self._lock:
             self._writer.use_peers(peers)
+
+    def mend(self, order: MendCopies) -> None:
+        """Have lost copies of the checkpoint that the run came from made again."""
+        with self._lock:
+            self._writer.mend(order)
 
     def launch(self) -> None:
         """Start the writer now rather than at the first save."""
@@ -273,7 +278,7 @@ class BackgroundSaver:
         flight = _Flight(job=job, plan=snapshot.plan, buffer=buffer, new_buffer=new_buffer, staged=staged)
         with self._lock:
             self._flights[job.serial] = flight
-        if staged is None or staged.done():
+        if staged is None or (staged.done() and not staged.settles):
             self._land(flight)
         else:
             threading.Thread(target=self._carry, args=(flight,), name="holdfast-carry", daemon=True).start()
@@ -301,7 +306,9 @@ class BackgroundSaver:
         assert flight.staged is not None
         while not flight.staged.done() and time.monotonic() < deadline:
             time.sleep(CARRY_POLL)
+        flight.staged.give_up()
         self._land(flight)
+        flight.staged.settle()
 
     def _land(self, flight: _Flight) -> None:
         """A snapshot is copied, or will never be: hand it over, but none before those that came before it."""
@@ -323,7 +330,7 @@ class BackgroundSaver:
         """The fingerprints, and why the snapshot must not be used, if so."""
         try:
             if not staged.done():
-                raise SaveFailedError(f"the copy from the device did not end within {self._timeout:g} s")
+                raise SaveFailedError(f"the copy of the snapshot did not end within {self._timeout:g} s")
             prints = staged.fingerprints()
             self._stager.note(staged)
             return prints, staged.torn()
@@ -436,6 +443,7 @@ class BackgroundSaver:
 
     def _let_go(self, *, tidy: bool) -> None:
         self.boundary()
+        self._stager.close()
         self._memory.close(tidy=tidy)
 
 

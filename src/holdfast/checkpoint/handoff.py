@@ -20,6 +20,7 @@ from holdfast.checkpoint.commit import Committed
 from holdfast.checkpoint.layout import Declared, Layout
 from holdfast.checkpoint.local_manifest import Where
 from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.places import PlaceMap
 from holdfast.errors import SaveFailedError
 
 SEND_TIMEOUT = 60.0
@@ -76,6 +77,30 @@ class UsePeers(msgspec.Struct, frozen=True, kw_only=True, tag="peers"):
     """Seconds that the replicas of one save may take."""
     where: Where | None = None
     """On rank 0: of all ranks, for `where.json`."""
+
+
+class MendCopies(msgspec.Struct, frozen=True, kw_only=True, tag="mend"):
+    """The run has resumed from the local tier: what is missing of that checkpoint here is made again."""
+
+    checkpoint: str
+    manifest: str
+    """Its digest."""
+    home: str
+    """Where the manifest is."""
+    assembly: str
+    """Where it is written which place holds what."""
+    directory: str
+    """Where the global tier has it, if it has."""
+    rank: int
+    ranks: list[int]
+    """Whose shards this rank sees to, by who saved them."""
+    places: PlaceMap
+    tier: str
+    node: str
+    keep: int
+    max_bytes: int
+    timeout: float
+    """Seconds that one copy may take."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -144,7 +169,7 @@ class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """It did not even get as far as the local tier."""
 
 
-ToWriter = Start | UseBuffer | UsePlan | UsePeers | Job | Leave
+ToWriter = Start | UseBuffer | UsePlan | UsePeers | MendCopies | Job | Leave
 ToTrainer = BufferFree | LocalDone | JobDone | JobFailed
 
 _to_writer = msgspec.msgpack.Decoder(ToWriter)

@@ -21,6 +21,7 @@ PARTS = "parts"
 MARKER = ".holdfast-root"
 
 _NAME = re.compile(r"step_(\d{8,12})-([0-9a-f]{8})")
+_SHARD = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
 
 
 def is_url(text: str | Path) -> bool:
@@ -40,6 +41,12 @@ def parse_name(name: str) -> CheckpointName | None:
     """The checkpoint a directory's name claims to be; only its manifest can prove it."""
     match = _NAME.fullmatch(name)
     return CheckpointName(int(match[1]), match[2]) if match else None
+
+
+def saver_of(path: str) -> int | None:
+    """The rank that saved a shard, by its name; None if it is no shard's."""
+    match = _SHARD.fullmatch(path)
+    return int(match[1]) if match else None
 
 
 def derive_id(run: str, attempt: int, step: int, serial: int) -> str:

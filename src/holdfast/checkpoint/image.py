@@ -1,10 +1,11 @@
 """Writing a staged image from memory to its shards, or digesting it where it lies.
 
-The image in memory is the files, byte for byte, so the work can be shared out: each thread takes the next
-run of items and, slice by slice while it is in the processor's cache, digests it, checks it against the
-fingerprint that was taken on the tensor's device, and writes it where it belongs. The digests of whole files
-are taken beside that. An image that is a local copy already is not written: all else is the same.
-Nothing here imports torch: it runs in the writer process.
+The image in memory is the files, byte for byte, so the work can be shared out (image_claims.py). Whoever has
+a run of items goes through it slice by slice and does everything with a slice while it is in the processor's
+cache: both digests, the item's and, for the shard's leader, the whole file's; the check against the
+fingerprint that was taken on the tensor's device; and the write to where it belongs. Memory is much slower
+than any of these, so each byte comes from it once. An image that is a local copy already is not written: all
+else is the same. Nothing here imports torch: it runs in the writer process.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,20 +23,19 @@ import xxhash
 
 from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.digesting import WRITE_BACK, start_write_back
-from holdfast.checkpoint.image_children import Piece, in_children
+from holdfast.checkpoint.image_children import Piece, Task, in_children
+from holdfast.checkpoint.image_claims import Claims
 from holdfast.checkpoint.layout import Item, Layout, Shard, torn
 from holdfast.checkpoint.manifest import Chunk, FileEntry
 from holdfast.errors import TornSnapshotError
 
-SLICE = 1024 * 1024
-"""Looked at at a time: small enough for a core's cache, large enough that many threads do not wait for the
-interpreter, which each of them needs between two slices."""
+SLICE = 512 * 1024
+"""Looked at at a time: with what the check of a fingerprint needs beside it, small enough for a core's cache;
+large enough that the calls themselves cost little, and that threads rarely wait for the interpreter."""
 LARGE = 512 * 1024 * 1024
 """From this size on an image is worked on by several processes instead of threads."""
-WHOLE_COST = 0.3
-"""What digesting a byte with its whole file costs beside digesting and checking it as part of an item."""
 RUN = 16 * 1024 * 1024
-"""Bytes of items that a thread takes at a time, at least one item."""
+"""Bytes of items that are taken at a time, at least one item."""
 
 
 def write_image(
@@ -62,34 +62,46 @@ def digest_image(
 
 
 def _work_through(writings: list[_Writing], image: memoryview, threads: int) -> list[FileEntry]:
-    if threads > 1 and image.nbytes >= LARGE:
-        return _in_processes(writings, image, threads)
-    with ThreadPoolExecutor(threads + 1) as pool:
-        try:
-            # Each thread in a file of its own, as far as that goes: see layout.py.
-            for turn in itertools.zip_longest(*[writing.work(image) for writing in writings]):
-                for writing, task in zip(writings, turn, strict=True):
-                    if task is not None:
-                        writing.tasks.append(pool.submit(task))
-            return [writing.finish() for writing in writings]
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-def _in_processes(writings: list[_Writing], image: memoryview, count: int) -> list[FileEntry]:
-    """The same work in `count` forks, so divided that they end at about the same time."""
-    work = [(cost, task) for at, writing in enumerate(writings) for cost, task in writing.pieces(at, image)]
-    shares: list[list[Callable[[], Piece]]] = [[] for _ in range(min(count, len(work)))]
-    loads = [0.0] * len(shares)
-    for cost, task in sorted(work, key=lambda one: one[0], reverse=True):
-        least = loads.index(min(loads))
-        shares[least].append(task)
-        loads[least] += cost
-    for piece in in_children(shares):
+    runs = [len(writing.runs) for writing in writings]
+    forks = threads > 1 and image.nbytes >= LARGE
+    workers = max(1, min(threads if forks else threads + 1, sum(runs)))
+    with Claims(runs, forks=forks) as claims:
+        if forks and any(writing.needs_numpy() for writing in writings):
+            fingerprints.prepare_host()  # here once, and not in each of them
+        shares = [_work(writings, image, claims) for _ in range(workers)]
+        pieces = in_children(shares) if forks else _in_threads(shares)
+    for piece in pieces:
         writings[piece.shard].take(piece)
-    with ThreadPoolExecutor(count) as pool:  # making files durable waits for disks, not for the interpreter
+    if len(writings) == 1:
+        return [writings[0].finish()]
+    with ThreadPoolExecutor(threads) as pool:  # making files durable waits for disks
         return list(pool.map(lambda writing: writing.finish(), writings))
+
+
+def _in_threads(shares: Sequence[Iterator[Task]]) -> list[Piece]:
+    if len(shares) == 1:
+        return [task() for task in shares[0]]
+    with ThreadPoolExecutor(len(shares)) as pool:
+        done = pool.map(lambda share: [task() for task in share], shares)
+        return [piece for pieces in done for piece in pieces]
+
+
+def _work(writings: Sequence[_Writing], image: memoryview, claims: Claims) -> Iterator[Task]:
+    """What one thread or process has to do, settled as it goes: each is done before the next is asked for."""
+    while (shard := claims.lead()) is not None:
+        for task in writings[shard].led(shard, image, claims):
+            yield functools.partial(_or_stop, claims, task)
+    while (run := claims.help()) is not None:
+        task = functools.partial(writings[run.shard].do_run, run.shard, run.at, image)
+        yield functools.partial(_or_stop, claims, task)
+
+
+def _or_stop(claims: Claims, task: Task) -> Piece:
+    try:
+        return task()
+    except BaseException:
+        claims.stop()
+        raise
 
 
 class _Target(NamedTuple):
@@ -108,47 +120,62 @@ def _new_file(files: contextlib.ExitStack, path: Path) -> _Target:
     return _Target(descriptor, path=str(path))
 
 
+class _Whole:
+    """A shard's own digest, taken as the work on it moves on."""
+
+    def __init__(self, image: memoryview, start: int) -> None:
+        self._image = image
+        self._digest = xxhash.xxh3_128()
+        self._reached = start
+
+    def up_to(self, end: int) -> None:
+        for start in range(self._reached, end, SLICE):
+            self._digest.update(self._image[start : min(start + SLICE, end)])
+        self._reached = end
+
+    def done(self) -> str:
+        return self._digest.hexdigest()
+
+
 class _Writing:
     """A shard that is being worked on; without a target, only digested."""
 
     def __init__(self, layout: Layout, shard: Shard, prints: Sequence[str], target: _Target | None) -> None:
         self._target = target
         self._shard = shard
-        self._runs = _runs(layout.items_of(shard), prints[shard.first : shard.first + shard.count])
+        self.runs = _runs(layout.items_of(shard), prints[shard.first : shard.first + shard.count])
         self._digest = ""
         self._done: dict[int, list[Chunk]] = {}
-        """Chunks of the runs that forks have done, by their order."""
-        self.tasks: list[Future[list[Chunk]]] = []
+        """Chunks of the runs that are done, by their order."""
 
-    def work(self, image: memoryview) -> Iterator[Callable[[], list[Chunk]]]:
-        """What there is to do, in any order: the whole's digest, and each run of items."""
-        yield lambda: self._digest_whole(image)
-        for items, expected in self._runs:
-            yield functools.partial(_do_run, self._target, image, self._shard.start, items, expected)
+    def needs_numpy(self) -> bool:
+        """Whether a fingerprint is to be checked that was taken on a device."""
+        return any(
+            fingerprints.kind_of(one) == fingerprints.DEVICE for _, expected in self.runs for one in expected
+        )
 
-    def _whole(self, image: memoryview) -> str:
-        digest = xxhash.xxh3_128()
-        _in_slices(image[self._shard.start : self._shard.start + self._shard.size], digest.update)
-        return digest.hexdigest()
+    def led(self, shard: int, image: memoryview, claims: Claims) -> Iterator[Task]:
+        """What its leader has to do, as the `shard`-th of several."""
+        whole = _Whole(image, self._shard.start)
+        for at in range(len(self.runs)):
+            if not claims.next_run(shard):
+                break
+            yield functools.partial(self.do_run, shard, at, image, whole)
 
-    def _digest_whole(self, image: memoryview) -> list[Chunk]:
-        self._digest = self._whole(image)
-        return []
+        def rest() -> Piece:
+            whole.up_to(self._shard.start + self._shard.size)
+            return Piece(shard, -1, whole.done(), [])
 
-    def pieces(self, shard: int, image: memoryview) -> Iterator[tuple[float, Callable[[], Piece]]]:
-        """The same, each with what it costs, as a fork does it for the `shard`-th of several."""
-        yield self._shard.size * WHOLE_COST, lambda: Piece(shard, -1, self._whole(image), [])
-        for at, (items, expected) in enumerate(self._runs):
+        yield rest
 
-            def run(at: int = at, items: list[Item] = items, expected: list[str] = expected) -> Piece:
-                with self._named():
-                    done = _do_run(self._target, image, self._shard.start, items, expected)
-                return Piece(shard, at, "", done)
-
-            yield float(sum(item.length for item in items)), run
+    def do_run(self, shard: int, at: int, image: memoryview, whole: _Whole | None = None) -> Piece:
+        with self._named():
+            return Piece(
+                shard, at, "", _do_run(self._target, image, self._shard.start, *self.runs[at], whole)
+            )
 
     def take(self, piece: Piece) -> None:
-        """What a fork has done."""
+        """What somebody has done of it."""
         if piece.at < 0:
             self._digest = piece.digest
         else:
@@ -166,7 +193,6 @@ class _Writing:
     def finish(self) -> FileEntry:
         with self._named():
             chunks = [chunk for at in sorted(self._done) for chunk in self._done[at]]
-            chunks += [chunk for task in self.tasks for chunk in task.result()]
             if self._target is not None and self._target.path:
                 os.fsync(self._target.descriptor)
         return FileEntry(path=self._shard.path, size=self._shard.size, digest=self._digest, chunks=chunks)
@@ -185,48 +211,44 @@ def _runs(items: Sequence[Item], prints: Sequence[str]) -> list[tuple[list[Item]
     return runs
 
 
-def _in_slices(view: memoryview, take: Callable[[memoryview], object]) -> None:
-    for start in range(0, view.nbytes, SLICE):
-        take(view[start : start + SLICE])
-
-
 def _do_run(
     target: _Target | None,
     image: memoryview,
     start: int,
     items: Sequence[Item],
     prints: Sequence[str],
+    whole: _Whole | None,
 ) -> list[Chunk]:
     """Digest, check and write some items of the shard that begins at `start` of the image."""
     chunks: list[Chunk] = []
-    handed_over = items[0].offset - start
+    handed_over = items[0].offset
     for item, expected in zip(items, prints, strict=True):
         digest = xxhash.xxh3_128()
         check = fingerprints.Hasher(fingerprints.kind_of(expected))
-        at = item.offset - start
-
-        def take(piece: memoryview, digest: xxhash.xxh3_128 = digest) -> None:
-            nonlocal at
+        raw_end, end = item.raw_offset + item.raw_length, item.offset + item.length
+        for at, to in _slices(item.offset, item.raw_offset, raw_end, end):
+            piece = image[at:to]
             digest.update(piece)
+            if whole is not None:
+                whole.up_to(to)
+            if item.raw_offset <= at < raw_end:
+                check.update(piece)
             if target is not None:
-                _write_all(target.descriptor, piece, target.start + at)
-            at += piece.nbytes
-
-        def take_raw(piece: memoryview, check: fingerprints.Hasher = check) -> None:
-            check.update(piece)
-            take(piece)
-
-        raw_end = item.raw_offset + item.raw_length
-        take(image[item.offset : item.raw_offset])
-        _in_slices(image[item.raw_offset : raw_end], take_raw)
-        take(image[raw_end : item.offset + item.length])
+                _write_all(target.descriptor, piece, target.start + at - start)
         if check.done() != expected:
             raise TornSnapshotError(torn(item.name))
         chunks.append(Chunk(item.offset - start, item.length, digest.hexdigest(), expected))
-        if target is not None and target.path and at - handed_over >= WRITE_BACK:
-            start_write_back(target.descriptor, handed_over, at - handed_over)
-            handed_over = at
+        if target is not None and target.path and end - handed_over >= WRITE_BACK:
+            start_write_back(target.descriptor, handed_over - start, end - handed_over)
+            handed_over = end
     return chunks
+
+
+def _slices(*bounds: int) -> Iterator[tuple[int, int]]:
+    """From the first bound to the last, none across one between."""
+    for start, end in itertools.pairwise(bounds):
+        for at in range(start, end, SLICE):
+            yield at, min(at + SLICE, end)
 
 
 def _write_all(fd: int, view: memoryview, at: int) -> None:

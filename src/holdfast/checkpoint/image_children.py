@@ -2,7 +2,7 @@
 
 Threads share one interpreter, which each of them needs between two slices: on many cores they wait for it
 more than they work. Forks of the writer process do not, and see the same memory; a fork of it is cheap,
-because it is small.
+because it is small. What each of them does is settled as they go (image_claims.py).
 
 Guarantee: every child has ended when `in_children` returns or raises, and none outlives its parent. Its wait
 is bounded by whoever bounds its parent: a trainer ends a writer that is late with a job (writer_client.py),
@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -55,7 +55,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Child:
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Iterable[Task]) -> None:
         reading, writing = os.pipe()
         parent = os.getpid()
         self.pid = os.fork()
@@ -97,8 +97,11 @@ class _Child:
             self.pid = 0
 
 
-def in_children(shares: Sequence[Sequence[Task]]) -> list[Piece]:
-    """Do each share of the tasks in a process of its own; all that they have done."""
+def in_children(shares: Sequence[Iterable[Task]]) -> list[Piece]:
+    """Do each share of the tasks in a process of its own; all that they have done.
+
+    A share may be an iterator: it is only asked for its next task when the one before is done.
+    """
     children: list[_Child] = []
     try:
         for tasks in shares:
@@ -109,7 +112,7 @@ def in_children(shares: Sequence[Sequence[Task]]) -> list[Piece]:
             child.end()
 
 
-def _do(tasks: Sequence[Task]) -> _Told:
+def _do(tasks: Iterable[Task]) -> _Told:
     try:
         return _Told(pieces=[task() for task in tasks])
     except TornSnapshotError as error:

@@ -102,8 +102,8 @@ def load(
     check_strict(tensors, metadata)
     wanted = flatten(tensors)
     _load_tensors(_own_first(wanted, metadata, rank) if same_world else wanted, reader)
-    rest = reader.shard_paths() if shards is None else shards.only_global()
-    reader.verify_rest(rest[rank::world])
+    rest = reader.shard_paths()[rank::world] if shards is None else shards.rest(manifest.world.size)
+    reader.verify_rest(rest)
     return LoadedState(tracked, tensors, others, own, manifest, notes)
 
 

@@ -206,13 +206,20 @@ class LocalTier:
             self.image(record).unlink(missing_ok=True)
         return True
 
-    def quarantine(self, record: CopyRecord, why: str) -> None:
-        """Its bytes are wrong: it never counts again. The reason is kept, the memory is not."""
+    def quarantine(self, record: CopyRecord, why: str) -> bool:
+        """Its bytes are wrong: it never counts again. The reason is kept, the memory is not.
+
+        False: somebody else was quicker, or it was given up.
+        """
+        try:
+            self._record_path(record.checkpoint, record.rank).unlink()
+        except FileNotFoundError:
+            return False
         told = msgspec.json.encode({"why": why, "at": time.time(), "record": record})
         name = f"{record.checkpoint}.{record.rank:05d}.{uuid.uuid4().hex[:8]}.json"
         with contextlib.suppress(OSError):  # a full tier must not keep a bad copy in the inventory
             replace_atomic(self.quarantined / name, told, durable=False)
-        self._record_path(record.checkpoint, record.rank).unlink(missing_ok=True)
+        return True
 
     @contextlib.contextmanager
     def lease(self, record: CopyRecord) -> Iterator[int | None]:

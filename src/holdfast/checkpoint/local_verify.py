@@ -5,6 +5,8 @@ that size and digest, no shard of its rank is left out, and the image's bytes, r
 The copy is leased for as long as it is read, so what is judged is one copy and not two halves of it. The
 record is believed in nothing: it only says where to look.
 
+`look_at_copy` reads none of the bytes: it finds nothing wrong if all but they is as it must be.
+
 A copy that is gone when it is looked at is `missing`: there is nothing to quarantine. Every other problem
 means that the copy is bad.
 """
@@ -58,6 +60,26 @@ def verify_copy(
             longest = sorted(record.files, key=lambda file: -file.size)
             found = dict(zip((file.path for file in longest), pool.map(check.file, longest), strict=True))
     return [problem for file in record.files if (problem := found[file.path]) is not None]
+
+
+def look_at_copy(tier: LocalTier, record: CopyRecord, manifest: Manifest, *, digest: str) -> list[Problem]:
+    """Every problem of one copy that shows without reading it."""
+    if problems := _disagreements(record, manifest, digest):
+        return problems
+    with tier.lease(record) as descriptor:
+        if descriptor is None:
+            return [_why_gone(tier, record)]
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            return [Problem(Reason.NOT_A_FILE, _image(record), "expected a regular file")]
+        return [problem for file in record.files if (problem := _too_short(file, info.st_size)) is not None]
+
+
+def _too_short(file: CopyFile, size: int) -> Problem | None:
+    if file.start + file.size <= size:
+        return None
+    detail = f"expected {file.size} bytes from {file.start} of the image, which has {size}"
+    return Problem(Reason.TRUNCATED, file.path, detail)
 
 
 def _disagreements(record: CopyRecord, manifest: Manifest, digest: str) -> list[Problem]:
@@ -124,9 +146,8 @@ class _Check:
         self._lock = threading.Lock()
 
     def file(self, file: CopyFile) -> Problem | None:
-        if file.start + file.size > self._size:
-            detail = f"expected {file.size} bytes from {file.start} of the image, which has {self._size}"
-            return Problem(Reason.TRUNCATED, file.path, detail)
+        if (problem := _too_short(file, self._size)) is not None:
+            return problem
         try:
             return self._compare(file, self._listed[file.path])
         except OSError as error:

@@ -2,12 +2,16 @@
 
 Nothing that is read here is verified here: whoever asked checks it against the manifest's digests, as it does
 with every other source, and turns to the next source if they do not match.
+
+Who reads on from there says so (`until`), and the next piece is asked for before this one has come. So the
+peer never waits for the next question, and a piece is on its way while the one before is digested.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections import deque
 
 from holdfast.checkpoint.local_tier import CopyRecord
 from holdfast.checkpoint.peer_messages import Copies, Data, Gone, ListCopies, Read
@@ -37,22 +41,34 @@ class PeerReader:
         self._secret = run_secret(control)
         self._timeout = timeout
         self._line: Line | None = None
+        self._asked: deque[Read] = deque()
+        """Requests that have not been answered yet; only ever the one that is read and the next."""
 
-    def read_into(self, view: memoryview, *, checkpoint: str, path: str, offset: int) -> None:
-        """Fill the view from a file of a copy; PeerError if that cannot be done within the timeout."""
+    def read_into(self, view: memoryview, *, checkpoint: str, path: str, offset: int, until: int = 0) -> None:
+        """Fill the view from a file of a copy; PeerError if that cannot be done within the timeout.
+
+        `until`: where in the file the next reads, which follow at once, will end.
+        """
         deadline = Deadline.within(self._timeout, STILL)
-        done = 0
-        while done < view.nbytes:
-            length = min(view.nbytes - done, PIECE)
-            with view[done : done + length] as piece:
-                request = Read(checkpoint=checkpoint, path=path, offset=offset + done, length=length)
+        end = offset + view.nbytes
+        until = max(until, end)
+
+        def ask(at: int) -> Read | None:
+            # A piece ends where this view does, so that the next view begins with one.
+            stop = min(end if at < end else until, at + PIECE)
+            return Read(checkpoint=checkpoint, path=path, offset=at, length=stop - at) if stop > at else None
+
+        at = offset
+        while (request := ask(at)) is not None and at < end:
+            following = ask(at + request.length)
+            with view[at - offset : at - offset + request.length] as piece:
                 try:
-                    self._read(piece, request, deadline)
+                    self._read(piece, request, following, deadline)
                 except LostLineError:
                     if deadline.left <= 0:
                         raise
-                    self._read(piece, request, deadline)  # once: the server may have been replaced
-            done += length
+                    self._read(piece, request, following, deadline)  # once: the server may be another now
+            at += request.length
 
     def copies(self) -> list[CopyRecord]:
         """The records of what the peer holds; they prove nothing."""
@@ -70,17 +86,24 @@ class PeerReader:
         if self._line is not None:
             self._line.close()
             self._line = None
+        self._asked.clear()
 
-    def _read(self, view: memoryview, request: Read, deadline: Deadline) -> None:
+    def _read(self, view: memoryview, request: Read, following: Read | None, deadline: Deadline) -> None:
         try:
+            if self._asked and self._asked[0] != request:
+                self.close()  # something else was expected to be read
             line = self._connected(deadline)
-            line.send(request, deadline)
+            for one in (request, following):
+                if one is not None and one not in self._asked:
+                    line.send(one, deadline)
+                    self._asked.append(one)
             answer: Data | Gone = line.receive(Data | Gone, deadline)
             if isinstance(answer, Gone):
                 raise GoneError(f"{line.who}: {answer.why}")
             if answer.length != request.length:
                 raise PeerError(f"{line.who} offered {answer.length} bytes, expected {request.length}")
             line.receive_into(view, deadline)
+            self._asked.popleft()
         except BaseException as error:
             # After a cut answer nobody knows where the next one begins.
             self.close()

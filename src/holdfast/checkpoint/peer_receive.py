@@ -27,6 +27,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import xxhash
@@ -84,7 +85,7 @@ class Incoming:
         with contextlib.suppress(OSError):
             os.utime(self._descriptor)
 
-    def commit(self) -> CopyRecord:
+    def commit(self, kind: Literal["own", "replica"] = "replica") -> CopyRecord:
         """Every digest was right: from now on it counts."""
         replica = self.replica
         record = CopyRecord(
@@ -93,7 +94,7 @@ class Incoming:
             rank=replica.rank,
             image=self._name,
             files=[CopyFile(file.path, file.start, file.size, file.digest) for file in replica.files],
-            kind="replica",
+            kind=kind,
             at=time.time(),
         )
         self.touch()

@@ -27,6 +27,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 class PlaceInfo(msgspec.Struct, frozen=True, array_like=True):
     place: str
+    """Its id; empty if its local directory cannot be used."""
     node: str
     host: str
     port: int
@@ -48,15 +49,18 @@ class PlaceMap(msgspec.Struct, frozen=True):
         return self.of(rank).leader == rank
 
     def by_rank(self) -> list[str]:
-        """The place of each rank, as `policy.replication` wants it."""
+        """The place of each rank, as `policy.replication` wants it; empty for one that has none."""
         return [self.places[at].place for at in self.ranks]
+
+    def usable(self) -> list[PlaceInfo]:
+        return [info for info in self.places if info.place]
 
     def find(self, place: str) -> PlaceInfo | None:
         return next((info for info in self.places if info.place == place), None)
 
     def nodes(self) -> dict[str, str]:
         """Place → node."""
-        return {info.place: info.node for info in self.places}
+        return {info.place: info.node for info in self.usable()}
 
     def where(self, targets: Sequence[Sequence[str]]) -> Where:
         """What is kept with each local checkpoint, for people to see where its copies are."""
@@ -71,14 +75,15 @@ class PlaceMap(msgspec.Struct, frozen=True):
 
 def make_map(hellos: Sequence[Hello]) -> PlaceMap:
     """Pure: one map from what all ranks said, by rank."""
-    positions: dict[str, int] = {}
+    positions: dict[tuple[str, str], int] = {}
     places: list[PlaceInfo] = []
     ranks: list[int] = []
     for rank, hello in enumerate(hellos):
-        if hello.place not in positions:
-            positions[hello.place] = len(places)
+        key = (hello.place, "" if hello.place else hello.node)  # nodes without a place are not one place
+        if key not in positions:
+            positions[key] = len(places)
             places.append(PlaceInfo(hello.place, hello.node, hello.host, hello.port, rank))
-        at = positions[hello.place]
+        at = positions[key]
         if hello.port and not places[at].port:  # the one that serves need not be the first
             places[at] = msgspec.structs.replace(places[at], host=hello.host, port=hello.port)
         ranks.append(at)

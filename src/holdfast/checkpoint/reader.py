@@ -2,9 +2,11 @@
 
 Guarantee: nothing is unpickled, and no tensor is touched, before the bytes it comes from have matched the
 digest taken when they were written. Each item is read once into memory, digested there, and used from that
-same memory, so what was verified is what is loaded. While one item is used, a helper thread reads and digests
-the next. Then each tensor is looked at where it came to lie: its fingerprint there must be the one taken when
-it was saved (or, of a tensor that is put together from parts, that of each part as it was read).
+same memory, so what was verified is what is loaded; a large one that lies in this node's memory already is
+digested and used there, under the lease that keeps it as it is. While one item is used, a helper thread reads
+and digests the next. Then each tensor is looked at where it came to lie: its fingerprint there must be the
+one taken when it was saved (or, of a tensor that is put together from parts, that of each part as it was
+read).
 """
 
 from __future__ import annotations
@@ -129,14 +131,20 @@ class VerifyingReader(FileSystemReader):
             raise CheckpointError(
                 f"stale-metadata {path}: .metadata places an item at {offset}+{length}; the manifest does not"
             )
-        if len(self._buffers[slot]) < length:
-            self._buffers[slot] = bytearray(length)
-        view = memoryview(self._buffers[slot])[:length]
-        while why := _why_not(shard, path, view, chunk):
+        while True:
+            view = shard.in_place(offset, length) if length >= IN_PLACE else None
+            if view is not None:
+                why = _unlike(path, chunk, xxhash.xxh3_128_hexdigest(view))
+            else:
+                if len(self._buffers[slot]) < length:
+                    self._buffers[slot] = bytearray(length)
+                view = memoryview(self._buffers[slot])[:length]
+                why = _why_not(shard, path, view, chunk)
+            if not why:
+                self._read.setdefault(path, set()).add(offset)
+                return view
             if not shard.another(why):
                 raise CheckpointError(why)
-        self._read.setdefault(path, set()).add(offset)
-        return view
 
     def _use(self, data: memoryview, items: list[ReadItem], planner: LoadPlanner, fingerprint: str) -> None:
         tensor: torch.Tensor | None = None
@@ -214,11 +222,15 @@ def _why_not(shard: Shard, path: str, view: memoryview, chunk: Chunk) -> str:
     try:
         for start in range(0, chunk.length, shard.at_once):
             piece = view[start : start + shard.at_once]
-            shard.read_into(piece, chunk.offset + start)
+            shard.read_into(piece, chunk.offset + start, until=chunk.offset + chunk.length)
             digest.update(piece)
     except CheckpointError as error:
         return str(error)
-    found = digest.hexdigest()
+    return _unlike(path, chunk, digest.hexdigest())
+
+
+def _unlike(path: str, chunk: Chunk, found: str) -> str:
+    """Why bytes with this digest are not the chunk's; empty if they are."""
     if found == chunk.digest:
         return ""
     return (

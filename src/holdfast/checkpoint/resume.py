@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -42,10 +43,12 @@ from holdfast.control.operator import Pin, pinned, use_up
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
 from holdfast.journal.events import Decision, RejectedOption, Resumed, RungRejected
-from holdfast.journal.render import plural
+from holdfast.journal.render import plural, size
 from holdfast.journal.writer import JournalWriter
+from holdfast.policy.assembly import Assembly
 
 FRESH = "fresh start"
+USED = {"own": "on the nodes themselves", "peer": "from peers", "global": "from the checkpoint root"}
 
 T = TypeVar("T")
 
@@ -55,8 +58,9 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """None: start fresh, unless `refusal` says why not."""
     path: str = ""
     refusal: str = ""
-    verify_only: bool = False
-    """Places say what they hold of it; nothing is loaded yet, and no verdict follows."""
+    asks: Literal["", "holds", "verified"] = ""
+    """Places say what they hold of it, by their records or after reading it; nothing is loaded, and no
+    verdict follows."""
     assembly: str = ""
     """Where it is written from which place each shard comes; empty: all of them lie under `path`."""
     directory: str = ""
@@ -68,6 +72,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Why this rank cannot use the rung's bytes; another rung may do."""
     unfit: str = ""
     """Why the checkpoint does not fit the script; no other rung will do."""
+    used: dict[str, int] = {}
+    """Bytes that were read, by source, where there was more than one: own, peer, global."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +136,8 @@ class Resumer:
         self._alarm = StorageWatch(journal)
         self._numbers = itertools.count()
         self._sources: list[str] = []
+        self.taken: Proposal | None = None
+        """What was loaded in the end, and from where."""
         """Where the shards of what is proposed come from, in words."""
         self._pin: Pin | None = None
         """What an operator pinned, as rank 0 found it at the start of the search."""
@@ -180,9 +188,10 @@ class Resumer:
                         self._conclude(number, Verdict(go_on=False, unfit=unfit))
                         raise IncompleteStateError(unfit)
                     if not found and state is not None:
+                        self.taken = offer
                         return self._fix(number, rung, rejected, resume_from), state
-                    problems += found
                     self._conclude(number, Verdict(go_on=True))
+                    problems += found + self._find_bad_copies(offer)
                 why_not = self._fetcher.fetch(rung, problems)
                 if why_not is not None:
                     problems += why_not
@@ -204,6 +213,7 @@ class Resumer:
 
     def _offer(self, rung: Rung) -> tuple[Proposal | None, list[str]]:
         """How a rung can be loaded; None if it cannot. And what was found wrong with copies of it."""
+        self._sources = []
         path, inspection = look_at(rung, self._root, self._control.run_id)
         problems = [str(problem) for problem in inspection.problems]
         whole = Proposal(rung=rung, path=str(path))
@@ -214,10 +224,8 @@ class Resumer:
         if home is None:
             problems.append("unreadable-manifest: the local tier's manifest is gone or another's")
             return (None, problems) if inspection.problems else (whole, problems)
-        number = self._propose(Proposal(rung=rung, path=str(home), verify_only=True))
-        self._local.answer(number, name, rung.manifest, home)
         in_global = not inspection.problems
-        assembly, bad = self._local.gather(number, manifests.read(home)[0], in_global=in_global)
+        number, assembly, bad = self._ask_places(rung, home, "holds", in_global=in_global)
         if not assembly.complete:
             shown = ", ".join(assembly.missing[:3])
             bad.append(f"missing {plural(len(assembly.missing), 'file')} on all nodes, first {shown}")
@@ -225,6 +233,21 @@ class Resumer:
         self._sources = self._local.describe(name, assembly)
         written = self._local.publish(number, assembly)
         return Proposal(rung=rung, path=str(home), assembly=written, directory=str(path)), bad
+
+    def _ask_places(
+        self, rung: Rung, home: Path, what: Literal["holds", "verified"], *, in_global: bool
+    ) -> tuple[int, Assembly, list[str]]:
+        """What the places hold of a rung, and what of it they found bad; with the question's number."""
+        assert self._local is not None
+        number = self._propose(Proposal(rung=rung, path=str(home), asks=what))
+        self._answer_as_place(number, rung, home, what)
+        return number, *self._local.gather(number, manifests.read(home)[0], in_global=in_global)
+
+    def _find_bad_copies(self, offer: Proposal) -> list[str]:
+        """Some rank has found no right bytes. Whose are wrong is found by who holds them, for all resumes."""
+        if not offer.assembly or offer.rung is None:
+            return []
+        return self._ask_places(offer.rung, Path(offer.path), "verified", in_global=False)[2]
 
     def _look(self, resume_from: str, *, force: bool) -> Ladder:
         """The ladder, after making sure that the root can be written: better now than at the first save."""
@@ -264,6 +287,7 @@ class Resumer:
         """What is wrong, each thing once with the ranks that found it, and the first misfit."""
         found_by: dict[str, list[int]] = {mine.problem: [0]} if mine.problem else {}
         unfit = mine.unfit
+        used = Counter(mine.used)
         deadline = time.monotonic() + self._load_timeout
         for rank in range(1, self._group.world_size):
             left = max(0.0, deadline - time.monotonic())
@@ -273,6 +297,10 @@ class Resumer:
             if answer.problem:
                 found_by.setdefault(answer.problem, []).append(rank)
             unfit = unfit or (f"rank {rank}: {answer.unfit}" if answer.unfit else "")
+            used.update(answer.used)
+        if used:
+            told = [f"{size(used[one])} {where}" for one, where in USED.items() if used[one]]
+            self._sources.append(f"read {', '.join(told)}")
         return [f"{problem} (found by {_ranks(ranks)})" for problem, ranks in found_by.items()], unfit
 
     def _fix(
@@ -360,10 +388,8 @@ class Resumer:
             if proposal.refusal:
                 raise NoValidRungError(proposal.refusal)
             state, rung = None, proposal.rung
-            if rung is not None and proposal.verify_only:
-                assert self._local is not None  # it is the same for all ranks
-                name = CheckpointName(rung.step, rung.id)
-                self._local.answer(number, name, rung.manifest, Path(proposal.path))
+            if rung is not None and proposal.asks:
+                self._answer_as_place(number, rung, Path(proposal.path), proposal.asks)
                 number += 1
                 continue
             if rung is not None:
@@ -374,6 +400,7 @@ class Resumer:
             if verdict.unfit:
                 raise IncompleteStateError(verdict.unfit)
             if not verdict.go_on:
+                self.taken = proposal
                 timeout = self._decision_timeout
                 return self._decisions.await_decision("resume", ResumeDecision, timeout), state
             number += 1
@@ -381,6 +408,11 @@ class Resumer:
     def _read(self, key: str, kind: type[T], what: str) -> T:
         timeout = self._decision_timeout + self._load_timeout
         return msgspec.json.decode(read_key(self._group.store, key, timeout, what), type=kind)
+
+    def _answer_as_place(self, number: int, rung: Rung, home: Path, what: str) -> None:
+        assert self._local is not None  # it is the same for all ranks
+        name = CheckpointName(rung.step, rung.id)
+        self._local.answer(number, name, rung.manifest, home, thorough=what == "verified")
 
     def _try(self, proposal: Proposal) -> tuple[LoadedState | None, Answer]:
         """Load a rung; whatever is wrong with it becomes an answer, so that no rank goes silent."""
@@ -392,7 +424,7 @@ class Resumer:
                 if rung.manifest:
                     rank, world = self._group.rank, self._group.world_size
                     state = load(path, rung.manifest, self._tracked, rank, world, shards=shards)
-                    return state, Answer()
+                    return state, Answer(used=dict(shards.used) if shards is not None else {})
                 return load_stock(path, self._tracked), Answer()
         except CheckpointError as error:
             return None, Answer(problem=str(error))

@@ -27,8 +27,14 @@ class Shard(Protocol):
     def at_once(self) -> int:
         """Bytes to ask for at a time: few enough to be digested while in the cache, unless asking is slow."""
 
-    def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` from there; CheckpointError if that cannot be done."""
+    def read_into(self, view: memoryview, offset: int, *, until: int = 0) -> None:
+        """Fill `view` from there; CheckpointError if that cannot be done.
+
+        `until`: up to where the next reads will go on, so that what is far away can be asked for ahead.
+        """
+
+    def in_place(self, offset: int, length: int) -> memoryview | None:
+        """The bytes where they lie, if they can be used there and stay as they are; None: read them."""
 
     def another(self, why: str) -> bool:
         """What was read is no good, and why: whether there is another source, which is read from now on."""
@@ -64,8 +70,13 @@ class ShardFile:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def read_into(self, view: memoryview, offset: int) -> None:
+    def read_into(self, view: memoryview, offset: int, *, until: int = 0) -> None:
+        del until
         read_at(self._fd, view, offset, self._path)
+
+    def in_place(self, offset: int, length: int) -> memoryview | None:
+        del offset, length
+        return None
 
     def another(self, why: str) -> bool:
         del why

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -104,10 +104,19 @@ class Buffer:
 
 
 def stage_from_host(
-    buffer: Buffer, plan: Plan, tensors: Sequence[torch.Tensor], known: dict[int, str], threads: int
+    buffer: Buffer,
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    known: dict[int, str],
+    threads: int,
+    *,
+    but: Collection[int] = (),
 ) -> dict[int, str]:
-    """Copy the tensors that are on the host into a buffer; their fingerprints, taken in the same pass."""
-    here = [at for at, tensor in enumerate(tensors) if tensor.is_cpu]
+    """Copy the tensors that are on the host into a buffer; their fingerprints, taken in the same pass.
+
+    `but`: the positions of those that are copied in another way.
+    """
+    here = [at for at, tensor in enumerate(tensors) if tensor.is_cpu and at not in but]
 
     def one(at: int) -> str:
         item = plan.layout.items[at]
@@ -124,7 +133,7 @@ def stage_from_host(
             target[start : start + SLICE] = piece
         return hasher.done()
 
-    if threads == 1:
+    if threads == 1 or len(here) < 2:
         return {at: one(at) for at in here}
     with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-stage") as pool:
         return dict(zip(here, pool.map(one, here), strict=True))

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from holdfast.checkpoint.adapters import Stateful, as_stateful
+from holdfast.checkpoint.adapters import GeneratorState, Stateful, TrackerState, as_stateful
 from holdfast.checkpoint.manifest import PartEntry
 from holdfast.errors import IncompleteStateError, UsageError
 
@@ -85,10 +85,21 @@ class Tracked:
         """The tracked optimizers that are torch's own kind."""
         return [thing for thing in self._objects.values() if isinstance(thing, torch.optim.Optimizer)]
 
+    def models(self) -> list[tuple[str, nn.Module]]:
+        """The tracked models, by name."""
+        return [(name, thing) for name, thing in self._objects.items() if isinstance(thing, nn.Module)]
+
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """The tracked gradient scalers that are torch's own kind."""
+        return [thing for thing in self._objects.values() if isinstance(thing, torch.amp.GradScaler)]
+
+    def generators(self) -> list[Stateful]:
+        """Tracked generators of random numbers, and trackers of several."""
+        return [t for t in self._objects.values() if isinstance(t, GeneratorState | TrackerState)]
+
     def devices(self) -> set[torch.device]:
         """The devices other than the host that tracked models are on."""
-        models = [thing for thing in self._objects.values() if isinstance(thing, nn.Module)]
-        found = {parameter.device for model in models for parameter in model.parameters()}
+        found = {parameter.device for _, model in self.models() for parameter in model.parameters()}
         return {device for device in found if device.type not in ("cpu", "meta")}
 
     def collect(self) -> tuple[dict[str, Any], dict[str, Any]]:

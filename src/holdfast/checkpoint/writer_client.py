@@ -29,6 +29,7 @@ from holdfast.checkpoint.handoff import (
     JobFailed,
     Leave,
     LocalDone,
+    MendCopies,
     Start,
     UseBuffer,
     UsePeers,
@@ -85,6 +86,7 @@ class WriterClient:
         """Numbers of the plans that the writer knows."""
         self._outcomes: list[News] = []
         self._peers: UsePeers | None = None
+        self._mend: MendCopies | None = None
         self._committed: str | None = None
         """Id of the last checkpoint that was committed: the next one's parent."""
 
@@ -107,8 +109,9 @@ class WriterClient:
         self._channel.send(self._start)
         for buffer in self._buffers.values():
             self._tell_buffer(buffer)
-        if self._peers is not None:
-            self._channel.send(self._peers)
+        for told in (self._peers, self._mend):
+            if told is not None:
+                self._channel.send(told)
 
     def use_peers(self, peers: UsePeers) -> None:
         """Where replicas go from now on. A writer that is gone is told when it is replaced."""
@@ -116,6 +119,13 @@ class WriterClient:
         if self._channel is not None:
             with contextlib.suppress(Gone, SaveFailedError):
                 self._channel.send(peers)
+
+    def mend(self, order: MendCopies) -> None:
+        """Have copies made again; a writer that takes the place of this one begins with it anew."""
+        self._mend = order
+        if self._channel is not None:
+            with contextlib.suppress(Gone, SaveFailedError):
+                self._channel.send(order)
 
     def hand_over(self, job: Job, plan: Plan, buffer: Buffer, *, new_buffer: bool) -> None:
         """A job is staged: from here on it is the writer's. Whatever goes wrong becomes its outcome."""

@@ -5,8 +5,8 @@ its writer. It takes jobs over a socket, writes this rank's shard and leaves its
 rank 0 also waits for the others' parts and commits. It talks to other ranks through files only and never
 joins a process group. With a local tier a save is committed there first; what also goes to the root is then
 drained by a thread, one at a time and in order, and replicas are sent by another, so that neither holds up
-the next local save. A signal that asks a whole job to end does not end it: it ends by itself, soon after
-its trainer.
+the next local save; after a resume a third makes copies again that were lost. A signal that asks a whole job
+to end does not end it: it ends by itself, soon after its trainer.
 
 Guarantee: a job that was handed over is carried to its end also when the trainer is gone: committed, or
 cleared away by its deadline. Then, when its trainer is gone and nothing is left, this process exits.
@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -39,6 +40,7 @@ from holdfast.checkpoint.handoff import (
     JobDone,
     Leave,
     LocalDone,
+    MendCopies,
     Start,
     UseBuffer,
     UsePeers,
@@ -57,6 +59,9 @@ from holdfast.errors import HoldfastError, SaveFailedError
 from holdfast.journal.events import CopyQuarantined, SaveCommitted
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.mending import Mender
 
 LOOK = 1.0
 """Seconds between two looks at whether the trainer lives, where its end of the socket does not tell."""
@@ -87,6 +92,7 @@ class Writer:
             ReplicaSender(self._control, self._local.tier, self._journal) if self._local is not None else None
         )
         self._replication_timeout = 0.0
+        self._mender: Mender | None = None
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain")
 
     def _open_local(self, start: Start) -> tuple[LocalSaver | None, str]:
@@ -116,11 +122,15 @@ class Writer:
                     self._plans.pop(message.number - KEPT_PLANS, None)
                 elif isinstance(message, UsePeers):
                     self._use_peers(message)
+                elif isinstance(message, MendCopies):
+                    self._mend(message)
                 elif isinstance(message, Leave):
                     self._replication_timeout = 0.0
                 elif isinstance(message, Job):
                     self._do(message)
         self._drains.shutdown()
+        if self._mender is not None:
+            self._mender.stop()
         if self._replicas is not None and self._local is not None:
             self._replicas.close(self._replication_timeout)
             self._local.close()
@@ -137,6 +147,12 @@ class Writer:
         if self._replicas is not None and self._local is not None:
             self._replicas.use(message)
             self._local.where = message.where or self._local.where
+
+    def _mend(self, message: MendCopies) -> None:
+        from holdfast.checkpoint.mending import Mender  # most writers never need it
+
+        self._mender = Mender(message, self._control, self._journal)
+        self._mender.start()
 
     def _do(self, job: Job) -> None:
         if job.local:
@@ -408,6 +424,7 @@ class Writer:
 def main(descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what they mean, the trainer decides
         signal.signal(number, signal.SIG_IGN)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts a thread for each core, and uses none here
     channel = Channel.of_writer(socket.socket(fileno=descriptor))
     try:
         received = channel.receive(60.0)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from holdfast.control.standing import StandingBook
 
 app = typer.Typer(help="List, verify, compare, judge and export checkpoints.", no_args_is_help=True)
+JUDGED = ("suspect", "condemned", "acquitted")
+"""Standings that somebody will want to know the reasons of."""
 app.command("locate")(ckpt_inspect.locate)
 app.command("diff")(ckpt_inspect.diff)
 app.command("condemn")(ckpt_judge.condemn)
@@ -271,7 +273,7 @@ def _row(directory: Path, standings: StandingBook | None) -> dict[str, Any]:
         "problems": _problems(inspection),
     }
     if standings is not None:
-        row["standing"] = str(standings.of(row["id"])) if row["id"] else None
+        row |= ckpt_copies.standing_of(standings, row["id"])
     return row
 
 
@@ -340,6 +342,8 @@ def _print_rows(
     for row in rows:
         for problem in row["problems"]:
             typer.echo(f"{row['name']}: {problem['reason']}: {problem['path']}: {problem['detail']}")
+        if row.get("standing") in JUDGED:
+            typer.echo(f"{row['name']}: {row['standing']}: {'; '.join(row['standing_evidence'])}")
     if latest is not None and not any(row["latest"] for row in rows):
         typer.echo(f"latest names {latest!r}, which is not here; no resume relies on it")
     typer.echo("Digests were not read: `holdfast ckpt verify` does that.")

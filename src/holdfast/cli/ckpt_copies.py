@@ -40,6 +40,16 @@ def with_local(
     )
 
 
+def standing_of(standings: StandingBook, id: str | None) -> dict[str, Any]:
+    """A row's standing and what that rests on."""
+    from holdfast.checkpoint.problems import printable
+
+    if not id:
+        return {"standing": None, "standing_evidence": []}
+    why = [printable(line, 2000) for line in standings.evidence_of(id)]
+    return {"standing": str(standings.of(id)), "standing_evidence": why}
+
+
 def _row(
     control: ControlDirectory,
     standings: StandingBook | None,
@@ -58,7 +68,7 @@ def _row(
     row |= {"digests_missing": False, "problems": [], "latest": False}
     row["copies"] = {"global": False, "local": None}
     if standings is not None:
-        row["standing"] = str(standings.of(name.id))
+        row |= standing_of(standings, name.id)
     if commit is None:
         return row | {"state": "not committed"}
     try:

@@ -66,7 +66,7 @@ def locate(
         else:
             ladder = take_inventory(control, there, resume_from, force=force, copies=local)
         recorded = {str(name): as_recorded(control, name) for name in local}
-        rows = _walk(ladder, there, control.run_id, recorded, full=full)
+        rows = _walk(_with_evidence(ladder, control), there, control.run_id, recorded, full=full)
         # What only nodes have does not stand against a fresh start once they have lost it.
         fresh = ladder.may_start_fresh or (
             pin is None and take_inventory(control, there, resume_from, force=force).may_start_fresh
@@ -107,6 +107,23 @@ def open_run(run_dir: Path) -> ControlDirectory:
     if not (run_dir / "run.json").is_file():
         raise UsageError(f"{run_dir} is not a run directory: it has no run.json. Give the run's --run-dir")
     return ControlDirectory.open(run_dir)
+
+
+def _with_evidence(ladder: Ladder, control: ControlDirectory) -> Ladder:
+    """The ladder with what speaks against those that are suspect or condemned."""
+    from holdfast.checkpoint.identity import parse_name
+    from holdfast.checkpoint.ladder import REFUSED as REFUSED_STANDINGS
+    from holdfast.checkpoint.ladder import Ladder
+    from holdfast.control.standing import StandingBook
+    from holdfast.journal.events import RejectedOption
+
+    book, rejected = StandingBook(control), []
+    for option in ladder.rejected:
+        name, why = parse_name(option.option), []
+        if name is not None and book.of(name.id) in REFUSED_STANDINGS:
+            why = [f"{book.of(name.id)}: {line}" for line in book.evidence_of(name.id)]
+        rejected.append(RejectedOption(option.option, [*option.why, *why]))
+    return Ladder(ladder.rungs, rejected, ladder.may_start_fresh)
 
 
 def _walk(

@@ -148,16 +148,15 @@ def find_checkpoint(
 
 
 def _descendants(target: CommitRecord, records: list[CommitRecord]) -> list[CommitRecord]:
-    """Everything saved from it, directly or not, on any way the run took; oldest first."""
-    family = {target.id}
-    while grown := {r.id for r in records if r.parent in family} - family:
-        family |= grown
-    found = [record for record in records if record.id in family and record.id != target.id]
-    return sorted(found, key=lambda record: (record.attempt, record.step, record.id))
+    from holdfast.control.lineage import descendants
+
+    return descendants({target.id}, records)
 
 
 def _with(target: CommitRecord) -> str:
-    return f"condemned with {_name(target)}, from which it was saved"
+    from holdfast.control.lineage import condemned_with
+
+    return condemned_with(_name(target))
 
 
 def _condemned_with(control: ControlDirectory, record: CommitRecord, target: CommitRecord) -> bool:

@@ -6,6 +6,7 @@ lease/                       who may act (see lease.py)
 attempts/000003/             attempt.json, head.json, failures/, errors/, decisions/, end.json
 standing/<checkpoint id>/    one file a record (see standing.py)
 operator/, exclusions/       what people asked for (see operator.py), what is kept out (see exclusions.py)
+skips/                       data that is left out (see skips.py)
 journal/                     one file a writer
 ```
 Every record is created once, whole, and never changed; the newest number wins. So any process may read at

@@ -6,11 +6,14 @@ and acts under that attempt's epoch. Everything else a worker needs it finds in 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
-from holdfast.errors import UsageError
+from holdfast.errors import ConfigError, UsageError
+from holdfast.policy.rejection import Rerun, Trial
 
 VARIABLE = "HOLDFAST_LAUNCH"
 
@@ -31,6 +34,10 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl: float = 30.0
     avoid: list[str] = []
     """Checkpoints that the recovery decision told this attempt not to use, by name."""
+    rerun: Rerun | None = None
+    """The step whose rejection made this attempt necessary."""
+    trial: Trial | None = None
+    """The checkpoints whose guilt this attempt settles."""
     monitor: str = ""
     """Path of the socket on which the agent listens for signs of life; empty if it does not."""
 
@@ -50,3 +57,15 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: msgspec.json.encode(self).decode()}
+
+
+def one_config(file: str | os.PathLike[str] | None, launched: LaunchInfo | None) -> Path | None:
+    """The settings file of a script, which may name it or be handed it, but not two of them."""
+    given = launched.config if launched is not None else ""
+    if file is not None and given and Path(file).absolute() != Path(given).absolute():
+        raise ConfigError(
+            f"two settings files: the script reads {os.fspath(file)}, `holdfast run` was given {given}. "
+            "Use one of them"
+        )
+    chosen = os.fspath(file) if file is not None else given
+    return Path(chosen) if chosen else None

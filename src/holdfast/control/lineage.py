@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -164,6 +164,21 @@ class Timeline(msgspec.Struct, frozen=True):
     abandoned: list[CommitRecord]
     origin: HeadRecord | None
     """The oldest head on the line: a fresh start, or a checkpoint this run did not make."""
+
+
+def descendants(ids: Collection[str], records: Iterable[CommitRecord]) -> list[CommitRecord]:
+    """Pure: all that was saved from these, directly or not, on any way the run took; oldest first."""
+    records = list(records)
+    family = set(ids)
+    while grown := {record.id for record in records if record.parent in family} - family:
+        family |= grown
+    found = [record for record in records if record.id in family and record.id not in ids]
+    return sorted(found, key=lambda record: (record.attempt, record.step, record.id))
+
+
+def condemned_with(name: str) -> str:
+    """The evidence against what was saved from a condemned checkpoint; acquitting that one clears it too."""
+    return f"condemned with {name}, from which it was saved"
 
 
 def read_timeline(control: ControlDirectory) -> Timeline:

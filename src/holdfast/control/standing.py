@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.control.directory import ControlDirectory, create_record, list_names
+from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
 
@@ -73,6 +73,19 @@ class StandingBook:
             return Standing.CONDEMNED  # a record whose place in the order cannot be read may be the newest
         newest = max(number for number, _ in entries)
         return min((word for number, word in entries if number == newest), key=_SEVERITY.index)
+
+    def evidence_of(self, checkpoint: str) -> list[str]:
+        """What the newest standing rests on; says so if that cannot be read."""
+        folder = self._folder(checkpoint)
+        standing, entries = self.of(checkpoint), self._entries(folder)
+        if not entries:
+            return []
+        number = max(number for number, _ in entries)
+        try:
+            record = read_record(folder / f"{number:06d}-{standing}.json", StandingRecord)
+        except ControlError:
+            record = None
+        return record.evidence if record is not None else ["its record cannot be read"]
 
     def _folder(self, checkpoint: str) -> Path:
         if not _CHECKPOINT.fullmatch(checkpoint):

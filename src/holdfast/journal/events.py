@@ -226,6 +226,22 @@ class CopyQuarantined(Event, tag="copy_quarantined"):
     reasons: list[str]
 
 
+class CopyReplaced(Event, tag="copy_replaced"):
+    """After a resume: a copy of its checkpoint that was lost or bad was made again, and verified."""
+
+    checkpoint: str
+    step: int
+    rank: int
+    """Whose shards it holds, as it was when they were saved."""
+    node: str
+    kind: str
+    """own or replica."""
+    sources: list[str]
+    """Where the bytes came from: own, peer, global."""
+    bytes: int
+    seconds: float
+
+
 class CopiesDropped(Event, tag="copies_dropped"):
     """Local copies that a node gave up for newer ones, or for want of memory."""
 
@@ -271,6 +287,83 @@ class StepsDone(Event, tag="steps_done"):
     """Like `loss`, where the loop gave any."""
     samples: list[str] = []
     """Digest of each step's sample ids, where the loop gave them."""
+
+
+class StepRejected(Event, tag="step_rejected"):
+    """The group rejected a step's result before the optimizer used it (with deferred checks: after that)."""
+
+    step: int
+    reasons: list[str]
+    ranks: list[int] = []
+    """Whose own results, before any reduction, were bad; empty if that is not known."""
+    then: str = ""
+    """What was done: rerun, dropped, stop, restart."""
+
+
+class Verdict(Event, tag="verdict"):
+    """What a rejected step turned out to be."""
+
+    verdict: str
+    """transient, device or reproducible."""
+    step: int
+    evidence: list[str]
+    node: str = ""
+    device: str = ""
+    """Whom it accuses or, for a transient one, where it was counted."""
+
+
+class ProbationEnded(Event, tag="probation_ended"):
+    """The steps after a resume in which what was loaded is watched are over."""
+
+    checkpoint: str
+    outcome: str
+    """passed, breached, or unsettled (the attempt was to end before)."""
+    first: int
+    last: int
+    evidence: list[str] = []
+
+
+class StandingChanged(Event, tag="standing_changed"):
+    """What is known of a checkpoint has changed; the record is durable already."""
+
+    checkpoint: str
+    standing: str
+    evidence: list[str]
+
+
+class ThroughputLow(Event, tag="throughput_low"):
+    """Steps after a resume take much longer than before it. Accuses a node, never the checkpoint."""
+
+    seconds: float
+    before: float
+    """Median step time now, and before the checkpoint was saved."""
+    probes: list[str]
+    """What a short probe showed on each rank."""
+    accused: str = ""
+    """The node that is slower than the others; empty if none is."""
+
+
+class DataSkipped(Event, tag="data_skipped"):
+    """Samples that were left out because they fail everywhere."""
+
+    step: int
+    """The step that would have used them."""
+    epoch: int
+    first: int
+    last: int
+    """Batches of the epoch, counted from 0."""
+    reason: str
+
+
+class DeterminismMeasured(Event, tag="determinism_measured"):
+    """How much the same step's result differed between two runs of it, relative to its size."""
+
+    steps: int
+    p50: float
+    p90: float
+    p99: float
+    p999: float
+    largest: float
 
 
 class RunFinished(Event, tag="run_finished"):
@@ -322,11 +415,19 @@ AnyEvent = (
     | CopyDeleted
     | CopyFetched
     | ReplicaFailed
+    | CopyReplaced
     | CopyQuarantined
     | CopiesDropped
     | StorageAlarm
     | CadenceChosen
     | StepsDone
+    | StepRejected
+    | Verdict
+    | ProbationEnded
+    | StandingChanged
+    | ThroughputLow
+    | DataSkipped
+    | DeterminismMeasured
     | RunFinished
     | OperatorActed
     | Warned

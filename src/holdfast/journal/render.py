@@ -23,12 +23,16 @@ from holdfast.journal.events import (
     CopyDrained,
     CopyFetched,
     CopyQuarantined,
+    CopyReplaced,
+    DataSkipped,
     Decision,
+    DeterminismMeasured,
     DrainFailed,
     LeaseClaimed,
     LeaseLost,
     Line,
     OperatorActed,
+    ProbationEnded,
     ReplicaFailed,
     Resumed,
     RunCreated,
@@ -38,9 +42,13 @@ from holdfast.journal.events import (
     SaveFailed,
     SaveSkipped,
     SaveStarted,
+    StandingChanged,
+    StepRejected,
     StepsDone,
     StorageAlarm,
+    ThroughputLow,
     Unknown,
+    Verdict,
     Warned,
     WorkerFailed,
     WorkersStarted,
@@ -147,6 +155,33 @@ def _decision(event: Decision) -> Rendered:
     return Rendered(f"decided {printable(event.about)}: {printable(event.chosen)}", "decision", details)
 
 
+def _judged(body: StepRejected | Verdict | ProbationEnded | StandingChanged) -> Rendered:
+    match body:
+        case StepRejected():
+            whose = f" on {plural(len(body.ranks), 'rank')} ({', '.join(map(str, body.ranks))})"
+            text = f"step {body.step} rejected{whose if body.ranks else ''}"
+            text += f": {printable(body.then)}" if body.then else ""
+            return Rendered(text, "fault", [printable(item) for item in body.reasons])
+        case Verdict():
+            where = "/".join(printable(part) for part in (body.node, body.device) if part)
+            text = f"verdict on step {body.step}: {printable(body.verdict)}{', ' + where if where else ''}"
+            return Rendered(text, "decision", [f"because {printable(item)}" for item in body.evidence])
+        case ProbationEnded():
+            text = f"probation of {printable(body.checkpoint)}, steps {body.first}–{body.last}"
+            style = {"passed": "good", "breached": "fault"}.get(body.outcome, "plain")
+            details = [printable(item) for item in body.evidence]
+            return Rendered(f"{text}: {printable(body.outcome)}", style, details)
+        case StandingChanged():
+            style = {"proven": "good", "acquitted": "good"}.get(body.standing, "warning")
+            details = [f"because {printable(item)}" for item in body.evidence]
+            text = f"{printable(body.checkpoint)} is {printable(body.standing)}"
+            return Rendered(text, style, details)
+
+
+def _percentiles(body: DeterminismMeasured) -> tuple[float, ...]:
+    return body.p50, body.p90, body.p99, body.p999, body.largest
+
+
 def render(body: AnyEvent | Unknown) -> Rendered:
     """What an event says."""
     match body:
@@ -236,6 +271,11 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             kind = f"{printable(body.kind)} copy on {printable(body.node)}"
             details = [printable(item) for item in body.reasons]
             return Rendered(f"quarantined: {kind} of {printable(body.checkpoint)}", "fault", details)
+        case CopyReplaced():
+            what = f"{printable(body.kind)} copy on {printable(body.node)} of rank {body.rank}'s part"
+            took = f"{size(body.bytes)} from {printable(' and '.join(body.sources))}"
+            text = f"replaced: {what} of {printable(body.checkpoint)}, {took} in {duration(body.seconds)}"
+            return Rendered(text, "good")
         case CopiesDropped():
             details = [
                 f"{printable(name)}: {printable(why)}"
@@ -256,6 +296,20 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             return Rendered(text, "warning" if body.warnings else "decision", details)
         case StepsDone():
             return Rendered(_steps(body), "progress")
+        case StepRejected() | Verdict() | ProbationEnded() | StandingChanged():
+            return _judged(body)
+        case ThroughputLow():
+            text = f"slow: {duration(body.seconds)} a step, {duration(body.before)} before this resume"
+            accused = f"; {printable(body.accused)} is slower than the others" if body.accused else ""
+            return Rendered(f"{text}{accused}", "warning", [printable(item) for item in body.probes])
+        case DataSkipped():
+            what = f"batches {body.first}–{body.last} of epoch {body.epoch}"
+            text = f"left out at step {body.step}: {what}"
+            return Rendered(text, "warning", [f"because {printable(body.reason)}"])
+        case DeterminismMeasured():
+            parts = zip(("p50", "p90", "p99", "p99.9", "largest"), _percentiles(body), strict=True)
+            text = ", ".join(f"{name} {value:.2g}" for name, value in parts)
+            return Rendered(f"two runs of {plural(body.steps, 'step')} differ by {text}", "plain")
         case RunFinished():
             counts = [plural(body.samples, "sample")] if body.samples else []
             counts += [plural(body.tokens, "token")] if body.tokens else []

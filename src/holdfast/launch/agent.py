@@ -27,11 +27,11 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from holdfast.control.devices import visible_devices
 from holdfast.control.exclusions import exclude
 from holdfast.errors import DecisionTimeoutError, HoldfastError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import LeaseLost, RunCreated, Warned, WorkersStarted
-from holdfast.launch.arrangement import visible_devices
 from holdfast.launch.attempt import (
     Attempt,
     LeaderLostError,
@@ -194,7 +194,7 @@ class HoldfastAgent(LocalElasticAgent):
         assert attempt is not None
         worker_env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         told, node = attempt.told, attempt.place.node
-        handover = context.handover(attempt.number, told.epoch, node, told.avoid)
+        handover = context.handover(told, node)
         worker_env.update(handover.to_environment())
         if told.arrangement.nodes:
             worker_env.update(told.arrangement.environment(node, visible_devices()))
@@ -437,7 +437,7 @@ class HoldfastAgent(LocalElasticAgent):
         return str(self._pcontext.error_files[local_rank]) if self._pcontext is not None else ""
 
     def _steps(self) -> int:
-        return highest_committed_step(self._settings.checkpoint_root())
+        return highest_committed_step(self._settings.checkpoint_root(), self._context.control)
 
     def _leave(self, attempt: Attempt, code: int, *, wait: bool = True) -> int:
         """The last thing of a launch: let the others read what they need before this process is gone."""

@@ -7,27 +7,14 @@ verdict can compare where a fault appeared.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
+from holdfast.control.devices import VISIBLE
 from holdfast.control.exclusions import Exclusion
 from holdfast.policy.rotation import NodeDevices, arrange, describe, device_of
 from holdfast.policy.rounds import Member
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DEV = Path("/dev")
-
-
-def visible_devices(environ: Mapping[str, str] = os.environ, dev: Path = _DEV) -> list[str]:
-    """The devices of this node as its workers see them, in that order; none on a CPU."""
-    given = environ.get(VISIBLE)
-    if given is not None:
-        return [device.strip() for device in given.split(",") if device.strip()]
-    found = [path.name.removeprefix("nvidia") for path in dev.glob("nvidia[0-9]*")]
-    return sorted((name for name in found if name.isdigit()), key=int)
 
 
 def usable_devices(devices: Sequence[str], node: str, excluded: Sequence[Exclusion]) -> list[str]:

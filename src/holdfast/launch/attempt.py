@@ -10,6 +10,7 @@ number and epoch; only the leader writes the attempt's end.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -27,8 +28,10 @@ from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.arrangement import Arrangement, arrange_attempt
 from holdfast.launch.attempt_store import AttemptStore
-from holdfast.launch.history import last_decision
+from holdfast.launch.history import last_decision, past_attempts, was_kept
+from holdfast.launch.suspicion import still_open, write_findings
 from holdfast.launch.watch import FollowerWatch, LeaderWatch
+from holdfast.policy.rejection import Rerun, Trial
 from holdfast.policy.rounds import Member
 
 if TYPE_CHECKING:
@@ -77,6 +80,9 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     arrangement: Arrangement = Arrangement()
     avoid: list[str] = []
     """Checkpoints that the last decision said not to use."""
+    rerun: Rerun | None = None
+    trial: Trial | None = None
+    """What earlier rejections have left open."""
     refused: str = ""
     """Why there is no attempt; empty if there is one."""
     exit_code: int = 0
@@ -225,11 +231,16 @@ def lead(
 ) -> Attempt:
     """Number the attempt, host its store, watch over the others, tell them."""
     earlier = sum(record.launch == held.owner for record, _ in ends_of(control))
-    decided = last_decision(control)
+    fence = Fence(control, held.epoch)
+    newest, decided = last_decision(control)
+    if decided is not None and not was_kept(control, newest):  # who decided it died before that
+        with contextlib.closing(JournalWriter(control.journal, f"agent-{held.owner}", newest)) as journal:
+            write_findings(control, fence, journal, decided)
+    rerun, trial = still_open(control, past_attempts(control, before=newest + 1))
     arrangement = arrange_attempt(members, decided.rotate_by if decided is not None else 0)
     begun = begin_attempt(
         control,
-        Fence(control, held.epoch),
+        fence,
         held.owner,
         place.world_size,
         max_restarts=max_restarts,
@@ -258,6 +269,8 @@ def lead(
         watch_port=watching.port if watching is not None else 0,
         arrangement=arrangement,
         avoid=decided.avoid if decided is not None else [],
+        rerun=rerun,
+        trial=trial,
     )
     attempt = Attempt(control, place, held.owner, told, store, node_timeout)
     attempt.hosted, attempt.watching = hosted, watching

@@ -10,6 +10,7 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import Exclusion, excluded
 from holdfast.control.handover import LaunchInfo
 from holdfast.launch.alert import Alerts
+from holdfast.launch.attempt import Announcement
 from holdfast.launch.keeper import Keeper
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.learning import Learner
@@ -65,17 +66,19 @@ class LaunchContext:
         self.learned_exclusions = fresh
         return found + [Exclusion(node=one.node, device=one.device, reason=one.reason) for one in fresh]
 
-    def handover(self, attempt: int, epoch: int, node: str, avoid: list[str]) -> LaunchInfo:
+    def handover(self, told: Announcement, node: str) -> LaunchInfo:
         return LaunchInfo(
             run_dir=str(self.control.path),
             run_id=self.control.run_id,
             launch=self.launch,
-            attempt=attempt,
-            epoch=epoch,
+            attempt=told.attempt,
+            epoch=told.epoch,
             node=node,
             config=self.config,
             command_line=self.command_line,
             lease_ttl=self.settings.control.lease_ttl,
-            avoid=avoid,
+            avoid=told.avoid,
+            rerun=told.rerun,
+            trial=told.trial,
             monitor=str(self.monitor.path),
         )

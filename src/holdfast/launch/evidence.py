@@ -17,7 +17,10 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint.identity import MANIFEST, CheckpointRoot
+from holdfast.checkpoint.ladder import REFUSED
 from holdfast.control.attempts import FailureRecord
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.standing import StandingBook
 from holdfast.files import read_regular
 from holdfast.launch.workers import Workers
 from holdfast.policy.classify import KERNEL_OOM, is_symptom
@@ -42,6 +45,24 @@ def message_of(path: Path) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     text = " … ".join(dict.fromkeys(lines[:1] + lines[-1:]))
     return text[:MESSAGE_LIMIT]
+
+
+def code_of(path: Path) -> int:
+    """The exit code of the exception in an error file; 1, as Python's own, if it does not say."""
+    try:
+        data = msgspec.json.decode(read_regular(path, ERROR_FILE_LIMIT), type=dict[str, Any])
+        code = int(data["message"]["extraInfo"]["exit_code"])
+    except (
+        OSError,
+        msgspec.DecodeError,
+        RecursionError,
+        UnicodeDecodeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):
+        return 1
+    return code if 0 < code < 128 else 1
 
 
 def written_at(path: Path) -> float | None:
@@ -75,8 +96,9 @@ def stop_and_see(workers: Workers, error_files: Mapping[int, str], grace: float)
         # Was it failing already when it was asked to stop? Then its own error file is older.
         written = written_at(Path(error_files[rank]))
         if code != 0 and rank not in failed and written is not None and written < asked:
-            # The signal is ours then and says nothing; 1 is what its exception was about to exit with.
-            failed[rank] = 1 if code in (-signal.SIGTERM, -signal.SIGKILL) else code
+            # The signal is ours then and says nothing; the code is what its exception was about to exit with.
+            ours = code in (-signal.SIGTERM, -signal.SIGKILL)
+            failed[rank] = code_of(Path(error_files[rank])) if ours else code
     return failed
 
 
@@ -139,12 +161,19 @@ def count_oom_kills() -> int:
     return 0
 
 
-def highest_committed_step(root: Path) -> int:
-    """The highest step among committed checkpoints; 0 if there is none. Says nothing about their bytes."""
-    checkpoints = CheckpointRoot(root)
+def highest_committed_step(root: Path, control: ControlDirectory) -> int:
+    """The highest step among committed checkpoints; 0 if there is none. Says nothing about their bytes.
+
+    One that is suspect or condemned is no progress.
+    """
+    checkpoints, book = CheckpointRoot(root), StandingBook(control)
     try:
         return next(
-            (name.step for name in checkpoints.names() if (checkpoints.committed(name) / MANIFEST).is_file()),
+            (
+                name.step
+                for name in checkpoints.names()
+                if (checkpoints.committed(name) / MANIFEST).is_file() and book.of(name.id) not in REFUSED
+            ),
             0,
         )
     except OSError:

@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.control.attempts import AttemptRecord, EndRecord, ends_of, failures_of
 from holdfast.control.directory import ControlDirectory, create_record, read_record
+from holdfast.control.rejections import rejection_of
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.classify import root_cause
 from holdfast.policy.recovery import Decision
@@ -20,8 +21,17 @@ DECISION = "recovery.json"
 
 def keep_incident(control: ControlDirectory, failed: PastAttempt, decision: Decision) -> None:
     """Write down what an attempt's failure was and what was decided; the first word stays."""
-    known = msgspec.structs.replace(failed, action=decision.action, avoid=decision.avoid)
-    create_record(control.attempt(failed.number) / INCIDENT, known)
+    create_record(control.attempt(failed.number) / INCIDENT, _with(failed, decision))
+
+
+def _with(attempt: PastAttempt, decision: Decision) -> PastAttempt:
+    kept = ("action", "avoid", "verdict", "suspect", "acquit", "skip", "rerun", "trial")
+    return msgspec.structs.replace(attempt, **{name: getattr(decision, name) for name in kept})
+
+
+def was_kept(control: ControlDirectory, number: int) -> bool:
+    """Whether all that was decided about an attempt has been written down."""
+    return (control.attempt(number) / INCIDENT).exists()
 
 
 def past_attempts(control: ControlDirectory, *, before: int) -> list[PastAttempt]:
@@ -34,7 +44,17 @@ def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | Non
     if known is not None:
         return known
     if end is None:
-        return PastAttempt(number=record.number, launch=record.launch, outcome="lost")
+        lost = PastAttempt(
+            number=record.number,
+            launch=record.launch,
+            outcome="lost",
+            placement=record.placement,
+            rotation=record.rotation,
+            world_size=record.world_size,
+            rejection=rejection_of(control, record.number),
+        )
+        decided = _decision(control, record.number)
+        return lost if decided is None else _with(lost, decided)
     failures = failures_of(control, record.number) if end.outcome == "failed" else []
     root = root_cause(failures) if failures else None
     return PastAttempt(
@@ -54,9 +74,13 @@ def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | Non
     )
 
 
-def last_decision(control: ControlDirectory) -> Decision | None:
-    """What was decided about the newest attempt; None if nothing was, or nothing had to be."""
+def last_decision(control: ControlDirectory) -> tuple[int, Decision | None]:
+    """The newest attempt (0: none yet) and what was decided about it; None if nothing was, or had to be."""
     newest = next((record for record, _ in reversed(ends_of(control))), None)
     if newest is None:
-        return None
-    return read_record(control.attempt(newest.number) / "decisions" / DECISION, Decision)
+        return 0, None
+    return newest.number, _decision(control, newest.number)
+
+
+def _decision(control: ControlDirectory, number: int) -> Decision | None:
+    return read_record(control.attempt(number) / "decisions" / DECISION, Decision)

@@ -31,19 +31,23 @@ from holdfast.control.attempts import (
     record_failure,
 )
 from holdfast.control.directory import ControlDirectory, create_record, read_record
-from holdfast.control.exclusions import exclude
+from holdfast.control.exclusions import exclude, readmit
 from holdfast.control.lease import Claim, Fence
+from holdfast.control.rejections import rejection_of
 from holdfast.errors import ControlError, UsageError
+from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.evidence import highest_committed_step
 from holdfast.launch.history import DECISION, keep_incident, past_attempts
+from holdfast.launch.suspicion import doubtful_with, still_open, write_findings
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.capacity import Cluster
-from holdfast.policy.classify import Cause, Diagnosis, diagnose, end_of, is_symptom, root_cause
+from holdfast.policy.classify import Cause, Diagnosis, diagnose, end_of, is_symptom, of_rejection, root_cause
 from holdfast.policy.evidence import Evidence, Hang, Loss, LostNode
 from holdfast.policy.recovery import Decision, Situation, describe_end, recover
+from holdfast.policy.rejection import Kind
 
 
 @dataclass(kw_only=True)
@@ -102,10 +106,10 @@ def decide(
     if root is not None and failed.exit_code != root.exit_code:
         root = None  # what ended it was no worker's own end
     facts = [*_facts(attempt, notice, root, failures, reported), *known.facts]
-    situation = _situation(control, failed, settings, known, facts)
     history = past_attempts(control, before=attempt.number)
+    situation = _situation(control, failed, history, settings, known, facts)
     decision = attempt.decisions.decide("recovery", Decision, lambda: recover(history, situation))
-    _write_down(control, attempt.journal, failed, root, decision)
+    _write_down(control, attempt.fence, attempt.journal, failed, root, decision)
     attempt.end("failed", exit_code=failed.exit_code, cause=failed.cause, highest_step=failed.highest_step)
     return _incident(failed, root, decision)
 
@@ -140,16 +144,17 @@ def decide_lost(
     failed = _judge(control, lost, failures, settings, known, None)
     facts = ["the leading node was lost before it could decide", *known.facts]
     facts += [f"rank {one.rank} on {one.node} then failed: {describe_end(one.exit_code)}" for one in failures]
-    situation = _situation(control, failed, settings, known, facts)
+    history = past_attempts(control, before=lost.number)
+    situation = _situation(control, failed, history, settings, known, facts)
     fence = Fence(control, held.epoch)
     path = control.attempt(lost.number) / "decisions" / DECISION
     with fence.guard(f"decide about attempt {lost.number}"):
         decision = read_record(path, Decision)
         if decision is None:
-            decision = recover(past_attempts(control, before=lost.number), situation)
+            decision = recover(history, situation)
             create_record(path, decision)
     with contextlib.closing(JournalWriter(control.journal, f"agent-{held.owner}", lost.number)) as journal:
-        _write_down(control, journal, failed, None, decision)
+        _write_down(control, fence, journal, failed, None, decision)
         steps = failed.highest_step
         end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
         end_attempt(control, fence, lost.number, end)
@@ -188,6 +193,8 @@ def _judge(
     found = diagnose(evidence)
     if not (evidence.ends or evidence.hangs or evidence.lost):
         found = Diagnosis(cause=Cause.INFRASTRUCTURE if notice is None else Cause.HANG, rung=evidence.rung)
+    rejection = rejection_of(control, record.number)
+    found = of_rejection(found, rejection)
     if not found.message:
         told = [*known.facts, notice.detail if notice is not None else ""]
         found = msgspec.structs.replace(found, message=told[0])
@@ -196,7 +203,7 @@ def _judge(
         number=record.number,
         launch=record.launch,
         outcome="failed",
-        highest_step=highest_committed_step(settings.checkpoint_root()),
+        highest_step=highest_committed_step(settings.checkpoint_root(), control),
         began=head is not None,
         seconds=max(0.0, now - record.started),
         at=now,
@@ -205,6 +212,8 @@ def _judge(
         world_size=record.world_size,
         placement=record.placement,
         rotation=record.rotation,
+        last_step=known.last_step or None,
+        rejection=rejection if found.exit_code == ExitCode.RERUN_WANTED else None,
         **msgspec.structs.asdict(found),
     )
 
@@ -221,44 +230,77 @@ def _rung(head: HeadRecord | None) -> str:
 def _situation(
     control: ControlDirectory,
     failed: PastAttempt,
+    history: list[PastAttempt],
     settings: Settings,
     known: Circumstances,
     facts: list[str],
 ) -> Situation:
+    rungs = _rungs(control, settings)
+    rerun, trial = still_open(control, [*history, failed])
     return Situation(
         attempt=failed,
         max_restarts=settings.launch.max_restarts,
         facts=facts,
         cluster=known.cluster,
-        lower_rungs=_lower_rungs(control, settings, failed.rung),
+        lower_rungs=sum(step < rungs[failed.rung] for step in rungs.values()) if failed.rung in rungs else 0,
         budget_reset=operator.budget_reset(control) or 0,
+        rungs=list(rungs),
+        together=_doubtful(control, settings, failed),
+        skip_bad_data=settings.validation.skip_bad_data,
+        rerun=rerun,
+        trial=trial,
     )
 
 
-def _lower_rungs(control: ControlDirectory, settings: Settings, rung: str) -> int:
-    """Checkpoints below the one that was loaded which a resume may still use, as far as names tell."""
-    if not rung:
-        return 0
+def _rungs(control: ControlDirectory, settings: Settings) -> dict[str, int]:
+    """Name → step of what a resume may still use, newest first, as far as names tell."""
     try:
         root, local = CheckpointRoot(settings.checkpoint_root()), local_manifest.names(control)
         ladder = take_inventory(control, root, "auto", force=False, copies=local)
     except (ControlError, UsageError, OSError):
-        return 0
-    steps = {one.name: one.step for one in ladder.rungs}
-    return sum(step < steps[rung] for step in steps.values()) if rung in steps else 0
+        return {}
+    return {one.name: one.step for one in ladder.rungs}
+
+
+def _doubtful(control: ControlDirectory, settings: Settings, failed: PastAttempt) -> list[str]:
+    if failed.rejection is None or not failed.rung:
+        return []
+    try:
+        return doubtful_with(control, failed.rung, settings.validation.probation_steps)
+    except (ControlError, OSError):
+        return [failed.rung]
 
 
 def _write_down(
     control: ControlDirectory,
+    fence: Fence,
     journal: JournalWriter,
     failed: PastAttempt,
     root: FailureRecord | None,
     decision: Decision,
 ) -> None:
-    """Everything that must outlive this process: the history, what is excluded, and why it was so decided."""
-    keep_incident(control, failed, decision)
+    """Everything that must outlive this process: what is excluded or suspect, why, and last the history.
+
+    An attempt without it in the history is one whose decision may not have been written down whole.
+    """
     for one in decision.exclude:
         exclude(control, one.node, one.device, one.reason, "recovery", failed.number)
+    for node in decision.readmit:
+        readmit(control, node, None, decision.reason, "recovery", failed.number)
+    write_findings(control, fence, journal, decision)
+    keep_incident(control, failed, decision)
+    told = failed.rejection is not None and failed.rejection.kind is Kind.DEVICE  # by the ranks themselves
+    if decision.verdict and failed.rejection is not None and not told:
+        accused = decision.exclude[0] if decision.exclude else None
+        journal.write(
+            events.Verdict(
+                verdict=decision.verdict,
+                step=failed.rejection.step,
+                evidence=[*decision.grounds, decision.reason],
+                node=accused.node if accused is not None else "",
+                device=(accused.device or "") if accused is not None else "",
+            )
+        )
     journal.write(
         events.Decision(
             about="recovery",
@@ -272,6 +314,11 @@ def _write_down(
                 "excluded": [msgspec.to_builtins(one) for one in decision.exclude],
                 "avoid": decision.avoid,
                 "rotate_by": decision.rotate_by,
+                "verdict": decision.verdict,
+                "suspect": decision.suspect,
+                "acquit": decision.acquit,
+                "skip": msgspec.to_builtins(decision.skip),
+                "readmitted": decision.readmit,
             },
         )
     )

@@ -36,6 +36,9 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
     exclude: list[dict[str, Any]] = []
     avoid: list[str] = []
     spares: list[str] = []
+    verdict: str = ""
+    suspect: list[str] = []
+    skip: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, decision: msgspec.Struct | dict[str, Any]) -> Decided:
@@ -87,8 +90,14 @@ def _next(decision: Decided, max_restarts: int | None) -> str:
         text += f" without {printable(', '.join(out), MESSAGE_LIMIT)}"
     if decision.spares:
         text += f" on spare {printable(', '.join(decision.spares), MESSAGE_LIMIT)}"
-    if decision.avoid:
+    if decision.suspect:
+        text += f", below {printable(decision.suspect[0])}, which is suspect"
+    elif decision.avoid:
         text += f", below {printable(decision.avoid[-1])}"
+    if decision.skip is not None:
+        text += f" without batches {decision.skip.get('first', '?')} to {decision.skip.get('last', '?')}"
+    if decision.verdict:
+        text = f"{printable(decision.verdict)}: {text}"
     if decision.restarts_left is None or decision.action in ("wait", "requeue"):
         return text
     if max_restarts is None:

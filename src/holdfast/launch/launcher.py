@@ -34,6 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from torch.distributed.run import config_from_args
 
 from holdfast.control.attempts import attempt_numbers
+from holdfast.control.devices import visible_devices
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import VARIABLE
 from holdfast.control.limits import limits_of
@@ -44,7 +45,7 @@ from holdfast.journal.writer import JournalWriter
 from holdfast.launch import run_path
 from holdfast.launch.agent import HoldfastAgent
 from holdfast.launch.alert import Alerts
-from holdfast.launch.arrangement import usable_devices, visible_devices, why_unfit
+from holdfast.launch.arrangement import usable_devices, why_unfit
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import Endpoints, parse_endpoints

@@ -31,11 +31,13 @@ from holdfast.control.exclusions import Exclusion
 from holdfast.control.holder import is_gone
 from holdfast.control.lease import Claim, current_epoch, read_beat, read_claim
 from holdfast.control.operator import Controls, Pin, Request, in_force
+from holdfast.control.standing import StandingBook
 from holdfast.errors import ControlError
 from holdfast.exit_codes import MEANINGS, ExitCode
 from holdfast.journal.render import printable
 from holdfast.launch.history import INCIDENT, past_attempts
 from holdfast.launch.incident_line import Decided, one_line
+from holdfast.launch.suspicion import still_open
 from holdfast.observe.tails import batches, last_loss, last_step, nodes_started, rate
 from holdfast.policy.budgets import restarts_left, restarts_without_progress
 from holdfast.policy.classify import root_cause
@@ -77,6 +79,15 @@ class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
     left: int | None = None
 
 
+class Suspect(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that a lower rung's replay is to condemn or to acquit."""
+
+    checkpoint: str
+    until: int
+    """The step at which it failed."""
+    evidence: list[str]
+
+
 class Status(msgspec.Struct, kw_only=True):
     """All that `holdfast status --json` prints; fields are only ever added."""
 
@@ -108,6 +119,7 @@ class Status(msgspec.Struct, kw_only=True):
     budget_reset: Request | None = None
     pin: Pin | None = None
     exclusions: list[Exclusion] = []
+    suspects: list[Suspect] = []
     problems: list[str] = []
 
     @property
@@ -163,6 +175,7 @@ def look(control: ControlDirectory) -> Status:
     budget_of = newest.record.max_restarts if newest.record is not None else None
     status.incident = tried(lambda: _last_incident(control, numbers, status.state, files, budget_of), None)
     status.budget = tried(lambda: _budget(control, newest, controls, budget_of), None)
+    status.suspects = tried(lambda: _suspects(control, newest.number), [])
     return status
 
 
@@ -331,3 +344,14 @@ def _budget(
         max_restarts=max_restarts,
         left=restarts_left(history, max_restarts, forgiven) if max_restarts is not None else None,
     )
+
+
+def _suspects(control: ControlDirectory, newest: int) -> list[Suspect]:
+    _, trial = still_open(control, past_attempts(control, before=newest + 1))
+    book = StandingBook(control)
+    if trial is None:
+        return []
+    ids = {name: name.rpartition("-")[2] for name in trial.suspects}
+    return [
+        Suspect(checkpoint=name, until=trial.until, evidence=book.evidence_of(id)) for name, id in ids.items()
+    ]

@@ -126,6 +126,9 @@ def _controls(status: Status) -> list[Row]:
     for one in status.exclusions:
         by = f" ({printable(one.by)}, {_ago(status, one.at)})" if one.at else ""
         found.append(Row("excluded", f"{printable(one.describe())}: {printable(one.reason)}{by}", "yellow"))
+    for suspect in status.suspects:
+        why = f": {printable(suspect.evidence[-1])}" if suspect.evidence else ""
+        found.append(Row("suspect", f"{printable(suspect.checkpoint)}{why}", "yellow"))
     return found
 
 

@@ -1,13 +1,14 @@
 """From what places really hold of a checkpoint to where each of its files comes from.
 
 Guarantee: pure, and the same on every rank, in whatever order places answered. A place is a source of a file
-only if it says that it holds it verified; what a place says of files that the checkpoint does not have counts
-for nothing. Each claim is looked at once, so that ten thousand ranks take as much longer as they are more.
+only if it says that it holds it; what a place says of files that the checkpoint does not have counts for
+nothing. Where a source has not been verified, every file has exactly one rank that sees to it that all of it
+is (`share`). Each claim is looked at once, so that ten thousand ranks take as much longer as they are more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -21,19 +22,23 @@ NAMED = 4
 
 class Assembly(msgspec.Struct, frozen=True):
     sources: dict[str, list[str]]
-    """By file of the checkpoint: the places that hold it, verified."""
+    """By file of the checkpoint: the places that hold it."""
     in_global: bool
     """Whether the global tier has the checkpoint as well."""
     missing: list[str]
     """Files that have no source at all."""
+    verified: bool = True
+    """Whether the places have read what they hold, all of it, and found it right; if not, who loads does."""
 
     @property
     def complete(self) -> bool:
         return not self.missing
 
 
-def assemble(files: Sequence[str], held: Mapping[str, Collection[str]], *, in_global: bool) -> Assembly:
-    """Where a checkpoint of these files can come from; `held` are the verified ones, by place."""
+def assemble(
+    files: Sequence[str], held: Mapping[str, Collection[str]], *, in_global: bool, verified: bool = True
+) -> Assembly:
+    """Where a checkpoint of these files can come from; `held` is what each place has of them."""
     sources: dict[str, list[str]] = {path: [] for path in files}
     for place in sorted(held):
         for path in held[place]:
@@ -41,7 +46,38 @@ def assemble(files: Sequence[str], held: Mapping[str, Collection[str]], *, in_gl
             if found is not None and (not found or found[-1] != place):  # it may name a file twice
                 found.append(place)
     missing = [] if in_global else [path for path, places in sources.items() if not places]
-    return Assembly(sources, in_global, missing)
+    return Assembly(sources, in_global, missing, verified)
+
+
+def share(
+    assembly: Assembly,
+    places: Sequence[str],
+    rank: int,
+    *,
+    saver: Callable[[str], int | None],
+    saved_world: int,
+) -> list[str]:
+    """The files of which this rank verifies what loading them did not. `places`: of each rank.
+
+    Who saved a file reads most of it anyway, wherever it lies by now, if there are as many ranks as there
+    were; else somebody does at a place that holds it.
+    """
+    world = len(places)
+    at: dict[str, list[int]] = {}
+    for one, place in enumerate(places):
+        at.setdefault(place, []).append(one)
+    mine = []
+    for number, (path, held) in enumerate(assembly.sources.items()):
+        if assembly.verified and held:
+            continue
+        who = saver(path)
+        if who is None or who >= world or not (world == saved_world or places[who] in held):
+            holders = [place for place in held if place in at]
+            ranks = at[holders[number % len(holders)]] if holders else range(world)
+            who = ranks[number % len(ranks)]
+        if who == rank:
+            mine.append(path)
+    return mine
 
 
 def order(assembly: Assembly, path: str, here: str, spread: int) -> list[str]:
@@ -82,9 +118,9 @@ def describe(assembly: Assembly, nodes: Mapping[str, str], saved_at: Mapping[str
         told = [
             f"{nodes.get(place, place)} ({plural(count, 'file')})" for place, count in sorted(lost.items())
         ]
-        lines.append(f"no longer verified where they were saved: {_some(told)}")
+        lines.append(f"no longer held where they were saved: {_some(told)}")
     if assembly.missing:
-        lines.append(f"no verified copy anywhere: {_some(assembly.missing)}")
+        lines.append(f"no copy anywhere: {_some(assembly.missing)}")
     return lines
 
 

@@ -9,8 +9,10 @@ new launch buys restarts, and a run that makes progress is never stopped for the
 Preemption uses up none of the job's restarts, because it says nothing about the job, and is bounded by its
 own numbers alone.
 
-What counts as progress is a *committed* step. Once checkpoints go through probation, a *proven* step takes
-its place here.
+What counts as progress is a *committed* step whose checkpoint is neither suspect nor condemned when the
+attempt ends. A *proven* one would be too much to ask: a checkpoint is proven at the resume that uses it, so a
+run that only ever saves would earn nothing. That bad state may have been committed does no harm: the highest
+step ever counts, so the same steps, replayed from a lower rung, earn nothing a second time.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from holdfast.policy.classify import Cause
+from holdfast.policy.rejection import Rejection, Rerun, Trial, Window
 
 MAX_REGROUPS = 10
 """Restarts for a change of membership that may happen without progress; further nodes have to wait."""
@@ -135,10 +138,23 @@ class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint it came from; empty for a fresh start."""
     steps: int | None = None
     """Steps it completed after that; None if not known."""
+    last_step: int | None = None
+    """The last step that a rank is known to have completed; None if not known."""
+    rejection: Rejection | None = None
+    """What the ranks rejected, if that is what ended it."""
     action: str = ""
-    """What was decided after it."""
+    """What was decided after it, as all that follows."""
     avoid: list[str] = []
     """Checkpoints that this decision said not to use."""
+    verdict: str = ""
+    suspect: list[str] = []
+    acquit: list[str] = []
+    """Checkpoints that became suspect by it, or stopped to be."""
+    skip: Window | None = None
+    """Data that is left out from then on."""
+    rerun: Rerun | None = None
+    trial: Trial | None = None
+    """What the next attempt was told."""
 
 
 def highest_step(history: Sequence[PastAttempt]) -> int:

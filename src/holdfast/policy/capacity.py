@@ -6,7 +6,7 @@ it says instead how many are missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -86,6 +86,27 @@ def fit(cluster: Cluster, wanted: int, without: AbstractSet[str] = frozenset()) 
         return Fit(nodes=found, spares=taken, shrinks=True)
     least = cluster.min_nodes if cluster.may_shrink else wanted
     return Fit(nodes=found, spares=taken, missing=least - len(found))
+
+
+def keep_out(
+    cluster: Cluster, wanted: int, places: Iterable[tuple[str, str]], reason: str
+) -> tuple[list[Exclusion], Fit] | None:
+    """What to exclude so that none of these (node, device) is used, and who then goes on; None if too few do.
+
+    A device alone where the rest of its node suffices, else the node. What is kept out already is left out.
+    """
+    added: list[Exclusion] = []
+    for node, device in sorted(set(places)):
+        if any(out.node == node and out.device in (None, device) for out in cluster.excluded):
+            continue
+        one = Exclusion(node, None, reason)
+        if device and device in devices_of(cluster, node):
+            left = devices_of(cluster, node, without=device)
+            one = Exclusion(node, device, reason) if suffice(cluster, node, left) else one
+        added.append(one)
+        cluster = msgspec.structs.replace(cluster, excluded=[*cluster.excluded, one])
+    found = fit(cluster, wanted)
+    return None if found.missing else (added, found)
 
 
 def layout(cluster: Cluster, nodes: list[str]) -> list[NodeDevices]:

@@ -20,6 +20,7 @@ import msgspec
 
 from holdfast.exit_codes import ExitCode
 from holdfast.policy.evidence import DeviceError, Evidence, Hang, Loss, LostNode, WorkerEnd, comparable
+from holdfast.policy.rejection import Kind, Place, Rejection
 
 
 class Cause(StrEnum):
@@ -129,6 +130,14 @@ _BY_CODE = {
     ExitCode.CONTROL_UNUSABLE: Cause.INFRASTRUCTURE,
 }
 
+_BY_KIND = {
+    Kind.STEP: Cause.UNKNOWN,
+    Kind.DEVICE: Cause.DEVICE,
+    Kind.PROBATION: Cause.CHECKPOINT,
+    Kind.ROLLBACK: Cause.JOB,
+}
+"""A rejected step may be anybody's fault until there is a verdict."""
+
 _HAS_A_PLACE = frozenset({Cause.INFRASTRUCTURE, Cause.DEVICE, Cause.HANG, Cause.UNKNOWN})
 """Causes for which it matters where they were seen. A job's own error accuses no node."""
 
@@ -176,6 +185,28 @@ def classify(evidence: Evidence) -> Cause:
 def diagnose(evidence: Evidence) -> Diagnosis:
     """What an incident was, where, and how soon after which load."""
     return msgspec.structs.replace(_diagnose(evidence), rung=evidence.rung, steps=evidence.steps)
+
+
+def of_rejection(found: Diagnosis, rejection: Rejection | None) -> Diagnosis:
+    """What an incident was if the ranks rejected a result before they ended.
+
+    They had agreed on it before any of them ended, so whatever else was lost followed; only an end with a
+    code of its own counts more. All ranks end with 16: which of them was seen first accuses no place.
+    """
+    if rejection is None or found.exit_code not in (0, ExitCode.RERUN_WANTED):
+        return found
+    accused = rejection.accused or Place("")
+    why = "; ".join(rejection.reasons) or "no reason given"
+    return Diagnosis(
+        cause=_BY_KIND[rejection.kind],
+        exit_code=int(ExitCode.RERUN_WANTED),
+        message=found.message or f"step {rejection.step} was rejected: {why}",
+        culprit_node=accused.node,
+        culprit_device=accused.device,
+        named=rejection.kind is Kind.DEVICE and bool(accused.node and accused.device),
+        rung=found.rung,
+        steps=found.steps,
+    )
 
 
 def _diagnose(evidence: Evidence) -> Diagnosis:

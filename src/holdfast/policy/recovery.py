@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from enum import StrEnum
 
 import msgspec
 
 from holdfast.exit_codes import MEANINGS, ExitCode
+from holdfast.policy.actions import Action as Action
 from holdfast.policy.budgets import (
     BUDGETS,
     MAX_REQUEUES,
@@ -29,8 +29,10 @@ from holdfast.policy.budgets import (
 )
 from holdfast.policy.capacity import Cluster, Exclusion, Fit, devices_of, fit, layout, suffice
 from holdfast.policy.classify import Cause
+from holdfast.policy.rejection import Rerun, Trial, Window
 from holdfast.policy.rotation import arrangements
 from holdfast.policy.variation import Tried
+from holdfast.policy.verdicts import Question, judge
 
 CAPACITY_WAIT = 600.0
 """Seconds to wait for nodes that are missing: longer than one takes to boot, shorter than it pays to hold the
@@ -38,29 +40,6 @@ others idle."""
 AT_IMPORT = 120.0
 """Seconds within which a script that got nowhere counts as failed at its start: importing torch on many nodes
 from a network file system takes as long."""
-
-
-class Action(StrEnum):
-    RESTART = "restart"
-    """As before; on spares in the place of nodes that are gone."""
-    ROTATE = "rotate"
-    """Each rank on another device."""
-    EXCLUDE = "exclude"
-    """Without the device or node that is at fault, on a spare in its place."""
-    LOWER_RUNG = "lower_rung"
-    """From an older checkpoint."""
-    SHRINK = "shrink"
-    """With fewer nodes."""
-    WAIT = "wait"
-    """Then decide again."""
-    REQUEUE = "requeue"
-    """End, to be started again by the scheduler."""
-    STOP = "stop"
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether another attempt follows at once."""
-        return self not in (Action.WAIT, Action.REQUEUE, Action.STOP)
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +60,15 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that were spent waiting for capacity since it failed."""
     budget_reset: int = 0
     """Attempts up to this number are forgiven: an operator reset the budget after them."""
+    rungs: list[str] = []
+    """Checkpoints that a resume may use, newest first."""
+    together: list[str] = []
+    """What was loaded, and what is as doubtful as that if it is: what it was saved from before that was
+    proven, and all that was saved from any of them."""
+    skip_bad_data: bool = False
+    rerun: Rerun | None = None
+    trial: Trial | None = None
+    """What the failed attempt was told, and what is open still."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,8 +87,22 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Which of them waited until now."""
     exclude: list[Exclusion] = []
     """What is kept out from now on, besides what already is."""
+    readmit: list[str] = []
+    """Nodes that were kept out for a fault that turned out not to be theirs."""
     avoid: list[str] = []
     """Checkpoints that the next attempt must not use; kept up until there is progress."""
+    verdict: str = ""
+    """On a rejected step: device or reproducible; empty if there is none yet."""
+    grounds: list[str] = []
+    """What that rests on, and all that is said of checkpoints and data: the part of the evidence about it."""
+    suspect: list[str] = []
+    acquit: list[str] = []
+    """Checkpoints that become suspect, or stop to be, before the next attempt begins."""
+    skip: Window | None = None
+    """Data that are left out from now on."""
+    rerun: Rerun | None = None
+    trial: Trial | None = None
+    """What the next attempt is told."""
     wait_seconds: float = 0.0
 
 
@@ -117,6 +119,8 @@ INCURABLE = frozenset(
 """Codes by which a worker says that the same start would end the same way. 2 is none of them: scripts use
 it for reasons of their own."""
 
+_FOUND = ("verdict", "acquit", "skip", "rerun", "trial", "readmit")
+"""What a judgement hands on to the decision as it is."""
 _FROM_OUTSIDE = frozenset({Cause.PREEMPTION, Cause.INFRASTRUCTURE})
 """Causes that another place or time may be free of."""
 
@@ -133,7 +137,7 @@ class _Case:
         self._now = situation
         self._failed = failed = situation.attempt
         self._cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
-        past = [attempt for attempt in history if attempt.number < failed.number]
+        past = sorted((one for one in history if one.number < failed.number), key=lambda one: one.number)
         self._all = [*past, failed]
         self._forgiven = situation.budget_reset
         self._left = restarts_left(self._all, situation.max_restarts, self._forgiven)
@@ -148,6 +152,7 @@ class _Case:
         rules = (
             self._incurable,
             self._failed_at_import,
+            self._judged,
             self._rejected_too_often,
             self._same_error,
             self._budget_spent,
@@ -162,6 +167,9 @@ class _Case:
         decision = next((found for rule in rules if (found := rule()) is not None), None)
         if decision is None:
             decision = self._give_up()
+        if self._failed.rejection is None and decision.action is not Action.STOP:
+            told = {"rerun": self._now.rerun, "trial": self._now.trial}
+            decision = msgspec.structs.replace(decision, **told)  # what another failure has interrupted
         return decision
 
     # -- what a restart would not cure ----------------------------------------------------------------------
@@ -183,6 +191,52 @@ class _Case:
             f"the script failed after {failed.seconds:.0f} s, on all ranks alike and before its first step: "
             "a restart would end the same way",
         )
+
+    def _judged(self) -> Decision | None:
+        """The verdict on a rejected result, and what follows from it as far as the budgets go."""
+        failed, now = self._failed, self._now
+        if failed.rejection is None or failed.exit_code != ExitCode.RERUN_WANTED:
+            return None
+        question = Question(
+            failed=failed,
+            rejection=failed.rejection,
+            before=self._all[:-1],
+            episode=self._episode,
+            forgiven=self._forgiven,
+            cluster=self._cluster,
+            found=self._fit,
+            wanted=self._wanted,
+            rungs=now.rungs,
+            together=now.together,
+            avoid=self._tried.avoid,
+            trial=now.trial,
+            may_skip=now.skip_bad_data,
+        )
+        found = judge(question)
+        self._evidence += found.evidence
+        told = {name: getattr(found, name) for name in _FOUND}
+        told["grounds"] = found.evidence
+        if found.action is Action.STOP:
+            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, found.reason, **told)
+        spent = self._budget_spent()
+        if spent is not None:
+            times = sum(one.rejection is not None for one in self._episode)
+            if not found.verdict and times < 2:
+                return spent
+            # What was found out stays: the next launch begins without the device that is at fault.
+            why = f"{found.reason}; but {spent.reason}"
+            kept = {name: told[name] for name in ("verdict", "acquit", "grounds")} | {
+                "exclude": found.exclude
+            }
+            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, why, **kept)
+        chosen = found.found or self._fit
+        shift, keep, avoid = found.rotate_by, found.exclude, found.avoid
+        decision = self._go(found.action, found.reason, chosen, rotate_by=shift, exclude=keep, avoid=avoid)
+        decision = msgspec.structs.replace(decision, suspect=found.suspect, **told)
+        short = self._too_few_nodes() if chosen.missing else None
+        if short is None or short.action is not Action.WAIT:
+            return short or decision
+        return msgspec.structs.replace(decision, action=Action.WAIT, wait_seconds=short.wait_seconds)
 
     def _rejected_too_often(self) -> Decision | None:
         if self._failed.exit_code != ExitCode.RERUN_WANTED:

@@ -63,7 +63,11 @@ class GlobalBatches:
 
     def __iter__(self) -> Iterator[Any]:
         slices = _Slices(self._order(), self._batch_size, self._batch, self._rank, self._world)
-        for batch in DataLoader(self._dataset, batch_sampler=slices, **self._loader):
+        # A DataLoader draws a seed for its workers when it is opened. Not from the training's generator: a
+        # resume opens it once more, and everything random after that would differ.
+        own = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        chosen = {"generator": own, **self._loader}
+        for batch in DataLoader(self._dataset, batch_sampler=slices, **chosen):
             self._batch += 1
             yield batch
         self._epoch, self._batch = self._epoch + 1, 0

@@ -51,6 +51,7 @@ def write_error_file(error: BaseException) -> None:
                 "py_callstack": "".join(traceback.format_exception(error)),
                 "timestamp": str(int(now)),
                 "timestamp_exact": f"{now:.6f}",
+                "exit_code": str(int(error.exit_code) if isinstance(error, HoldfastError) else 1),
             },
         }
     }

@@ -5,16 +5,22 @@ with `state_dict` and `load_state_dict` (such as StatefulDataLoader) restores it
 replayed: the random state at the epoch's start is restored, the loader is iterated again and the batches
 already used are skipped, which gives the same order as before for any loader whose order comes from the
 torch, numpy or python generators, or from a sampler with `set_epoch`.
+
+Batches that the run leaves out (control/skips.py) are drawn and thrown away, in every attempt and at every
+position, so they count for the position as all others do: what comes after them is the same as if they had
+been used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from holdfast.control.skips import Skip
 from holdfast.errors import IncompleteStateError, UsageError
+from holdfast.policy.rejection import Window
 from holdfast.worker.rng import capture_rng, restore_rng
 
 
@@ -34,8 +40,13 @@ class DataFeed:
         self.epoch = 0
         """Epochs completed."""
         self.batches = 0
-        """Batches used of the present epoch."""
+        """Batches drawn of the present epoch: used, or left out."""
         self._restored: dict[str, Any] | None = None
+        self._completed: Callable[[], int] | None = None
+        self._skips: list[Skip] = []
+        self._told: Callable[[Skip], None] | None = None
+        self._passed: list[Skip] = []
+        self._window: tuple[int, Window] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         while (batch := self._next_of_epoch()) is not None:
@@ -43,7 +54,7 @@ class DataFeed:
 
     def next(self) -> Any:
         """The next batch, beginning a new epoch where one ends."""
-        for _ in range(2):
+        for _ in range(2 + len(self._skips)):  # a whole epoch may be left out
             batch = self._next_of_epoch()
             if batch is not None:
                 return batch[0]
@@ -54,15 +65,59 @@ class DataFeed:
         if self._iterator is None:
             self._open()
         assert self._iterator is not None
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            self._iterator = None
-            self.epoch += 1
-            self.batches = 0
+        while True:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+                self.epoch += 1
+                self.batches = 0
+                return None
+            self.batches += 1
+            if not self._left_out(self.batches - 1):
+                self._note(self.batches - 1)
+                return (batch,)
+
+    # --- what is left out, and what the present step uses ---------------------------------------------------
+
+    def follow(
+        self,
+        completed: Callable[[], int],
+        skips: Sequence[Skip] = (),
+        told: Callable[[Skip], None] | None = None,
+    ) -> None:
+        """Leave these out, saying so once for each; `completed` is asked for the steps done by now."""
+        self._completed, self._skips, self._told = completed, list(skips), told
+
+    def window(self) -> Window | None:
+        """The batches drawn for the present step; if they lie in two epochs, those of the later one."""
+        if self._window is None or (self._completed is not None and self._completed() != self._window[0]):
             return None
-        self.batches += 1
-        return (batch,)
+        return self._window[1]
+
+    def _left_out(self, index: int) -> bool:
+        for skip in self._skips:
+            window = skip.window
+            if window.epoch == self.epoch and window.first <= index <= window.last:
+                self._tell(skip)
+                return True
+        return False
+
+    def _tell(self, skip: Skip) -> None:
+        if self._told is not None and skip not in self._passed:
+            self._passed.append(skip)
+            self._told(skip)
+
+    def _note(self, index: int) -> None:
+        completed = self._completed() if self._completed is not None else 0
+        first = index
+        if self._completed is not None and self._window is not None:
+            step, before = self._window
+            if step == completed and before.epoch == self.epoch:
+                first = before.first
+        self._window = completed, Window(self.epoch, first, index)
+
+    # --- the position ---------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         if self._restored is not None:
@@ -122,6 +177,7 @@ class DataFeed:
             )
         self.epoch, self.batches = state["epoch"], state["batches"]
         self._iterator = None
+        self._window = None
         if self._stateful:
             self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         else:

@@ -46,6 +46,10 @@ class Meter:
         self._losses: deque[float | None] = deque(maxlen=WINDOW)
         self._norms: deque[float | None] = deque(maxlen=WINDOW)
         self._seconds: deque[float] = deque(maxlen=WINDOW)
+        self.seconds = 0.0
+        """Of the last step."""
+        self.told: set[int] = set()
+        """Steps that are known to be bad, so that their losses need no warning of their own."""
 
     def begin_step(self) -> None:
         self._began = time.perf_counter()
@@ -74,11 +78,20 @@ class Meter:
                 self._sample_digest = xxhash.xxh3_64_hexdigest(f"{self._sample_digest}{ids}".encode())
         self.tokens += tokens
 
+    def recorded(self) -> tuple[Any, ...]:
+        """What was recorded of this step so far, for `back_to`."""
+        return self.samples, self.tokens, self._loss, self._grad_norm, self._sample_digest
+
+    def back_to(self, recorded: tuple[Any, ...]) -> None:
+        """Forget what was recorded since: the step is computed again."""
+        self.samples, self.tokens, self._loss, self._grad_norm, self._sample_digest = recorded
+
     def end_step(self) -> None:
         self.step += 1
         self._pending_loss.append(self._loss)
         self._pending_norm.append(self._grad_norm)
-        self._pending_seconds.append(time.perf_counter() - self._began)
+        self.seconds = time.perf_counter() - self._began
+        self._pending_seconds.append(self.seconds)
         self._pending_samples.append(self._sample_digest)
 
     def flush_due(self) -> bool:
@@ -95,7 +108,7 @@ class Meter:
         losses = _on_host(self._pending_loss, read_device=read_device)
         norms = _on_host(self._pending_norm, read_device=read_device)
         for number, loss in enumerate(losses):
-            if loss is not None and not math.isfinite(loss):
+            if loss is not None and not math.isfinite(loss) and self._first + number not in self.told:
                 journal.write(Warned(message=f"the loss of step {self._first + number} is {loss}"))
         journal.write(
             StepsDone(
@@ -106,6 +119,7 @@ class Meter:
                 samples=self._pending_samples if any(self._pending_samples) else [],
             )
         )
+        self.told.clear()
         self._losses.extend(losses)
         self._norms.extend(norms)
         self._seconds.extend(self._pending_seconds)
@@ -122,6 +136,16 @@ class Meter:
         """Seconds that a step takes; None while none was measured."""
         seconds = [*self._seconds, *self._pending_seconds][-WINDOW:]
         return statistics.median(seconds) if seconds else None
+
+    def latest(self) -> tuple[float | None, float | None]:
+        """Loss and gradient norm as they were recorded for the present step; waits for the device."""
+        loss, norm = _on_host([self._loss, self._grad_norm], read_device=True)
+        return loss, norm
+
+    def go_on_from(self, windows: Windows) -> None:
+        """After a resume: a checkpoint saved soon has a window too. Step times are this attempt's own."""
+        self._losses.extend(windows.loss)
+        self._norms.extend(windows.grad_norm)
 
     def windows(self) -> Windows:
         return Windows(

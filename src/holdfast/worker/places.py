@@ -2,7 +2,9 @@
 
 Guarantee: after `join_places` either every rank knows the same map of places, or every rank knows that there
 is no local tier in this attempt, and why. A node that cannot use its local directory refuses a first start,
-because that is a mistake to be mended; at a restart the run goes on without local copies, and says so.
+because that is a mistake to be mended. A restart goes on: what the other nodes hold is read all the same;
+only saves leave the local tier out until the next attempt, on all nodes, because a checkpoint without that
+node's part would be none. A peer server that dies is replaced at once, also during a resume or a long step.
 """
 
 from __future__ import annotations
@@ -11,21 +13,24 @@ import contextlib
 import logging
 import os
 import platform
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 
-from holdfast.checkpoint.handoff import PeerTarget
+from holdfast.checkpoint.handoff import MendCopies, PeerTarget
 from holdfast.checkpoint.local_inventory import LocalInventory
 from holdfast.checkpoint.local_tier import LocalTier
 from holdfast.checkpoint.peer_host import PeerHost, own_address
 from holdfast.checkpoint.places import Hello, PlaceMap, make_map
+from holdfast.checkpoint.resume import Proposal
 from holdfast.checkpoint.staging_memory import LocalSaving
 from holdfast.control.decisions import read_key
 from holdfast.control.group import Group
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.journal.events import Warned
+from holdfast.policy.mending import duties
 from holdfast.policy.replication import Replication, replicate
 from holdfast.settings import CheckpointSettings, Settings
 from holdfast.worker.membership import Membership
@@ -33,9 +38,12 @@ from holdfast.worker.saving import Saving
 
 log = logging.getLogger("holdfast")
 
+WATCH = 0.25
+"""Seconds between looks at whether the peer server lives."""
+
 
 class _Agreed(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's word: the map, or why there is none."""
+    """Rank 0's word: the map, unless no node has a place; and which nodes have none, with the reason."""
 
     map: PlaceMap | None
     problem: str = ""
@@ -46,18 +54,32 @@ class LocalPlaces:
 
     def __init__(
         self,
-        tier: LocalTier,
+        chosen: CheckpointSettings,
+        tier: LocalTier | None,
         places: PlaceMap,
         replication: Replication,
         host: PeerHost | None,
         held: contextlib.ExitStack,
     ) -> None:
-        """`held` is what `close` gives back."""
+        """`tier`: None if this node cannot use its directory. `held` is what `close` gives back."""
         self.tier = tier
         self.places = places
         self.replication = replication
-        self._host = host
+        self._chosen = chosen
         self._held = held
+        self._host = host
+        self._closing = threading.Event()
+        self._watching: threading.Thread | None = None
+        if host is not None:
+            self._watching = threading.Thread(
+                target=self._watch, args=(host,), name="holdfast-peer-watch", daemon=True
+            )
+            self._watching.start()
+
+    @property
+    def whole(self) -> bool:
+        """Whether every node can use its directory; if not, there are no local saves."""
+        return len(self.places.usable()) == len(self.places.places)
 
     def inventory(
         self, group: Group, member: Membership, *, timeout: float, peer_timeout: float
@@ -74,8 +96,10 @@ class LocalPlaces:
             peer_timeout=peer_timeout,
         )
 
-    def saving(self, settings: CheckpointSettings, rank: int) -> LocalSaving:
-        """What saves need to know of the place."""
+    def saving(self, settings: CheckpointSettings, rank: int) -> LocalSaving | None:
+        """What saves need to know of the place; None, on all ranks alike, if they leave the tier out."""
+        if not self.whole or self.tier is None:
+            return None
         at = self.places.ranks[rank]
         return LocalSaving(
             tier=self.tier,
@@ -87,6 +111,8 @@ class LocalPlaces:
 
     def use_peers(self, saving: Saving, rank: int) -> None:
         """The run has resumed: from now on local copies are replicated."""
+        if not self.whole:
+            return
         found = [self.places.find(place) for place in self.replication.targets[rank]]
         targets = [
             PeerTarget(info.place, info.node, info.host, info.port)
@@ -95,13 +121,39 @@ class LocalPlaces:
         ]
         saving.use_peers(targets, self.places.where(self.replication.targets) if rank == 0 else None)
 
-    def poll(self) -> None:
-        """Between two steps: a peer server that has died is replaced."""
-        if self._host is not None:
-            self._host.poll()
+    def mend(self, saving: Saving, rank: int, taken: Proposal | None, saved_world: int) -> None:
+        """The run has resumed from local copies: those that were lost are made again, beside training."""
+        if self.tier is None or taken is None or taken.rung is None or not taken.assembly:
+            return
+        where = self.places.by_rank()
+        ranks = duties(where, self.replication.targets, saved_world=saved_world, rank=rank)
+        saving.mend(
+            MendCopies(
+                checkpoint=taken.rung.name,
+                manifest=taken.rung.manifest,
+                home=taken.path,
+                assembly=taken.assembly,
+                directory=taken.directory,
+                rank=rank,
+                ranks=ranks,
+                places=self.places,
+                tier=str(self.tier.path),
+                node=self.places.of(rank).node,
+                keep=self._chosen.non_persistent_keep_last,
+                max_bytes=self._chosen.non_persistent_max_bytes,
+                timeout=self._chosen.replication_timeout,
+            )
+        )
 
     def close(self) -> None:
+        self._closing.set()
+        if self._watching is not None:
+            self._watching.join(5.0)
         self._held.close()
+
+    def _watch(self, host: PeerHost) -> None:
+        while not self._closing.wait(WATCH):
+            host.poll()
 
 
 def join_places(
@@ -123,17 +175,25 @@ def join_places(
                 address, port = host.address
                 hello = msgspec.structs.replace(hello, host=address, port=port)
         except (HoldfastError, OSError) as error:
+            tier = host = None
             hello = Hello(node=node, problem=str(error))
         agreed = _agree(group, hello, settings.control.decision_timeout)
-        if agreed.map is None or tier is None:
-            if insist:
-                raise UsageError(agreed.problem)
+        if agreed.problem and insist:
+            raise UsageError(agreed.problem)
+        if agreed.map is None:
             _tell(group, member, f"going on without a local tier: {agreed.problem}")
             return None
+        if agreed.problem:
+            _tell(
+                group,
+                member,
+                f"{agreed.problem}. Local copies of other nodes are used; saves of this attempt go to the "
+                "checkpoint root only, because a local one without that node would not be complete",
+            )
         replication = _replication(settings.checkpoint, agreed.map, insist=insist)
         for note in replication.notes:
             _tell(group, member, note)
-        return LocalPlaces(tier, agreed.map, replication, host, held.pop_all())
+        return LocalPlaces(settings.checkpoint, tier, agreed.map, replication, host, held.pop_all())
 
 
 def _open(chosen: CheckpointSettings, member: Membership, node: str, held: contextlib.ExitStack) -> LocalTier:
@@ -166,15 +226,21 @@ def _serve(
 
 
 def _replication(chosen: CheckpointSettings, places: PlaceMap, *, insist: bool) -> Replication:
+    # A rank without a place counts as one of another node, which then looks after what it had saved.
+    usable = [info.place for info in places.usable()]
+    hosts = [place or usable[rank % len(usable)] for rank, place in enumerate(places.by_rank())]
     try:
-        return replicate(
-            places.by_rank(),
+        found = replicate(
+            hosts,
             factor=chosen.replication_factor,
             jump=chosen.replication_jump,
             strict=insist,  # a world that has shrunk goes on, with what it can have
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
+    pairs = zip(places.by_rank(), hosts, found.targets, strict=True)
+    targets = [given if place else [host, *given] for place, host, given in pairs]
+    return msgspec.structs.replace(found, targets=targets)
 
 
 def _tell(group: Group, member: Membership, text: str) -> None:
@@ -197,6 +263,7 @@ def _agree(group: Group, hello: Hello, timeout: float) -> _Agreed:
     wrong = [
         f"rank {rank} on {said.node}: {said.problem}" for rank, said in enumerate(hellos) if said.problem
     ]
-    agreed = _Agreed(map=make_map(hellos)) if not wrong else _Agreed(map=None, problem="; ".join(wrong[:4]))
+    made = make_map(hellos)
+    agreed = _Agreed(map=made if made.usable() else None, problem="; ".join(wrong[:4]))
     group.store.set("places/all", msgspec.json.encode(agreed).decode())
     return agreed

@@ -1,19 +1,38 @@
-"""Puts together what resumes a run, from its settings."""
+"""Puts together what resumes a run, from its settings, and what is done around it."""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection
+from typing import Any
 
-from holdfast.checkpoint.identity import CheckpointRoot
+from holdfast.checkpoint.commit import sweep_staging
+from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
+from holdfast.checkpoint.load import LoadedState
+from holdfast.checkpoint.manifest import Versions
 from holdfast.checkpoint.remote import Remote
 from holdfast.checkpoint.remote_fetch import open_at_start
 from holdfast.checkpoint.resume import Resumer
 from holdfast.checkpoint.state import Tracked
+from holdfast.control.decisions import Decisions
 from holdfast.control.group import Group
+from holdfast.errors import UsageError
+from holdfast.journal.events import Warned
 from holdfast.settings import Settings
+from holdfast.worker.data import DataFeed
+from holdfast.worker.measured import measured_before
 from holdfast.worker.membership import Membership
+from holdfast.worker.meter import Meter
 from holdfast.worker.places import LocalPlaces
+from holdfast.worker.rng import restore_rng
+from holdfast.worker.saving import Saving
+from holdfast.worker.schedule import SaveSchedule
+from holdfast.worker.skipping import follow_skips
+from holdfast.worker.validation import Validation
+from holdfast.worker.versions import changes_since
+
+log = logging.getLogger("holdfast")
 
 
 def make_resumer(
@@ -51,8 +70,114 @@ def make_resumer(
         remote=remote,
         retry_seconds=chosen.remote_retry_seconds,
         avoid=avoid,
-        local_unseen=places is None and chosen.non_persistent_ckpt_type == "local",
+        local_unseen=chosen.non_persistent_ckpt_type == "local" and (places is None or not places.whole),
         local=None
         if places is None
         else places.inventory(group, member, timeout=chosen.timeout, peer_timeout=chosen.replication_timeout),
     )
+
+
+def resume(
+    settings: Settings,
+    root: CheckpointRoot,
+    group: Group,
+    member: Membership,
+    *,
+    tracked: Tracked,
+    avoid: Collection[str],
+    insist: bool,
+    meter: Meter,
+    feed: DataFeed | None,
+    validation: Validation,
+    saving: Saving,
+    schedule: SaveSchedule,
+    places: LocalPlaces | None,
+    versions: Versions,
+) -> None:
+    """Put this rank where the run goes on from. `insist`: no earlier attempt of this launch has trained."""
+    resumer = make_resumer(
+        settings, root, group, member, tracked=tracked, avoid=avoid, insist=insist, places=places
+    )
+    chosen = settings.checkpoint
+    wish = chosen.resume_from
+    if wish != "auto" and not insist:
+        wish = "auto"  # a wish holds for the first attempt of a launch; a restart goes on from there
+    decision, state = resumer.resume(wish, force=chosen.force and wish != "auto")
+    if state is not None:
+        state.apply()
+        tell_changes(state, group, member, versions)
+        if state.own:
+            meter.load_state_dict(state.own["counters"])
+            restore_data(feed, state.own["data"])
+            restore_rng(state.own["rng"])
+        else:
+            meter.load_state_dict({"step": decision.step, "samples": 0, "tokens": 0})
+    rung = decision.rung
+    name = CheckpointName(rung.step, rung.id) if rung is not None else None
+    manifest = state.manifest if state is not None else None
+    if manifest is not None:
+        meter.go_on_from(manifest.windows)
+    validation.resumed(
+        name, manifest, state.own.get("validation") if state is not None and state.own else None
+    )
+    if feed is not None:
+        follow_skips(
+            feed,
+            member.control,
+            group,
+            member.journal,
+            lambda: meter.step,
+            settings.control.decision_timeout,
+        )
+    saving.resumed_from(name)
+    if state is not None and state.own:
+        saving.prepare()
+    if group.is_coordinator:
+        sweep(root, member)
+    saving.start_draining()
+    if places is not None:
+        places.use_peers(saving, group.rank)
+        saved_world = state.manifest.world.size if state is not None and state.manifest else 0
+        places.mend(saving, group.rank, resumer.taken, saved_world)
+    schedule.start(
+        meter.step,
+        leads=group.is_coordinator,
+        earlier=lambda: measured_before(member.control, member.attempt, member.launch),
+        store=group.store,
+        decisions=Decisions(member.control, member.fence, member.attempt, group.store),
+        journal=member.journal,
+        timeout=settings.control.decision_timeout,
+    )
+    log.info("holdfast: attempt %d starts from %s", member.attempt, decision.chosen)
+
+
+def tell_changes(state: LoadedState, group: Group, member: Membership, versions: Versions) -> None:
+    """What makes this resume differ from going on as before does not stop it, but is said."""
+    if not group.is_coordinator:
+        return
+    for note in state.notes:
+        member.journal.write(Warned(message=note))
+    changes = changes_since(state.manifest.versions, versions) if state.manifest else []
+    if changes:
+        member.journal.write(Warned(message=f"since this checkpoint was saved: {'; '.join(changes)}"))
+
+
+def sweep(root: CheckpointRoot, member: Membership) -> None:
+    """Tidy up after earlier attempts; if that does not work, the run goes on all the same."""
+    try:
+        for place in (root, root.diagnostic()):
+            for name in sweep_staging(place, member.control.run_id, member.fence):
+                member.journal.write(Warned(message=f"removed {name}, left in staging by an earlier attempt"))
+    except OSError as error:
+        member.journal.write(Warned(message=f"could not sweep {root.staging}: {error}"))
+
+
+def restore_data(feed: DataFeed | None, position: dict[str, Any] | None) -> None:
+    if (position is None) != (feed is None):
+        held = "no data position" if position is None else "a data position"
+        raise UsageError(
+            f"the checkpoint holds {held}; this script {'has' if feed else 'has no'} data feed. "
+            "Pass the loader to run.steps() or run.feed() exactly when it was passed before"
+        )
+    if feed is not None and position is not None:
+        feed.load_state_dict(position)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.state import Tracked
 
 
 def capture_rng() -> dict[str, Any]:
@@ -42,3 +45,19 @@ def restore_rng(state: dict[str, Any]) -> None:
         else:
             # Fewer or more devices are visible than when this was saved: the rank's own one is what matters.
             torch.cuda.set_rng_state(state["cuda"][min(torch.cuda.current_device(), len(state["cuda"]) - 1)])
+
+
+class Randomness:
+    """All of the above together with the generators that a run tracks."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._generators = tracked.generators()
+
+    def capture(self) -> Any:
+        return capture_rng(), [generator.state_dict() for generator in self._generators]
+
+    def restore(self, kept: Any) -> None:
+        state, generators = kept
+        restore_rng(state)
+        for generator, saved in zip(self._generators, generators, strict=True):
+            generator.load_state_dict(saved)

@@ -19,7 +19,7 @@ from typing import Any
 
 from holdfast.checkpoint.background import BackgroundSaver, Ended
 from holdfast.checkpoint.drain import Drain
-from holdfast.checkpoint.handoff import PeerTarget, UsePeers
+from holdfast.checkpoint.handoff import MendCopies, PeerTarget, UsePeers
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.local_manifest import Where
 from holdfast.checkpoint.retention import Retainer
@@ -29,7 +29,7 @@ from holdfast.checkpoint.stage import Stager
 from holdfast.checkpoint.staging_memory import LocalSaving
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.exchange import add_up
-from holdfast.errors import LeaseLostError, SaveFailedError
+from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal.events import (
     Decision,
     Event,
@@ -40,6 +40,7 @@ from holdfast.journal.events import (
     Warned,
 )
 from holdfast.journal.writer import JournalWriter
+from holdfast.policy.host_snapshot import HostChoice
 from holdfast.policy.snapshot import Choice
 from holdfast.settings import CheckpointSettings
 from holdfast.worker.schedule import SaveSchedule
@@ -119,6 +120,11 @@ class Saving:
             timeout = self._settings.replication_timeout
             self._background.use_peers(UsePeers(targets=targets, timeout=timeout, where=where))
 
+    def mend(self, order: MendCopies) -> None:
+        """The run has resumed: what this node has lost of its checkpoint is made again, beside training."""
+        if self._background is not None:
+            self._background.mend(order)
+
     def start_draining(self) -> None:
         """The run has resumed: from now on what is committed is copied to the remote, if there is one."""
         if self._drain is not None:
@@ -151,6 +157,15 @@ class Saving:
             assert begun is not None
             self.wait(f"the save of {begun}")
         return begun
+
+    def diagnose(self) -> str:
+        """A diagnostic save, by a run that is about to end: its name, or why there is none."""
+        try:
+            return str(self.save("diagnostic", diagnostic=True))
+        except LeaseLostError:
+            raise
+        except (HoldfastError, OSError, RuntimeError, ValueError) as error:
+            return f"none: {type(error).__name__}: {error}"
 
     def scheduled(self) -> None:
         """A save is due by the schedule: a failure is reported, and raised only after too many in a row."""
@@ -236,7 +251,7 @@ class Saving:
             self._write(SaveSkipped(checkpoint=str(name), step=name.step, reason=why))
         self._told_skip = kind
 
-    def _tell_way(self, choice: Choice) -> None:
+    def _tell_way(self, choice: Choice | HostChoice) -> None:
         self._write(Decision(about="snapshot", chosen=choice.way, evidence=choice.evidence))
         if choice.warning:
             self._write(Warned(message=choice.warning))

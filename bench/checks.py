@@ -1,0 +1,103 @@
+"""What checking results costs a step of about 10 ms on the host, in one process; nothing is saved meanwhile.
+
+Two runs take turns, step by step: one with the checks as they are by default, one with none. Half a million
+parameters; the batch is chosen so that a step takes about 10 ms here. One thread, the time that it had a
+core, and the fastest of many steps: nothing in a step waits, and whoever else uses the machine only adds.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import holdfast
+
+LAYERS, WIDTH = 8, 256
+STEP = 0.010
+STEPS = 60
+OFF = {
+    "validation_check_for_nan_in_loss": False,
+    "validation_check_for_nan_in_grad": False,
+    "validation_probation_steps": 0,
+}
+
+
+class Side:
+    """A run and its model."""
+
+    def __init__(self, directory: Path, rows: int, **settings: object) -> None:
+        torch.manual_seed(0)
+        self.model = model()
+        self.batch = torch.randn(rows, WIDTH)
+        self.run = holdfast.Run(run_dir=directory, checkpoint_interval=0, **settings)
+        self.run.track(model=self.model)
+        self.run.start()
+
+    def step(self) -> float:
+        """Seconds of one step's forward, backward and checks."""
+        self.model.zero_grad()
+        self.run.begin_step()
+        started = time.thread_time()
+        self.run.compute(forward_backward, self.model, self.batch)
+        seconds = time.thread_time() - started
+        self.run.end_step()
+        return seconds
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+
+
+def forward_backward(network: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss = network(batch).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def rows_for(seconds: float) -> int:
+    """How many rows a batch needs for a step to take so long."""
+    network, rows = model(), 32
+    while True:
+        batch = torch.randn(rows, WIDTH)
+        if fastest(lambda batch=batch: forward_backward(network, batch)) >= seconds:  # type: ignore[misc]
+            return rows
+        rows += 32
+
+
+def fastest(work: Callable[[], object], times: int = 5) -> float:
+    found = []
+    for _ in range(times):
+        started = time.thread_time()
+        work()
+        found.append(time.thread_time() - started)
+    return min(found)
+
+
+def checked(work: Path, repeat: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of a step with checks and without; each sample is the fastest of many steps."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = rows_for(STEP)
+        sides = [Side(work / "on", rows), Side(work / "off", rows, **OFF)]
+        samples: tuple[list[float], list[float]] = ([], [])
+        for turn in range(repeat + 1):
+            found: list[list[float]] = [[], []]
+            for number in range(STEPS):
+                for which in (0, 1) if number % 2 else (1, 0):
+                    found[which].append(sides[which].step())
+            if turn:
+                for kept, seconds in zip(samples, found, strict=True):
+                    kept.append(min(seconds) * 1e3)
+        for side in sides:
+            side.run.close()
+        return samples
+    finally:
+        torch.set_num_threads(threads)
+        for name in ("on", "off"):
+            shutil.rmtree(work / name, ignore_errors=True)

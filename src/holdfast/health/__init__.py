@@ -1,0 +1,1 @@
+"""What can be tried out about a machine: short probes with known answers."""

@@ -1,0 +1,106 @@
+"""A rejected result as evidence: plain values, from the ranks that saw it to the policy that judges it. Pure.
+
+Whatever is not known is left out; every field but what identifies a thing has a default, so a report of an
+older release is evidence too. Losses are as `journal.events.encode_loss` gives them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Kind(StrEnum):
+    """What the ranks ask for."""
+
+    STEP = "step"
+    """A step was rejected, and again when it was re-run in place (if re-running is on)."""
+    PROBATION = "probation"
+    """What was loaded does not go on from where it was: the loss, the gradients or the counters say so."""
+    ROLLBACK = "rollback"
+    """Too many non-finite steps in a row, and the setting is to go back past the newest checkpoint."""
+    DEVICE = "device"
+    """The ranks know the device that is at fault: see `accused`."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A device of a node; the device is empty where a node has none to tell apart."""
+
+    node: str
+    device: str = ""
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's own result of the rejected step, before any reduction."""
+
+    rank: int
+    node: str = ""
+    device: str = ""
+    reasons: list[str] = []
+    """Why this rank's own result is bad; empty if it is not."""
+    first: float | str | None = None
+    again: float | str | None = None
+    """The loss, and the loss of the re-run."""
+    differs: bool = False
+    """Whether the two differ by more than the tolerance."""
+    state: str = ""
+    """Fingerprint of the tracked state that the step began from."""
+    where: str = ""
+    """The first part of the model whose output was not finite although its input was, if that was found."""
+
+
+class Window(msgspec.Struct, frozen=True):
+    """Batches of one epoch on every rank, counted from 0; `last` is part of it."""
+
+    epoch: int
+    first: int
+    last: int
+
+
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
+    """What the group agreed on before it ended with exit code 16."""
+
+    kind: Kind
+    step: int
+    """The step that was being computed: completed steps + 1. Of a breach: the last completed step."""
+    reasons: list[str]
+    ranks: list[RankResult] = []
+    """Every rank that has something to tell, in order; those that are bad have reasons."""
+    rerun: bool = False
+    """Whether it was re-run in place, and rejected again."""
+    finite: bool = False
+    """Whether every bad result was a finite number: a spike, an outlier, a check of the user's own. Such a
+    rejection never speaks against a checkpoint."""
+    in_probation: bool = False
+    window: Window | None = None
+    """The data that it was computed from; None if the run does not own the data."""
+    accused: Place | None = None
+    diagnostic: str = ""
+    """The diagnostic save, or why there is none."""
+
+    @property
+    def bad(self) -> list[RankResult]:
+        """The ranks whose own results were bad; empty if only what was reduced was seen to be."""
+        return [one for one in self.ranks if one.reasons]
+
+
+class Rerun(msgspec.Struct, frozen=True, kw_only=True):
+    """Told to the attempt after a rejection: which step to compare with what, and what then may be done."""
+
+    step: int
+    bad: list[RankResult]
+    """As they were the last time."""
+    can_exclude: bool = False
+    """Whether the run can go on without the devices of `bad`."""
+    accept: bool = False
+    """Whether the step is to be accepted although it is rejected again: it is finite, and the same on every
+    device."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """Told to an attempt that replays, from a lower rung, the steps in which a suspect failed."""
+
+    suspects: list[str]
+    """Checkpoints by name. They are condemned if this attempt completes step `until` without a breach."""
+    until: int

@@ -1,0 +1,355 @@
+"""What a rejected step turned out to be, and what to do about it. Pure.
+
+Guarantee: a device is found guilty only if the fault followed it from one rank to another; a checkpoint
+becomes suspect only inside its probation, by results that are no numbers or that do not go on from where it
+was, and only if there is a rung below it. What is suspect is acquitted as soon as a lower rung fails at the
+same step. At most `MAX_LOWER_RUNGS` rungs are left behind for one incident. A finite result, however large,
+speaks against no checkpoint. Each judgement says what it rests on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast.policy.actions import Action
+from holdfast.policy.budgets import RERUNS, PastAttempt
+from holdfast.policy.capacity import Cluster, Exclusion, Fit, fit, keep_out, layout
+from holdfast.policy.rejection import Kind, Place, Rejection, Rerun, Trial, Window
+from holdfast.policy.rotation import arrangements
+from holdfast.policy.unsettled import DEVICE, REPRODUCIBLE, lowered_for, open_rejections
+from holdfast.policy.variation import MAX_LOWER_RUNGS, MAX_ROTATIONS
+from holdfast.policy.whereabouts import bad_places, describe_place, list_ranks, places_of, step_of
+
+_TWICE = "was rejected there"
+"""Why a node was kept out to see whether the step passes on another one."""
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A rejection and all that it is judged by."""
+
+    failed: PastAttempt
+    rejection: Rejection
+    before: Sequence[PastAttempt]
+    """Every earlier attempt, oldest first."""
+    episode: Sequence[PastAttempt]
+    """Those since the last progress."""
+    forgiven: int = 0
+    cluster: Cluster
+    found: Fit
+    """Who would go on."""
+    wanted: int
+    rungs: Sequence[str] = ()
+    """What a resume may use, newest first."""
+    together: Sequence[str] = ()
+    """What was loaded, and what is as doubtful as that."""
+    avoid: Sequence[str] = ()
+    trial: Trial | None = None
+    may_skip: bool = False
+
+
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found and what follows; recovery turns it into its decision, within its budgets."""
+
+    action: Action
+    """restart, rotate, exclude, shrink, lower_rung or stop."""
+    reason: str
+    verdict: str = ""
+    """device or reproducible; empty as long as it is open."""
+    evidence: list[str] = []
+    rotate_by: int | None = None
+    exclude: list[Exclusion] = []
+    found: Fit | None = None
+    """Who goes on, if not those of the question."""
+    readmit: list[str] = []
+    """Nodes that were kept out for this step, which fails elsewhere too."""
+    avoid: list[str] = []
+    suspect: list[str] = []
+    acquit: list[str] = []
+    skip: Window | None = None
+    rerun: Rerun | None = None
+    trial: Trial | None = None
+
+
+def judge(question: Question) -> Judgement:
+    return _Inquiry(question).judge()
+
+
+class _Inquiry:
+    """One rejection. Each rule judges or passes (None); the first that judges counts."""
+
+    def __init__(self, question: Question) -> None:
+        self._asked = question
+        self._failed = question.failed
+        self._rejection = rejection = question.rejection
+        self._open = open_rejections([*question.before, question.failed], forgiven=question.forgiven)[:-1]
+        self._same = [one for one in self._open if one.rejection and one.rejection.step == rejection.step]
+        self._evidence = [_told(rejection)]
+
+    def judge(self) -> Judgement:
+        match self._rejection.kind:
+            case Kind.DEVICE:
+                accused = self._rejection.accused
+                why = "; ".join(self._rejection.reasons) or "the ranks found it out"
+                return self._accuse([accused] if accused else [], why)
+            case Kind.ROLLBACK:
+                return self._roll_back()
+            case Kind.PROBATION:
+                what = f"{self._failed.rung or 'what was loaded'} does not go on from where it was"
+                return self._on_trial() or self._suspect(what)
+        rules = (self._on_trial, self._follows_a_device, self._stays_with_the_work, self._vary)
+        return next(found for rule in rules if (found := rule()) is not None)
+
+    # -- is it the device? ----------------------------------------------------------------------------------
+
+    def _follows_a_device(self) -> Judgement | None:
+        """Another rank was bad there before and is well elsewhere: at that step or any other."""
+        now, bad = places_of(self._failed), bad_places(self._failed)
+        for earlier in reversed(self._open):
+            then = bad_places(earlier)
+            well = {rank for rank, place in then.items() if rank not in bad and now.get(rank, place) != place}
+            guilty = {place for rank, place in bad.items() if place in {then[one] for one in well}}
+            if well and set(bad.values()) == set(then.values()):
+                guilty = set(bad.values())  # several at once, and one rank went from one to the other
+            if guilty:
+                ranks = list_ranks(rank for rank, place in bad.items() if place in guilty)
+                return self._accuse(
+                    guilty,
+                    f"the fault follows it. {list_ranks(well)} failed there in attempt {earlier.number}, and "
+                    f"not elsewhere; now {ranks} failed there",
+                )
+        return None
+
+    def _accuse(self, places: Iterable[Place], why: str) -> Judgement:
+        asked, accused = self._asked, sorted(places, key=lambda place: (place.node, place.device))
+        what = " and ".join(describe_place(place) for place in accused) or "a device that is not known"
+        reason = f"step {self._rejection.step} was rejected because of {what}: {why}"
+        kept = keep_out(asked.cluster, asked.wanted, [(one.node, one.device) for one in accused], reason)
+        if not accused or kept is None or not asked.cluster.nodes:
+            return self._stop(f"{reason}. It cannot be done without", DEVICE)
+        exclude, found = kept
+        if not exclude:
+            return self._judged(Action.RESTART, f"{reason}; it is kept out already", DEVICE)
+        action = Action.SHRINK if found.shrinks else Action.EXCLUDE
+        return self._judged(action, reason, DEVICE, exclude=exclude, found=found)
+
+    # -- is it the work? ------------------------------------------------------------------------------------
+
+    def _stays_with_the_work(self) -> Judgement | None:
+        now, bad = places_of(self._failed), bad_places(self._failed)
+        for earlier in reversed(self._same):
+            then, before = bad_places(earlier), places_of(earlier)
+            moved = [rank for rank in bad if rank in then and bad[rank] != then[rank]]
+            if moved:
+                was = ", ".join(
+                    f"{rank} from {describe_place(then[rank])} to {describe_place(bad[rank])}"
+                    for rank in moved
+                )
+                return self._reproducible(
+                    f"the fault stays with the work: since attempt {earlier.number} it went with rank {was}"
+                )
+            if not (bad and then) and now and before and now != before:
+                return self._reproducible(
+                    f"it was rejected on other devices too, in attempt {earlier.number}; whose results were "
+                    "bad is not known"
+                )
+        return None
+
+    def _vary(self) -> Judgement:
+        """Not known yet: the same step elsewhere, or here again; at most so often."""
+        step, times = self._rejection.step, 1 + len(self._same)
+        shift = self._next_shift()
+        if shift is not None and times <= RERUNS:
+            what = f"step {step} is computed again with every rank on another device"
+            return self._again(Action.ROTATE, what, rotate_by=shift)
+        if times < RERUNS:
+            return self._again(Action.RESTART, f"step {step} is computed again here: no rank can move")
+        instead = self._spare()
+        if instead is not None:
+            return instead
+        self._evidence.append(
+            f"no second device was left to tell a bad device from bad work ({times} attempts)"
+        )
+        return self._reproducible("treated as reproducible")
+
+    def _next_shift(self) -> int | None:
+        asked, here = self._asked, self._failed.rotation
+        rotations = sum(one.action == Action.ROTATE for one in asked.episode)
+        count = arrangements(layout(asked.cluster, asked.found.nodes))
+        if rotations >= MAX_ROTATIONS:
+            return None
+        seen = {one.rotation % count for one in self._same} | {here % count}
+        return next((one % count for one in range(here + 1, here + count) if one % count not in seen), None)
+
+    def _spare(self) -> Judgement | None:
+        """A spare node in the place of those on which it was rejected; never for what may be honest."""
+        asked = self._asked
+        if self._rejection.finite:
+            return None
+        nodes = {place.node for place in bad_places(self._failed).values()} & set(asked.found.nodes)
+        found = fit(asked.cluster, asked.wanted, without=nodes)
+        if not nodes or found.missing or found.shrinks:
+            return None
+        reason = f"step {self._rejection.step} {_TWICE} in {1 + len(self._same)} attempts"
+        exclude = [Exclusion(node, None, reason) for node in sorted(nodes)]
+        what = f"{reason}: {', '.join(found.spares)} in the place of {', '.join(sorted(nodes))}"
+        return self._again(Action.EXCLUDE, what, exclude=exclude, found=found)
+
+    def _again(self, action: Action, reason: str, **more: Any) -> Judgement:
+        asked, bad = self._asked, self._rejection.bad
+        places = [(place.node, place.device) for place in bad_places(self._failed).values()]
+        can = keep_out(asked.cluster, asked.wanted, places, "") is not None if places else False
+        can = can and action is not Action.EXCLUDE  # they are out already
+        rerun = Rerun(step=self._rejection.step, bad=bad, can_exclude=can)
+        return self._judged(action, reason, rerun=rerun, **more)
+
+    # -- reproducible: is it what was loaded? ---------------------------------------------------------------
+
+    def _reproducible(self, why: str) -> Judgement:
+        found = self._reproduced(why)
+        mine = f"step {self._rejection.step} {_TWICE}"
+        wronged = [out.node for out in self._asked.cluster.excluded if out.reason.startswith(mine)]
+        return msgspec.structs.replace(found, readmit=sorted(set(wronged)))
+
+    def _reproduced(self, why: str) -> Judgement:
+        rejection = self._rejection
+        if rejection.finite:
+            return self._accept(why)
+        if rejection.in_probation:
+            return self._suspect(why)
+        return self._without_blame(why)
+
+    def _accept(self, why: str) -> Judgement:
+        step = self._rejection.step
+        if any(one.rerun is not None and one.rerun.accept for one in self._same):
+            return self._stop(f"{why}; step {step} was to be accepted, and was rejected again", REPRODUCIBLE)
+        rerun = Rerun(step=step, bad=self._rejection.bad, accept=True)
+        reason = f"{why}; it is finite and the same everywhere: step {step} is to be accepted"
+        return self._judged(Action.RESTART, reason, REPRODUCIBLE, rerun=rerun)
+
+    def _suspect(self, why: str) -> Judgement:
+        """What was loaded is in its probation: a rung below it shall replay the same steps."""
+        refused = self._why_not_lower()
+        if refused:
+            self._evidence.append(
+                f"{self._failed.rung or 'what was loaded'} does not become suspect: {refused}"
+            )
+            return self._without_blame(why)
+        if self._rejection.kind is Kind.PROBATION:
+            return self._lower(why, "")
+        return self._lower(f"{why}, within the probation of {self._failed.rung}", REPRODUCIBLE)
+
+    def _why_not_lower(self) -> str:
+        asked, rung = self._asked, self._failed.rung
+        lowered = sum(one.action == Action.LOWER_RUNG or bool(one.suspect) for one in asked.episode)
+        if not rung:
+            return "the run began from nothing"
+        if any(rung in one.acquit for one in asked.episode):
+            return "it was acquitted already"
+        if max(lowered, lowered_for(asked.before, asked.trial)) >= MAX_LOWER_RUNGS:
+            return f"{MAX_LOWER_RUNGS} rungs were left behind already"
+        return "" if self._below() else "there is no checkpoint below it"
+
+    def _below(self) -> Sequence[str]:
+        """The rungs below all that is doubtful; none if that is not on the ladder."""
+        group, rungs = self._group(), self._asked.rungs
+        lowest = max((place for place, name in enumerate(rungs) if name in group), default=len(rungs))
+        return [name for name in rungs[lowest + 1 :] if name not in self._asked.avoid]
+
+    def _group(self) -> list[str]:
+        return sorted({*self._asked.together, self._failed.rung} - {""})
+
+    def _lower(self, why: str, verdict: str) -> Judgement:
+        group, trial = self._group(), self._asked.trial
+        suspects = sorted({*group, *(trial.suspects if trial is not None else [])})
+        until = max(self._rejection.step, trial.until if trial is not None else 0)
+        return self._judged(
+            Action.LOWER_RUNG,
+            f"{why}: {', '.join(group)} may be the cause; a lower rung replays the steps up to {until}",
+            verdict,
+            suspect=group,
+            trial=Trial(suspects=suspects, until=until),
+        )
+
+    def _on_trial(self) -> Judgement | None:
+        """A lower rung failed too, while others are suspect."""
+        trial, rejection, rung = self._asked.trial, self._rejection, self._failed.rung
+        if trial is None or rejection.finite or rung in trial.suspects or rejection.step > trial.until:
+            return None
+        others = ", ".join(trial.suspects)
+        # A discontinuity has no one step: it is the same if it shows where the suspect was watched.
+        watched = max((step_of(name) for name in trial.suspects), default=0)
+        same = rejection.kind is Kind.PROBATION and rejection.step > watched
+        if same or rejection.step == trial.until:
+            why = (
+                f"{rung or 'a fresh start'} fails at step {rejection.step} too, so {others} is not the cause"
+            )
+            return self._without_blame(why)
+        if not rejection.in_probation and rejection.kind is not Kind.PROBATION:
+            return None
+        refused = self._why_not_lower()
+        if not refused:
+            return self._lower(f"{rung} fails within its own probation, at step {rejection.step}", "")
+        self._evidence.append(f"no further rung down: {refused}")
+        what = f"{rung or 'a fresh start'} fails too, at step {rejection.step}"
+        return self._stop(f"{what}: {others} cannot be shown to be bad", "")
+
+    def _without_blame(self, why: str) -> Judgement:
+        """It comes from the data, the device or the job: leave the data out if that is allowed, or stop."""
+        asked, window = self._asked, self._rejection.window
+        if self._rejection.kind is Kind.STEP and asked.may_skip and window is not None:
+            if any(one.skip == window for one in asked.before):
+                return self._stop(f"{why}; its data are left out already", REPRODUCIBLE)
+            reason = f"{why}; batches {window.first} to {window.last} of epoch {window.epoch} are left out"
+            return self._judged(Action.RESTART, reason, REPRODUCIBLE, skip=window, acquit=self._cleared())
+        if self._rejection.kind is Kind.STEP and not asked.may_skip:
+            self._evidence.append("validation.skip_bad_data is off, so its data are not left out")
+        verdict = REPRODUCIBLE if self._rejection.kind is Kind.STEP else ""
+        return self._stop(f"{why}; the cause is the data, the device or the job", verdict)
+
+    # -- rolling back, and ends -----------------------------------------------------------------------------
+
+    def _roll_back(self) -> Judgement:
+        """Past the newest checkpoint; the second time, past what the first way back had come from."""
+        asked, rungs = self._asked, [name for name in self._asked.rungs if name not in self._asked.avoid]
+        lowered = sum(one.action == Action.LOWER_RUNG for one in asked.episode)
+        again = any(_kind(one) is Kind.ROLLBACK for one in asked.episode if one.number != self._failed.number)
+        past = 1
+        if again and self._failed.rung in rungs:
+            past = rungs.index(self._failed.rung) + 1
+        why = f"too many steps in a row were not finite, the last one {self._rejection.step}"
+        if lowered >= MAX_LOWER_RUNGS or len(rungs) <= past:
+            left = "rungs were left behind already" if lowered else "checkpoint is there to go back to"
+            return self._stop(f"{why}, and {lowered or 'no'} {left}", "")
+        return self._judged(
+            Action.LOWER_RUNG, f"{why}: go back past {rungs[past - 1]}", avoid=list(rungs[:past])
+        )
+
+    def _stop(self, reason: str, verdict: str) -> Judgement:
+        """What is suspect must not stay so for ever where nothing more will be found out about it."""
+        acquit = self._cleared() if verdict != DEVICE else []
+        return self._judged(Action.STOP, reason, verdict, acquit=acquit)
+
+    def _cleared(self) -> list[str]:
+        """The suspects, if something else than they has failed too."""
+        trial = self._asked.trial
+        return trial.suspects if trial is not None and self._failed.rung not in trial.suspects else []
+
+    def _judged(self, action: Action, reason: str, verdict: str = "", **more: Any) -> Judgement:
+        fields = {"trial": None if more.get("acquit") else self._asked.trial, **more}
+        plain = Judgement(action=action, reason=reason, verdict=verdict, evidence=self._evidence)
+        return msgspec.structs.replace(plain, **fields)
+
+
+def _told(rejection: Rejection) -> str:
+    bad = [one.rank for one in rejection.bad]
+    whose = f" on {list_ranks(bad)}" if bad else ""
+    again = ", and again when it was re-run in place" if rejection.rerun else ""
+    why = "; ".join(rejection.reasons) or "no reason given"
+    return f"step {rejection.step} was rejected{whose}{again}: {why}"
+
+
+def _kind(attempt: PastAttempt) -> Kind | None:
+    return attempt.rejection.kind if attempt.rejection is not None else None

@@ -1,0 +1,142 @@
+"""Checks whose results are read some steps later, so that no step waits for the device.
+
+Guarantee: `note` and `bad` never make the host wait for a device, unless the device is `DEPTH` steps behind.
+Every noted step is judged exactly once, in order, by the same rules as at once; `settle` judges all that are
+left. A bad step was used by the optimizer by then: it can be rolled back, not re-run or dropped.
+
+For each step the loss and the norm of the gradients are computed on the device, put into a small ring there,
+copied to page-locked memory on the same stream, and marked by an event. Ring, memory and events are made
+once. Where nothing is on a CUDA device a step is judged at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import torch
+
+from holdfast.worker.checking import Checks, Look, read_together, single_number
+
+DEPTH = 64
+"""Steps that the host may be ahead of the device before it waits."""
+HOST = torch.device("cpu")
+LOSS, NORM = 0, 1
+COLUMNS = 2
+
+
+class Ring:
+    """Two numbers a step, on their way from a device to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._there = torch.zeros(DEPTH, COLUMNS, dtype=torch.float64, device=device)
+        self._here = torch.zeros(DEPTH, COLUMNS, dtype=torch.float64, pin_memory=True)
+        self._rows = [(self._there[at], self._here[at]) for at in range(DEPTH)]
+        self._cells = [(self._there[at, LOSS], self._there[at, NORM]) for at in range(DEPTH)]
+        self._events: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(DEPTH)]  # type: ignore[no-untyped-call]
+
+    def put(self, at: int, loss: torch.Tensor | float, norm: torch.Tensor | float) -> None:
+        with torch.cuda.device(self.device):
+            for cell, value in zip(self._cells[at], (loss, norm), strict=True):
+                if isinstance(value, torch.Tensor):
+                    cell.copy_(value.reshape(()), non_blocking=True)
+                else:
+                    cell.fill_(value)
+            there, here = self._rows[at]
+            here.copy_(there, non_blocking=True)
+            self._events[at].record(torch.cuda.current_stream(self.device))
+
+    def ready(self, at: int) -> bool:
+        return bool(self._events[at].query())  # type: ignore[no-untyped-call]
+
+    def wait(self, at: int) -> None:
+        self._events[at].synchronize()
+
+    def read(self, at: int) -> tuple[float, float]:
+        loss, norm = self._here[at].tolist()
+        return loss, norm
+
+
+class Deferred:
+    """One for a rank. Not for several threads."""
+
+    def __init__(self, checks: Checks) -> None:
+        self._checks = checks
+        self._ring: Ring | None = None
+        self._pending: deque[tuple[int, int, bool, bool]] = deque()
+        """Step, row, whether there is a loss, whether there are gradients."""
+        self._next = 0
+        self._found: list[tuple[int, Look]] = []
+
+    @torch.no_grad()
+    def note(self, step: int, loss: Any) -> None:
+        """The step's loss and gradients are as they are now; look at them later."""
+        held = single_number(loss)
+        norms = self._checks.gradients().norms() if self._checks.looks_at_gradients() else []
+        device = next((v.device for v in (held, *norms) if isinstance(v, torch.Tensor)), HOST)
+        if self._ring is None or self._ring.device != device:
+            self._settle_all()  # in order, always
+            self._ring = self.ring_for(device)
+        if self._ring is None:
+            self._keep(step, self._checks.judge(*read_together(held, norms), exact=True))
+            return
+        if len(self._pending) == DEPTH:
+            self._read_oldest()
+        self._ring.put(self._next, math.nan if held is None else held, _joined(norms, device))
+        self._pending.append((step, self._next, held is not None, bool(norms)))
+        self._next = (self._next + 1) % DEPTH
+
+    def ring_for(self, device: torch.device) -> Ring | None:
+        """What defers reading from a device; None where there is nothing to wait for."""
+        return Ring(device) if device.type == "cuda" else None
+
+    def bad(self) -> list[tuple[int, Look]]:
+        """The bad steps that are known by now and were not told yet, in order. Waits for nothing."""
+        while self._pending and self._ring is not None and self._ring.ready(self._pending[0][1]):
+            self._read_oldest()
+        found, self._found = self._found, []
+        return found
+
+    def settle(self) -> list[tuple[int, Look]]:
+        """The same, when all that was noted is known. Waits for the device: before a save, at the end."""
+        self._settle_all()
+        return self.bad()
+
+    @property
+    def pending(self) -> int:
+        """Steps that were noted and not judged yet."""
+        return len(self._pending)
+
+    def _settle_all(self) -> None:
+        while self._pending:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        assert self._ring is not None
+        step, at, has_loss, has_norm = self._pending.popleft()
+        self._ring.wait(at)
+        loss, norm = self._ring.read(at)
+        look = self._checks.judge(loss if has_loss else None, norm if has_norm else None, exact=False)
+        self._keep(step, look)
+
+    def _keep(self, step: int, look: Look) -> None:
+        if look.reasons:
+            self._found.append((step, look))
+        else:
+            self._checks.accepted(look)
+
+
+def _joined(norms: list[torch.Tensor | float], device: torch.device) -> torch.Tensor | float:
+    """One norm of several devices, on one of them."""
+    if len(norms) < 2:
+        return norms[0] if norms else 0.0
+    parts = [
+        norm.to(device, torch.float64, non_blocking=True)
+        if isinstance(norm, torch.Tensor)
+        else torch.full((), norm, dtype=torch.float64, device=device)
+        for norm in norms
+    ]
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts))
+    return whole

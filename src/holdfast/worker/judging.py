@@ -1,0 +1,239 @@
+"""What becomes of a result that was rejected and is not, or not any more, run again.
+
+Guarantee: what is not finite is dropped, or ends the attempt, on every rank alike, and never reaches an
+optimizer (with deferred checks it did before it was seen: then it is gone back from, or said). A value that
+is finite and only odd is accepted, with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from holdfast.checkpoint.state import Tracked
+from holdfast.control.group import Group
+from holdfast.errors import ValidationFailedError
+from holdfast.journal.events import StepRejected, encode_loss
+from holdfast.policy.nonfinite import Act, Count
+from holdfast.policy.rejection import Kind, Place, RankResult, Rejection, Window
+from holdfast.settings_validation import ValidationSettings
+from holdfast.worker.agreement import Severity
+from holdfast.worker.checking import Look
+from holdfast.worker.data import DataFeed
+from holdfast.worker.determinism import difference
+from holdfast.worker.dropping import Dropping
+from holdfast.worker.locating import Locator
+from holdfast.worker.meter import Meter
+from holdfast.worker.probation import Probation
+from holdfast.worker.rejecting import Rejecting, Report, bad_ranks, in_words, summary
+from holdfast.worker.state_mark import mark
+
+
+@dataclass
+class Done:
+    """What one run of a call gave, on this rank."""
+
+    result: Any
+    look: Look
+
+    @property
+    def severity(self) -> Severity:
+        return severity_of(self.look)
+
+
+def severity_of(look: Look) -> Severity:
+    if not look.reasons:
+        return Severity.FINE
+    return Severity.ODD if look.finite else Severity.NONFINITE
+
+
+class Judging:
+    """One for an attempt. Every rank calls it alike."""
+
+    def __init__(
+        self,
+        chosen: ValidationSettings,
+        tracked: Tracked,
+        group: Group,
+        *,
+        place: Place,
+        rejecting: Rejecting,
+        probation: Probation,
+        meter: Meter,
+        feed: DataFeed | None,
+    ) -> None:
+        self._chosen = chosen
+        self._tracked = tracked
+        self._group = group
+        self._place = place
+        self._rejecting = rejecting
+        self._probation = probation
+        self._meter = meter
+        self._feed = feed
+        self.count = Count(chosen.nan_policy, chosen.max_consecutive)
+        self.dropping = Dropping(tracked)
+
+    def judge(self, done: Done, severity: Severity, step: int) -> None:
+        """A step that is not run again: accept it, drop it, or end here."""
+        if severity is Severity.ODD:
+            reports = self._rejecting.exchange(self.report(done))
+            self.tell(reports, step, "accepted")
+            self._rejecting.warn(
+                f"step {step} is accepted although it is odd: {in_words(summary(reports))}. "
+                "validation.rerun_mode = validate_results would run it again"
+            )
+            return
+        self.dropping.drop()
+        self._meter.told.add(step)
+        if self._probation.active and self._rejecting.launched:
+            reports = self._rejecting.exchange(self.report(done, marked=True))
+            self.tell(reports, step, "restart")
+            self.reject(reports, severity, step, diagnostic="none: the step was not run again")
+        reports = self._rejecting.exchange(self.report(done))
+        outcome = self.count.after(bad=True)
+        reasons = summary(reports)
+        if outcome.act is Act.ROLL_BACK:
+            self.tell(reports, step, "restart")
+            self.roll_back(reports, step, outcome.why)
+        if outcome.act is Act.STOP:
+            self.tell(reports, step, "stop")
+            self.stop(step, reasons, outcome.why)
+        self.tell(reports, step, "dropped")
+        if outcome.warn:
+            self._rejecting.warn(
+                f"step {step} is dropped on all ranks, {outcome.in_a_row} in a row: {in_words(reasons)}"
+            )
+
+    def judge_used(self, look: Look, severity: Severity, step: int) -> None:
+        """The same for a step that was used before it was looked at."""
+        used = "an optimizer has used it by then, because validation.deferred is on"
+        done = Done(None, look)
+        reports = self._rejecting.exchange(self.report(done))
+        reasons = summary(reports)
+        if severity is Severity.NONFINITE:
+            self._meter.told.add(step)
+            if self._probation.active and self._rejecting.launched:
+                self.tell(reports, step, "restart")
+                self.reject(reports, severity, step, diagnostic="none: the state has moved on")
+            if self._chosen.nan_policy == "rollback":
+                self.tell(reports, step, "restart")
+                self.roll_back(reports, step, used)
+            if self._chosen.nan_policy == "raise":
+                self.tell(reports, step, "stop")
+                self.stop(step, reasons, f"the policy for a bad step is to raise; {used}")
+        self.tell(reports, step, "accepted")
+        self._rejecting.warn(f"step {step} is bad: {in_words(reasons)}; {used}")
+
+    def stop(self, step: int, reasons: Sequence[str], why: str) -> NoReturn:
+        raise ValidationFailedError(
+            f"step {step} is not finite: {in_words(reasons)}. The run stops because {why} "
+            f"(validation.nan_policy = {self._chosen.nan_policy}). Look at the data and the learning rate, "
+            "then start the run again"
+        )
+
+    def roll_back(self, reports: Sequence[Report], step: int, why: str) -> NoReturn:
+        self._rejecting.reject(
+            Rejection(
+                kind=Kind.ROLLBACK,
+                step=step,
+                reasons=[why, *summary(reports)],
+                ranks=[report.result for report in reports if report.result.reasons],
+                in_probation=self._probation.in_probation,
+                window=self._window(),
+            )
+        )
+
+    def breached(self, step: int) -> NoReturn:
+        """What was loaded does not go on from where it was; rank 0 knows why."""
+        told = self._rejecting.exchange_texts("\n".join(self._probation.observe(step)))
+        reasons = next(text for text in told if text).split("\n")
+        self._rejecting.reject(
+            Rejection(kind=Kind.PROBATION, step=self._meter.step, reasons=reasons, in_probation=True)
+        )
+
+    def reject(
+        self,
+        reports: Sequence[Report],
+        severity: Severity,
+        step: int,
+        *,
+        rerun: bool = False,
+        diagnostic: str,
+    ) -> NoReturn:
+        results = [report.result for report in reports]
+        self._rejecting.reject(
+            Rejection(
+                kind=Kind.STEP,
+                step=step,
+                reasons=summary(reports),
+                ranks=[one for one in results if one.reasons or one.differs],
+                rerun=rerun,
+                finite=severity is Severity.ODD,
+                in_probation=self._probation.in_probation,
+                window=self._window(),
+                diagnostic=diagnostic,
+            )
+        )
+
+    def report(self, done: Done, *, marked: bool = False) -> Report:
+        """This rank's share. Reasons of its own are those of its loss: gradients may be the whole group's."""
+        look = done.look
+        own_loss = look.loss is not None and not math.isfinite(look.loss)
+        own = self._group.world_size == 1 or own_loss or look.finite
+        reasons = list(look.reasons) if own else []
+        state = mark(self._tracked, buffers=False) if reasons and marked else ""
+        return Report(self._result(reasons, state, first=look.loss), look.reasons)
+
+    def report_again(
+        self, first: Done, second: Done, locator: Locator, *, tolerance: float, buffers: bool
+    ) -> Report:
+        """The same of a step that was run again, now that its state is what it began from.
+
+        A gradient that was bad before it was reduced is this rank's own, too.
+        """
+        look = second.look
+        where = locator.where
+        if not where and locator.own_gradient:
+            where = f"the gradient of {locator.own_gradient}"
+        reasons = list(look.reasons) if where else self.report(second).result.reasons
+        result = self._result(
+            reasons,
+            mark(self._tracked, buffers=buffers) if reasons else "",
+            first=first.look.loss,
+            again=look.loss,
+            differs=difference(first.look.loss, look.loss) > tolerance,
+            where=where,
+        )
+        return Report(result, look.reasons)
+
+    def _result(
+        self,
+        reasons: list[str],
+        state: str,
+        *,
+        first: float | None,
+        again: float | None = None,
+        differs: bool = False,
+        where: str = "",
+    ) -> RankResult:
+        return RankResult(
+            rank=self._group.rank,
+            node=self._place.node,
+            device=self._place.device,
+            reasons=reasons,
+            first=encode_loss(first),
+            again=encode_loss(again),
+            differs=differs,
+            state=state,
+            where=where,
+        )
+
+    def tell(self, reports: Sequence[Report], step: int, then: str) -> None:
+        self._rejecting.tell(
+            StepRejected(step=step, reasons=summary(reports), ranks=bad_ranks(reports), then=then)
+        )
+
+    def _window(self) -> Window | None:
+        return self._feed.window() if self._feed is not None else None

@@ -1,0 +1,283 @@
+"""Probation: the steps after a resume in which what was loaded is watched, and the trial of a suspect.
+
+Guarantee: a checkpoint becomes proven only after `validation.probation_steps` accepted steps without a
+breach, and a suspect is condemned only by an attempt that began below it, completed the very step at which it
+failed, and came nowhere near a discontinuity there itself; in doubt it stays suspect. What cannot be recorded
+leaves a standing as it was, with a warning, and does not end the run; a lost lease does.
+
+Rank 0 alone compares and records. It compares what the loop recorded of each step with what it had recorded
+before the save, like with like; so a breach is found when a step is complete, and told at the next one. All
+ranks count alike, so that `active` is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from holdfast.checkpoint.identity import CheckpointName, parse_name
+from holdfast.checkpoint.manifest import Manifest, Windows
+from holdfast.control.group import Group
+from holdfast.control.handover import LaunchInfo
+from holdfast.control.lineage import condemned_with, descendants, read_timeline
+from holdfast.control.standing import Standing, StandingBook
+from holdfast.errors import ControlError
+from holdfast.journal.events import ProbationEnded, StandingChanged, Warned
+from holdfast.policy.probation import IN_DOUBT, Series, discontinuities, mismatches
+from holdfast.policy.rejection import Trial
+from holdfast.worker.membership import Membership
+from holdfast.worker.meter import WINDOW
+from holdfast.worker.throughput import Throughput
+
+log = logging.getLogger("holdfast")
+
+TRIES = 3
+"""Steps at which recording a standing is tried, before it is given up."""
+
+Recorded = Callable[[], tuple[float | None, float | None]]
+"""Loss and gradient norm that the loop recorded of the step that was just completed: see `Meter.latest`."""
+
+
+class Probation:
+    """One attempt's probation. `begin` after the resume, `observe` in and `completed` after every step."""
+
+    def __init__(
+        self,
+        steps: int,
+        group: Group,
+        member: Membership,
+        recorded: Recorded,
+        launched: LaunchInfo | None = None,
+        *,
+        node: str = "",
+        device: torch.device | None = None,
+    ) -> None:
+        self.active = False
+        """Whether a bad step must be brought before the launcher: probation, or a trial, is going on."""
+        self.in_probation = False
+        """The same, for what this attempt itself loaded."""
+        self._steps = steps
+        self._group = group
+        self._member = member
+        self._recorded = recorded
+        self._acts = launched is not None
+        self._trial: Trial | None = launched.trial if launched is not None else None
+        self._throughput = Throughput(group, member.journal, node=node, device=device)
+        self._rung: CheckpointName | None = None
+        self._windows = Windows()
+        self._first = 1
+        self._accepted = 0
+        self._watched = False
+        self._outcome = ""
+        self._loss: list[float | None] = []
+        self._norm: list[float | None] = []
+        self._breach: list[str] = []
+        self._to_record: list[Callable[[], None]] = []
+        self._tries = 0
+
+    def begin(
+        self, rung: CheckpointName | None, manifest: Manifest | None, counters: Mapping[str, int]
+    ) -> list[str]:
+        """What was loaded, as its manifest and its own counters say; the reasons of an immediate breach."""
+        named = manifest is not None and rung is not None and bool(rung.id)
+        self._rung = rung if named else None  # a plain DCP directory has no standing
+        self._first = (rung.step if rung is not None else 0) + 1
+        self._watched = self.in_probation = self._rung is not None and self._steps > 0
+        self._admit_trial()
+        self.active = self.in_probation or self._trial is not None
+        if manifest is None:
+            return []
+        self._windows = manifest.windows
+        if not self._watched:
+            return []
+        expected = {"step": manifest.step}
+        if manifest.world.size == self._group.world_size:  # else they were shared out anew
+            expected |= {"samples": manifest.samples, "tokens": manifest.tokens}
+            self._throughput.before = manifest.windows.step_seconds
+        return self._breached(mismatches(counters, expected)) if self._group.is_coordinator else []
+
+    def observe(self, step: int, look: object = None) -> list[str]:
+        """In every step, on every rank, before the group agrees: the reasons of a breach, on rank 0."""
+        del step, look  # what is not finite in this step is rejected as such
+        self.in_probation = self._watched and self._accepted < self._steps
+        self.active = self.in_probation or self._trial is not None
+        return self._breach
+
+    def completed(self, step: int, seconds: float) -> None:
+        """On every rank after each step that was accepted, not dropped, once the loop has recorded it."""
+        self._accepted += 1
+        on_probation = self._watched and self._accepted <= self._steps
+        if not on_probation and self._trial is None and not self._to_record:
+            return
+        if self._group.is_coordinator:
+            self._note(step)
+            if on_probation and not self._outcome:
+                before = Series(loss=self._windows.loss, grad_norm=self._windows.grad_norm)
+                since = Series(loss=self._loss, grad_norm=self._norm)
+                self._breached(discontinuities(before, since, self._first))
+            self._compare_trial(step)
+        if on_probation:
+            self._throughput.note(seconds)
+            if self._accepted == self._steps:
+                self._throughput.judge()
+                self._pass(step)
+        self._settle_trial(step)
+        self._record()
+
+    def close(self) -> None:
+        """The attempt ends: what is not settled is said to be so."""
+        if self._watched and not self._outcome:
+            self._end("unsettled", [f"{self._accepted} of {self._steps} steps were completed"])
+        self.active = self.in_probation = False
+
+    # --- what the loop recorded, against before -------------------------------------------------------------
+
+    def _note(self, step: int) -> None:
+        loss, norm = self._recorded()
+        dropped = [None] * (step - self._first - len(self._loss))
+        self._loss += [*dropped, loss]
+        self._norm += [*dropped, norm]
+
+    def _compare_trial(self, step: int) -> None:
+        if self._trial is not None and not self._breach and step <= self._trial.until:
+            found = self._as_on_trial(self._trial)
+            tried = ", ".join(self._trial.suspects)
+            self._breached([f"{reason}; as after {tried}, on trial" for reason in found], by_trial=True)
+
+    def _as_on_trial(self, trial: Trial, strictness: float = 1.0) -> list[str]:
+        """What is wrong with the very steps in which the suspect was watched, after the same window."""
+        at = max(0, max(name.step for name in _names(trial)) + 1 - self._first)
+        before = Series(
+            loss=[*self._windows.loss, *self._loss[:at]][-WINDOW:],
+            grad_norm=[*self._windows.grad_norm, *self._norm[:at]][-WINDOW:],
+        )
+        since = Series(loss=self._loss[at:], grad_norm=self._norm[at:])
+        return discontinuities(before, since, self._first + at, strictness=strictness)
+
+    def _breached(self, reasons: list[str], *, by_trial: bool = False) -> list[str]:
+        if not reasons or not self._group.is_coordinator:
+            return []
+        if not by_trial:
+            self._end("breached", reasons)
+        if self._acts:
+            self._breach = reasons
+            return reasons
+        name = str(self._rung)
+        self._warn(
+            f"what was loaded from {name} does not go on from where it was: {'; '.join(reasons)}. Nobody "
+            "acts on this, because the run was not started with `holdfast run`. If it is bad, stop, then "
+            f"`holdfast ckpt condemn RUN_DIR {name} --reason …`, and start again"
+        )
+        return []
+
+    # --- how it ends ----------------------------------------------------------------------------------------
+
+    def _pass(self, step: int) -> None:
+        if self._outcome or not self._group.is_coordinator or self._rung is None:
+            return
+        evidence = [
+            f"{self._steps} steps after attempt {self._member.attempt} loaded it, up to {step}, went well"
+        ]
+        self._end("passed", evidence)
+        rung = self._rung
+        self._to_record.append(lambda: self._prove(rung, evidence))
+
+    def _prove(self, rung: CheckpointName, evidence: list[str]) -> None:
+        now = StandingBook(self._member.control).of(rung.id)
+        if now not in (Standing.PROVEN, Standing.SUSPECT, Standing.CONDEMNED):
+            self._change(rung, Standing.PROVEN, evidence)
+
+    def _admit_trial(self) -> None:
+        """A trial shows something only if this attempt replays the step at which the suspect failed."""
+        trial = self._trial
+        if trial is not None and not (_names(trial) and self._first <= trial.until):
+            told = ", ".join(trial.suspects)
+            self._warn(
+                f"no trial of {told}: this attempt begins after step {trial.until}, at which it failed"
+            )
+            self._trial = None
+
+    def _settle_trial(self, step: int) -> None:
+        trial = self._trial
+        if trial is None or step < trial.until or self._breach:
+            return
+        self._trial = None
+        if not self._group.is_coordinator:
+            return
+        if step > trial.until:
+            self._warn(
+                f"{', '.join(trial.suspects)} stay suspect: step {trial.until} was dropped in their trial"
+            )
+            return
+        if doubt := self._as_on_trial(trial, IN_DOUBT):
+            self._warn(
+                f"{', '.join(trial.suspects)} stay suspect: their trial is in doubt: {'; '.join(doubt)}"
+            )
+            return
+        came_from = str(self._rung) if self._rung is not None else "nothing"
+        evidence = [
+            f"attempt {self._member.attempt}, from {came_from}, replayed the same samples and completed step "
+            f"{trial.until}, at which what was loaded from {', '.join(trial.suspects)} failed"
+        ]
+        self._to_record.append(lambda: self._condemn(trial, evidence))
+
+    def _condemn(self, trial: Trial, evidence: list[str]) -> None:
+        """From the youngest back: a cut leaves nothing usable that descends from what is condemned."""
+        book = StandingBook(self._member.control)
+        suspects = [name for name in _names(trial) if book.of(name.id) is Standing.SUSPECT]
+        later: dict[CheckpointName, CheckpointName] = {}
+        timeline = read_timeline(self._member.control)
+        records = timeline.on_line + timeline.abandoned
+        for suspect in suspects:
+            for record in descendants({suspect.id}, records):
+                later.setdefault(CheckpointName(record.step, record.id), suspect)
+        if self._rung in {*later, *suspects}:
+            self._warn(
+                f"{', '.join(trial.suspects)} stay suspect: their trial began from {self._rung}, of their kin"
+            )
+            return
+        guilty = sorted({*later, *suspects}, key=lambda name: name.step, reverse=True)
+        for name in guilty:
+            if book.of(name.id) is not Standing.CONDEMNED:
+                with_it = [] if name in suspects else [condemned_with(str(later[name]))]
+                self._change(name, Standing.CONDEMNED, [*evidence, *with_it])
+
+    def _change(self, name: CheckpointName, standing: Standing, evidence: list[str]) -> None:
+        member = self._member
+        StandingBook(member.control).append(member.fence, name.id, standing, evidence)
+        member.journal.write(StandingChanged(checkpoint=str(name), standing=str(standing), evidence=evidence))
+
+    def _record(self) -> None:
+        """Write what is settled. What fails is tried again after the next steps, then given up, loudly."""
+        while self._to_record:
+            try:
+                self._to_record[0]()
+            except (ControlError, OSError) as error:
+                self._tries += 1
+                if self._tries < TRIES:
+                    return
+                self._warn(f"a standing could not be recorded, and stays what it was: {error}")
+            self._tries = 0
+            self._to_record.pop(0)
+
+    def _end(self, outcome: str, evidence: Sequence[str]) -> None:
+        self._outcome = outcome
+        if self._group.is_coordinator and self._rung is not None:
+            last = self._first + len(self._loss) - 1
+            self._member.journal.write(
+                ProbationEnded(
+                    checkpoint=str(self._rung), outcome=outcome, first=self._first, last=last,
+                    evidence=list(evidence),
+                )
+            )  # fmt: skip
+
+    def _warn(self, message: str) -> None:
+        if self._group.is_coordinator:
+            log.warning("holdfast: %s", message)
+            self._member.journal.write(Warned(message=message))
+
+
+def _names(trial: Trial) -> list[CheckpointName]:
+    return [name for name in map(parse_name, trial.suspects) if name is not None]

@@ -1,0 +1,139 @@
+"""The places in which a rank keeps gradients and buffers, and copies of what is in them.
+
+A gradient is in its parameter's `grad`. FSDP2 keeps what was accumulated without a reduction elsewhere, in
+the unsharded parameter that nobody sees between two calls: those places are named here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class Slot(NamedTuple):
+    """Something that holds a tensor, or none."""
+
+    read: Callable[[], torch.Tensor | None]
+    write: Callable[[torch.Tensor | None], None]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is on this rank, without its history."""
+    whole: Any = tensor.detach()
+    return whole._local_tensor if isinstance(whole, DTensor) else whole
+
+
+def gradient_slots(models: Iterable[nn.Module]) -> list[Slot]:
+    """Every place with a gradient, of every parameter once."""
+    slots: list[Slot] = []
+    seen: set[int] = set()
+    for model in models:
+        for parameter in model.parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                slots.append(Slot(partial(getattr, parameter, "grad"), partial(setattr, parameter, "grad")))
+        for module in model.modules():
+            for sharded in _sharded_parameters(module):
+                if id(sharded) not in seen:
+                    seen.add(id(sharded))
+                    name = "unsharded_accumulated_grad"
+                    slots.append(Slot(partial(getattr, sharded, name, None), partial(setattr, sharded, name)))
+                    slots.append(Slot(partial(_unsharded, sharded), partial(_set_unsharded, sharded)))
+    return slots
+
+
+def buffer_slots(models: Iterable[nn.Module]) -> list[Slot]:
+    """Every buffer, also those that no checkpoint holds; by its place, because a module may replace it."""
+    slots: list[Slot] = []
+    seen: set[tuple[int, str]] = set()
+    for model in models:
+        for module in model.modules():
+            for name in module._buffers:
+                if (id(module), name) not in seen:
+                    seen.add((id(module), name))
+                    buffers: Any = module._buffers
+                    slots.append(Slot(partial(buffers.get, name), partial(buffers.__setitem__, name)))
+    return slots
+
+
+def _sharded_parameters(module: nn.Module) -> list[Any]:
+    """FSDP2's records of the parameters that a module shards; its private names differ between releases."""
+    state = getattr(module, "_get_fsdp_state", None)
+    if state is None:
+        return []
+    found = state()
+    groups = getattr(found, "_fsdp_param_groups", None)
+    if groups is None:
+        single = getattr(found, "_fsdp_param_group", None)
+        groups = [single] if single is not None else []
+    return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+def _unsharded(sharded: Any) -> torch.Tensor | None:
+    parameter = getattr(sharded, "_unsharded_param", None)  # there is none before the first forward
+    return parameter.grad if parameter is not None else None
+
+
+def _set_unsharded(sharded: Any, gradient: torch.Tensor | None) -> None:
+    parameter = getattr(sharded, "_unsharded_param", None)
+    if parameter is not None:
+        parameter.grad = gradient
+
+
+class Copies:
+    """What was in some slots at one moment. The memory of the copies is used again and again."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._held: list[torch.Tensor | None] = [None] * len(slots)
+        """The very tensors that were there: views of a bucket must stay what they are."""
+        self._copies: list[torch.Tensor | None] = [None] * len(slots)
+
+    def capture(self) -> None:
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        for at, slot in enumerate(self._slots):
+            tensor = self._held[at] = slot.read()
+            if tensor is None:
+                continue
+            local = local_part(tensor)
+            if local.layout is not torch.strided:  # a sparse one has no fixed size
+                self._copies[at] = local.clone()
+                continue
+            copy = self._copies[at]
+            if copy is None or not _alike(copy, local):
+                copy = self._copies[at] = torch.empty_like(local)
+            sources.append(local)
+            targets.append(copy)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for slot, tensor, copy in zip(self._slots, self._held, self._copies, strict=True):
+                if tensor is not None:
+                    assert copy is not None
+                    if copy.layout is not torch.strided:
+                        tensor = copy.clone()
+                    else:
+                        local_part(tensor).copy_(copy)
+                if slot.read() is not tensor:
+                    slot.write(tensor)
+
+    def release(self) -> None:
+        """Let go of the tensors that were there; only the memory of the copies is kept."""
+        self._held = [None] * len(self._slots)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.layout is torch.strided
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.device == other.device
+    )

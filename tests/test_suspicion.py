@@ -1,0 +1,305 @@
+"""Which checkpoints fall under suspicion together, what becomes of that in the records, and what survives."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from holdfast.checkpoint import retention
+from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot, derive_id
+from holdfast.checkpoint.inventory import take_inventory
+from holdfast.config import Settings
+from holdfast.control.attempts import HeadRecord, begin_attempt, write_head
+from holdfast.control.directory import ControlDirectory, create_record
+from holdfast.control.exclusions import exclude, excluded
+from holdfast.control.lease import Claim, Fence, claim
+from holdfast.control.lineage import CommitRecord, record_commit, record_done
+from holdfast.control.rejections import record_rejection
+from holdfast.control.skips import skips
+from holdfast.control.standing import Standing, StandingBook
+from holdfast.journal import events
+from holdfast.journal.reader import read_journal
+from holdfast.journal.writer import JournalWriter
+from holdfast.launch import incident
+from holdfast.launch.attempt import Place, lead
+from holdfast.launch.evidence import highest_committed_step
+from holdfast.launch.history import DECISION, keep_incident, past_attempts
+from holdfast.launch.incident import Circumstances, decide_lost
+from holdfast.launch.suspicion import doubtful_with, still_open, write_findings
+from holdfast.policy.budgets import PastAttempt
+from holdfast.policy.evidence import Loss, LostNode
+from holdfast.policy.recovery import Action, Decision
+from holdfast.policy.rejection import Kind, RankResult, Rejection, Rerun, Trial, Window
+from holdfast.policy.retention import Condition, Rules
+from holdfast.settings import RunSettings
+
+SOUND = retention._Look(condition=Condition.SOUND, problem="", created=0.0, bytes=1)
+P = 10
+"""Steps of probation."""
+
+
+class Story:
+    """A run's records, written by hand as ranks and launchers would."""
+
+    def __init__(self, path: Path) -> None:
+        self.control, _ = ControlDirectory.open_or_create(path / "run")
+        self.held: Claim = claim(self.control, "launch", 5.0)
+        self.fence = Fence(self.control, self.held.epoch)
+        self.book = StandingBook(self.control)
+        self.root = CheckpointRoot(path / "run" / "checkpoints")
+        self.settings = Settings(run=RunSettings(dir=str(path / "run")))
+        self.number = 0
+        self.parent: str | None = None
+
+    def attempt(self, source: str = "", *saves: int) -> list[str]:
+        """An attempt that came from a checkpoint and saved some; their names."""
+        begun = begin_attempt(self.control, self.fence, "launch", 1, nodes=["a"], placement="a[0]")
+        self.number, self.parent = begun.number, source.rpartition("-")[2] or None
+        step = int(source[5:13]) if source else 0
+        head = HeadRecord(attempt=self.number, checkpoint=self.parent, step=step)
+        write_head(self.control, self.fence, head)
+        return [self.save(step) for step in saves]
+
+    def save(self, step: int) -> str:
+        name = CheckpointName(step, derive_id("run", self.number, step, 1))
+        record = CommitRecord(
+            id=name.id, step=step, parent=self.parent, attempt=self.number, manifest="0" * 32
+        )
+        with self.fence.guard("save"):
+            record_commit(self.control, self.fence, record)
+        self.root.committed(name).mkdir(parents=True)
+        (self.root.committed(name) / MANIFEST).write_bytes(b"{}")
+        record_done(self.control, record)
+        self.parent = name.id
+        return str(name)
+
+    def judge(self, standing: Standing, *names: str) -> None:
+        for name in names:
+            self.book.append(self.fence, name[-8:], standing, ["because"])
+
+    def doubtful(self, rung: str) -> list[str]:
+        return doubtful_with(self.control, rung, P)
+
+    def rungs(self) -> list[str]:
+        return [one.name for one in take_inventory(self.control, self.root, "auto", force=False).rungs]
+
+    @contextlib.contextmanager
+    def journal(self) -> Iterator[JournalWriter]:
+        with contextlib.closing(JournalWriter(self.control.journal, "agent-a", self.number)) as journal:
+            yield journal
+
+    def journalled(self) -> list[tuple[str, str]]:
+        lines = read_journal(self.control.journal)
+        return [(b.checkpoint, b.standing) for b in (line.body for line in lines)
+                if isinstance(b, events.StandingChanged)]  # fmt: skip
+
+    def breach(self, step: int) -> None:
+        """Its ranks told that what was loaded does not go on."""
+        found = Rejection(kind=Kind.PROBATION, step=step, reasons=["a jump"], in_probation=True)
+        assert record_rejection(self.control, self.number, found)
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Story:
+    return Story(tmp_path)
+
+
+def decision(**more: object) -> Decision:
+    plain = {"action": Action.LOWER_RUNG, "exit_code": 0, "reason": "why", "evidence": [], "restarts_left": 1}
+    return Decision(**{**plain, "grounds": ["seen"], **more})  # type: ignore[arg-type]
+
+
+# -- who falls with whom ------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_inside_the_probation_of_an_unproven_head_falls_with_it(story: Story) -> None:
+    (ten, twenty) = story.attempt("", 10, 20)
+    (later,) = story.attempt(twenty, 25)
+    story.attempt(later)
+    assert story.doubtful(later) == [twenty, later]
+    assert story.doubtful(ten) == [ten, twenty, later], "a resume would take those first"
+
+
+def test_a_head_that_was_proven_or_acquitted_or_long_ago_does_not_fall_with_what_was_saved_from_it(
+    story: Story,
+) -> None:
+    (_, twenty) = story.attempt("", 10, 20)
+    (later, much_later) = story.attempt(twenty, 25, 35)
+    assert story.doubtful(much_later) == [much_later], "saved after the head's probation"
+    for standing in (Standing.PROVEN, Standing.ACQUITTED):
+        story.judge(standing, twenty)
+        assert story.doubtful(later) == [later, much_later]
+    story.judge(Standing.CONDEMNED, much_later)
+    assert story.doubtful(later) == [later], "that one is judged already"
+
+
+def test_what_is_not_of_this_run_stands_alone(story: Story) -> None:
+    story.attempt("", 10)
+    assert story.doubtful("ckpt-7") == ["ckpt-7"]
+    assert story.doubtful("") == []
+
+
+# -- what is written down -----------------------------------------------------------------------------------
+
+
+def test_findings_are_recorded_once_and_never_against_a_later_word(story: Story) -> None:
+    ten, twenty = story.attempt("", 10, 20)
+    found = decision(suspect=[twenty], skip=Window(0, 3, 3))
+    with story.journal() as journal:
+        for _ in range(2):
+            write_findings(story.control, story.fence, journal, found)
+        assert story.book.of(twenty[-8:]) is Standing.SUSPECT
+        assert story.book.evidence_of(twenty[-8:]) == ["seen", "why"]
+        assert story.rungs() == [ten], "a suspect is no rung"
+        assert skips(story.control) == [Window(0, 3, 3)]
+        story.judge(Standing.CONDEMNED, twenty)
+        write_findings(story.control, story.fence, journal, decision(acquit=[ten, twenty]))
+        assert story.book.of(twenty[-8:]) is Standing.CONDEMNED, "only what is suspect is acquitted"
+        assert story.book.of(ten[-8:]) is Standing.COMMITTED
+        story.judge(Standing.SUSPECT, twenty)
+        write_findings(story.control, story.fence, journal, decision(acquit=[twenty]))
+        write_findings(story.control, story.fence, journal, decision(suspect=["ckpt-7"]))
+    assert story.rungs() == [twenty, ten], "acquitted: usable again"
+    assert story.journalled() == [(twenty, "suspect"), (twenty, "acquitted")]
+
+
+def test_a_damaged_record_is_said_and_still_counts(story: Story) -> None:
+    (ten,) = story.attempt("", 10)
+    story.judge(Standing.SUSPECT, ten)
+    (path,) = (story.control.standing / ten[-8:]).iterdir()
+    path.write_bytes(b"{")
+    assert story.book.of(ten[-8:]) is Standing.SUSPECT
+    assert story.book.evidence_of(ten[-8:]) == ["its record cannot be read"]
+    assert story.book.evidence_of("00000000") == []
+
+
+def test_a_suspect_or_condemned_step_is_no_progress(story: Story) -> None:
+    ten, twenty = story.attempt("", 10, 20)
+    assert highest_committed_step(story.root.path, story.control) == 20
+    story.judge(Standing.SUSPECT, twenty)
+    assert highest_committed_step(story.root.path, story.control) == 10
+    story.judge(Standing.ACQUITTED, twenty)
+    assert highest_committed_step(story.root.path, story.control) == 20
+    story.judge(Standing.CONDEMNED, ten, twenty)
+    assert highest_committed_step(story.root.path, story.control) == 0
+
+
+# -- what the next attempt is told --------------------------------------------------------------------------
+
+
+def test_only_what_is_suspect_still_is_on_trial(story: Story) -> None:
+    ten, twenty = story.attempt("", 10, 20)
+    past = PastAttempt(
+        number=1, launch="l", outcome="failed", suspect=[ten, twenty], trial=Trial(suspects=[], until=23)
+    )
+    assert still_open(story.control, [past]) == (None, None)
+    story.judge(Standing.SUSPECT, ten, twenty)
+    assert still_open(story.control, [past])[1] == Trial(suspects=[ten, twenty], until=23)
+    story.judge(Standing.CONDEMNED, twenty)
+    assert still_open(story.control, [past])[1] == Trial(suspects=[ten], until=23)
+
+
+def start(story: Story) -> tuple[Rerun | None, Trial | None, list[str]]:
+    """What the leader of the next attempt announces."""
+    place = Place(node="a", group_rank=0, nodes=1, world_size=1)
+    attempt = lead(
+        story.control, place, story.held, "127.0.0.1", HashStore(), "2",
+        node_timeout=5.0, members=[], max_restarts=3,
+    )  # fmt: skip
+    try:
+        return attempt.told.rerun, attempt.told.trial, attempt.told.avoid
+    finally:
+        attempt.close()
+
+
+def test_a_decision_whose_maker_died_before_writing_it_down_is_written_down_before_workers_start(
+    story: Story,
+) -> None:
+    """The whole launch is gone: nobody will decide about that attempt again."""
+    _, twenty = story.attempt("", 10, 20)
+    story.attempt(twenty)
+    found = decision(suspect=[twenty], trial=Trial(suspects=[twenty], until=23))
+    create_record(story.control.attempt(story.number) / "decisions" / DECISION, found)
+    assert start(story)[1] == found.trial
+    assert story.book.of(twenty[-8:]) is Standing.SUSPECT
+    assert story.journalled() == [(twenty, "suspect")]
+
+
+def test_what_an_operator_said_after_a_decision_is_not_overruled_by_it(story: Story) -> None:
+    _, twenty = story.attempt("", 10, 20)
+    story.attempt(twenty)
+    found = decision(suspect=[twenty], trial=Trial(suspects=[twenty], until=23))
+    create_record(story.control.attempt(story.number) / "decisions" / DECISION, found)
+    failed = PastAttempt(number=story.number, launch="launch", outcome="failed")
+    keep_incident(story.control, failed, found)
+    story.judge(Standing.ACQUITTED, twenty)
+    assert start(story) == (None, None, [])
+    assert story.book.of(twenty[-8:]) is Standing.ACQUITTED
+
+
+def test_the_new_leader_judges_what_the_dead_one_could_not(story: Story) -> None:
+    """Suspicion is written by whoever decides, and the trial is told to the next attempt."""
+    ten, twenty = story.attempt("", 10, 20)
+    (later,) = story.attempt(twenty, 25)
+    story.breach(27)
+    lost = LostNode(node="b", how=Loss.CLOSED, at=time.time(), detail="the leader died")
+    known = Circumstances(lost=[lost], last_step=27)
+    settled = decide_lost(story.control, story.held, [], story.settings, known)
+    assert settled is not None
+    assert settled.decision.action is Action.LOWER_RUNG
+    assert settled.decision.suspect == [twenty, later]
+    assert story.rungs() == [ten]
+    (_, past) = past_attempts(story.control, before=99)
+    assert (past.suspect, past.cause, past.exit_code) == ([twenty, later], "checkpoint", 16)
+    assert past.rejection is not None
+    rerun, trial, avoid = start(story)
+    assert (rerun, avoid) == (None, [])
+    assert trial == Trial(suspects=[twenty, later], until=27)
+    assert start(story)[1] == trial, "whatever becomes of that attempt"
+
+
+def test_an_attempt_lost_with_its_launch_still_tells_what_it_rejected(story: Story) -> None:
+    story.attempt("", 10)
+    bad = RankResult(rank=0, node="a", device="0", reasons=["nan"])
+    record_rejection(
+        story.control, story.number, Rejection(kind=Kind.STEP, step=13, reasons=["nan"], ranks=[bad])
+    )
+    (past,) = past_attempts(story.control, before=99)
+    assert past.outcome == "lost"
+    assert past.rejection is not None
+    assert (past.rejection.step, past.placement) == (13, "a[0]")
+
+
+# -- retention ----------------------------------------------------------------------------------------------
+
+
+def test_while_a_trial_is_open_the_suspect_and_the_rungs_below_it_stay(story: Story) -> None:
+    """The trial's rung, and the one below that for a second rung down, whatever the trial saves itself."""
+    one, two, three, four = story.attempt("", 10, 20, 30, 40)
+    story.attempt(four)
+    story.judge(Standing.SUSPECT, four)
+
+    def kept() -> set[str]:
+        found = retention.Retention(story.control, story.root, Rules(keep_last=1))
+        found._look = lambda name: SOUND  # type: ignore[method-assign]
+        return {str(item.name) for item in found.plan(story.number) if item.keep}
+
+    assert {three, four} <= kept(), "before the trial begins"
+    assert one not in kept()
+    mine = story.attempt(three, 31, 32, 33)
+    assert {two, three, four, *mine[1:]} <= kept(), "the trial's rung and its parent"
+
+
+def test_a_node_that_turned_out_innocent_is_readmitted_with_the_decision(story: Story) -> None:
+    story.attempt("", 10)
+    exclude(story.control, "b", None, "step 7 was rejected there", "recovery", 1)
+    failed = PastAttempt(number=story.number, launch="launch", outcome="failed")
+    with story.journal() as journal:
+        found = decision(action=Action.RESTART, readmit=["b"])
+        incident._write_down(story.control, story.fence, journal, failed, None, found)
+    assert excluded(story.control) == []

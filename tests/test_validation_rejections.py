@@ -1,0 +1,276 @@
+"""Rejected and rejected again: what the ranks record before they end, and what the next attempt makes of it.
+
+The launcher's part is played by the tests: they hand over what it would (`LaunchInfo`), on devices that are
+only names.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.checkpoint.verify import verify
+from holdfast.control.transients import transients_of
+from holdfast.exit_codes import ExitCode
+from holdfast.journal.events import StepRejected, Verdict, Warned
+from holdfast.policy.rejection import Kind, RankResult, Rejection, Rerun
+from holdfast.policy.rejection import Place as Device
+from validated import Ended, Place, Training
+
+RERUN = {"validation_rerun_mode": "validate_results"}
+
+
+def injected(kind: str, step: int = 3, ranks: str = "1", **more: Any) -> dict[str, Any]:
+    return {
+        **RERUN,
+        "validation_error_injection_type": kind,
+        "validation_error_injection_step": step,
+        "validation_error_injection_ranks": ranks,
+        **more,
+    }
+
+
+def codes(ended: list[Ended]) -> set[int]:
+    return {one.code for one in ended}
+
+
+def rejected(place: Place, attempt: int) -> Rejection:
+    found = place.rejection(attempt)
+    assert found is not None
+    return found
+
+
+def persistent(tmp_path: Path, wrap: str = "ddp") -> tuple[Place, Training, Rejection]:
+    """A device gave a bad result, twice: the first attempt has ended."""
+    place = Place(tmp_path)
+    training = Training(wrap, settings=injected("persistent_error"))
+    ended = place.train(training, 2, launched=place.launched(world=2), devices="0,1")
+    assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
+    assert all(sorted(one.steps) == [1, 2] for one in ended)
+    return place, training, rejected(place, 1)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_a_step_rejected_twice_is_recorded_with_its_evidence_before_any_rank_ends(
+    tmp_path: Path, wrap: str
+) -> None:
+    """D3: the report names rank, device, both losses and the state; the diagnostic save lives apart."""
+    place, _, rejection = persistent(tmp_path, wrap)
+    assert (rejection.kind, rejection.step, rejection.rerun, rejection.finite) == (Kind.STEP, 3, True, False)
+    (bad,) = rejection.bad
+    assert (bad.rank, bad.node, bad.device, bad.first, bad.again) == (1, "n", "1", "nan", "nan")
+    assert not bad.differs
+    assert bad.state.startswith("p:")
+    assert rejection.window is not None
+    assert (rejection.window.first, rejection.window.last) == (2, 2)
+    assert [(one.then, one.ranks) for one in place.events(StepRejected)] == [("rerun", [1]), ("restart", [1])]
+    saved = place.run_dir / "checkpoints" / "diagnostic" / rejection.diagnostic
+    assert verify(saved).sound
+    assert place.events(Verdict) == [], "nobody has judged it yet"
+
+
+def test_a_diagnostic_save_that_fails_is_said_and_hides_nothing(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+
+    def prepare(run: holdfast.Run) -> None:
+        start = run.start
+
+        def start_and_break() -> int:
+            done = start()
+            assert run._saving is not None
+
+            def fail(*args: object, **kwargs: object) -> None:
+                raise OSError("no space left")
+
+            run._saving.save = fail  # type: ignore[method-assign, assignment]
+            return done
+
+        run.start = start_and_break  # type: ignore[method-assign]
+
+    training = Training(settings=injected("persistent_error", ranks="0"), prepare=prepare)
+    (ended,) = place.train(training, launched=place.launched(), devices="0")
+    assert ended.code == ExitCode.RERUN_WANTED, ended.error
+    assert rejected(place, 1).diagnostic == "none: OSError: no space left"
+
+
+def test_the_fault_that_follows_the_device_is_rejected_on_the_other_rank(tmp_path: Path) -> None:
+    place, training, first = persistent(tmp_path)
+    told = Rerun(step=3, bad=first.bad, can_exclude=True)
+    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="1,0")
+    assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
+    (bad,) = rejected(place, 2).bad
+    assert (bad.rank, bad.device) == (0, "1")
+
+
+@pytest.mark.parametrize("can_exclude", [True, False])
+def test_a_step_that_passes_elsewhere_from_the_same_state_condemns_the_device(
+    tmp_path: Path, can_exclude: bool
+) -> None:
+    """Verdict device: excluded if the run can go on without it; else said, and the run goes on."""
+    place, training, first = persistent(tmp_path)
+    told = Rerun(step=3, bad=first.bad, can_exclude=can_exclude)
+    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="2,0")
+    (verdict,) = place.events(Verdict)
+    assert (verdict.verdict, verdict.node, verdict.device) == ("device", "n", "1")
+    if can_exclude:
+        assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
+        second = rejected(place, 2)
+        assert (second.kind, second.accused) == (Kind.DEVICE, Device("n", "1"))
+    else:
+        assert codes(ended) == {0}, ended[0].error
+        assert place.rejection(2) is None
+        assert any("cannot go on without that device" in one.message for one in place.events(Warned))
+
+
+def test_a_step_that_passes_from_another_state_was_transient_and_counts_against_the_old_device(
+    tmp_path: Path,
+) -> None:
+    place, training, first = persistent(tmp_path)
+    (bad,) = first.bad
+    damaged = RankResult(rank=1, node="n", device="1", reasons=bad.reasons, state="p:0123456789abcdef")
+    told = Rerun(step=3, bad=[damaged], can_exclude=True)
+    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="2,0")
+    assert codes(ended) == {0}, ended[0].error
+    (verdict,) = place.events(Verdict)
+    assert (verdict.verdict, verdict.device) == ("transient", "1")
+    assert "damaged in the memory" in verdict.evidence[0]
+    assert transients_of(place.control, Device("n", "1")) == 1
+
+
+def test_work_that_is_bad_is_bad_on_every_device_and_in_every_attempt(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    training = Training("ddp", settings=injected("correct_result"))
+    for attempt, devices in ((1, "0,1"), (2, "1,0")):
+        ended = place.train(training, 2, launched=place.launched(world=2), devices=devices)
+        assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
+        (bad,) = rejected(place, attempt).bad
+        assert (bad.rank, bad.device) == (1, "01"[attempt % 2])
+
+
+def test_too_many_transient_faults_accuse_the_device_across_attempts(tmp_path: Path) -> None:
+    """Counted durably: the second attempt's first one is the device's second."""
+    place = Place(tmp_path)
+    settings = {"validation_max_transients": 2, "checkpoint_save_at_end": True}
+    first = Training("ddp", until=2, settings=injected("transient_error", step=2, **settings))
+    ended = place.train(first, 2, launched=place.launched(world=2), devices="0,1")
+    assert codes(ended) == {0}, ended[0].error
+    assert transients_of(place.control, Device("n", "1")) == 1
+    again = Training("ddp", settings=injected("transient_error", step=3, **settings))
+    ended = place.train(again, 2, launched=place.launched(world=2), devices="0,1")
+    assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
+    second = rejected(place, 2)
+    assert (second.kind, second.accused) == (Kind.DEVICE, Device("n", "1"))
+    assert transients_of(place.control, Device("n", "0")) == 0
+
+
+def test_a_transient_fault_stops_the_run_where_the_setting_says_so(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    settings = injected("transient_error", validation_on_transient="stop")
+    ended = place.train(Training("ddp", settings=settings), 2)
+    assert codes(ended) == {ExitCode.VALIDATION_FAILED}
+    assert all("validation.on_transient is stop" in one.error for one in ended)
+    assert place.rejection() is None
+
+
+def test_where_a_nan_begins_is_found_and_whose_gradients_it_is(tmp_path: Path) -> None:
+    """The loss stays finite: only gradients are bad, on all ranks once they are reduced."""
+    place = Place(tmp_path)
+
+    def spoil(step: int, rank: int, loss: torch.Tensor) -> torch.Tensor:
+        if step == 3 and rank == 1:
+            loss.register_hook(lambda gradient: gradient * math.nan)
+        return loss
+
+    training = Training("ddp", settings=RERUN, spoil=spoil)
+    ended = place.train(training, 2, launched=place.launched(world=2), devices="0,1")
+    assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
+    first, again = place.events(StepRejected)
+    assert (first.ranks, again.ranks) == ([], [1]), "before it was run again nobody could know"
+    (bad,) = rejected(place, 1).bad
+    assert (bad.rank, bad.where) == (1, "the gradient of 3.bias")
+
+
+def test_the_first_part_of_the_model_with_a_bad_output_is_named(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    training = Training(settings=RERUN, breaks=3)
+    (ended,) = place.train(training, launched=place.launched(), devices="0")
+    assert ended.code == ExitCode.RERUN_WANTED, ended.error
+    (bad,) = rejected(place, 1).bad
+    assert bad.where == "3"
+
+
+def odd_from(first: int) -> Any:
+    def prepare(run: holdfast.Run) -> None:
+        run.add_check("odd", lambda loss: run.step + 1 == first)
+
+    return prepare
+
+
+def test_a_finite_value_rejected_again_is_marked_as_such_and_accepted_when_told_to(tmp_path: Path) -> None:
+    """A false alarm costs at most the re-runs."""
+    place = Place(tmp_path)
+    training = Training("ddp", settings=RERUN, prepare=odd_from(3))
+    ended = place.train(training, 2, launched=place.launched(world=2), devices="0,1")
+    assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
+    first = rejected(place, 1)
+    assert (first.kind, first.finite, len(first.bad)) == (Kind.STEP, True, 2)
+    told = Rerun(step=3, bad=first.bad, accept=True)
+    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="1,0")
+    assert codes(ended) == {0}, ended[0].error
+    (verdict,) = place.events(Verdict)
+    assert verdict.verdict == "reproducible"
+    assert place.rejection(2) is None
+
+
+def test_inside_probation_a_nan_is_brought_before_the_launcher_whatever_the_policy(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    settings = {"checkpoint_save_at_end": True, "validation_nan_policy": "skip"}
+
+    def spoil(step: int, rank: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss * math.nan if step in (2, 4) and rank == 1 else loss
+
+    ended = place.train(
+        Training("ddp", until=2, settings=settings, spoil=spoil), 2, launched=place.launched(world=2)
+    )
+    assert codes(ended) == {0}, "outside of probation it is dropped"
+    ended = place.train(Training("ddp", settings=settings, spoil=spoil), 2, launched=place.launched(world=2))
+    assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
+    found = rejected(place, 2)
+    assert (found.kind, found.step, found.in_probation, found.rerun) == (Kind.STEP, 4, True, False)
+    assert [one.rank for one in found.bad] == [1]
+
+
+def test_a_breach_of_probation_ends_every_rank_with_the_last_completed_step(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    settings = {"checkpoint_save_at_end": True}
+    assert codes(place.train(Training("ddp", until=2, settings=settings), 2)) == {0}
+
+    def prepare(run: holdfast.Run) -> None:
+        load = run._meter.load_state_dict
+
+        def wrong(state: dict[str, int]) -> None:
+            load({**state, "samples": state["samples"] + 5})
+
+        run._meter.load_state_dict = wrong  # type: ignore[method-assign]
+
+    training = Training("ddp", settings=settings, prepare=prepare)
+    ended = place.train(training, 2, launched=place.launched(world=2))
+    assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
+    found = rejected(place, 2)
+    assert (found.kind, found.step, found.in_probation) == (Kind.PROBATION, 2, True)
+
+
+def test_contradicting_settings_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    for settings, told in (
+        ({"validation_error_injection_step": 2}, "a rehearsal needs"),
+        ({**RERUN, "validation_deferred": True}, "after the optimizer used it"),
+        (injected("transient_error", validation_error_injection_device="0"), "persistent_error"),
+    ):
+        with pytest.raises(holdfast.HoldfastError, match=told):
+            holdfast.Run(run_dir=tmp_path / "run", **settings)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
