@@ -132,7 +132,7 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "How an asynchronous save copies the state. Off a CUDA device: `clone` copies it within the device "
         "first, `overlap` copies it to the host during the next step. In host memory: `fork` leaves the copy "
         "to a child that sees the memory as it was. `block` holds training up for the copy; `auto` chooses "
-        "from free memory, cores, copy time and step time. Change it to override that choice.",
+        "from free memory, copy time and step time, and never forks. Change it to override that choice.",
     ] = "auto"
     ckpt_format: Annotated[
         Literal["torch_dist"],

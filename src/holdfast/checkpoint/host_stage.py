@@ -21,7 +21,7 @@ from holdfast.checkpoint.frozen_memory import Frozen, frozen, host_memory
 from holdfast.checkpoint.snapshot import Snapshot
 from holdfast.checkpoint.staging import Buffer
 from holdfast.checkpoint.writer import check_size, plain
-from holdfast.policy.host_snapshot import LEAST_BYTES, HostChoice, choose_on_host
+from holdfast.policy.host_snapshot import HostChoice, choose_on_host
 from holdfast.policy.snapshot import Choice, Setting
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -57,10 +57,7 @@ class HostStager:
 
     def choose(self, snapshot: Snapshot) -> list[Later]:
         """What is to be left to a child now: nothing, where the policy chooses to block."""
-        if self._setting not in ("auto", "fork"):
-            return []
-        total = sum(tensor.nbytes for tensor in snapshot.tensors)
-        if self._setting == "auto" and total < LEAST_BYTES:
+        if self._setting != "fork":
             return []
         self._look_back()
         try:

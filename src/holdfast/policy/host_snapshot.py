@@ -1,13 +1,13 @@
 """Which way a snapshot is taken of state in host memory: fork or block. Pure.
 
-Guarantee: the same inputs give the same choice, and every choice says what it rests on. `fork` is chosen only
-where nothing is known that makes it unsafe, and where the host keeps a reserve beside all that it may cost;
-by itself, only where training is likely to gain by it. What is asked for by name is obeyed unless it cannot
-be; `warning` then says so.
+Guarantee: the same inputs give the same choice, and every choice says what it rests on. `fork` is taken only
+if it is asked for by name, where nothing is known that makes it unsafe, and where the host keeps a reserve
+beside all that it may cost. What is asked for is obeyed unless it cannot be; `warning` then says so.
 
 fork   the kernel freezes the trainer's memory in a child, which copies while training goes on. Training waits
        for the fork alone, and pays later for every page that it writes: a fault, and a copy of the page where
-       the child still has it.
+       the child still has it. In all that was measured it paid more than the copy costs; so it is for those
+       who must not be held up at one moment, and never chosen by itself.
 block  training waits for the copy. Always possible, and the least work in all.
 """
 
@@ -24,8 +24,6 @@ HostWay = Literal["fork", "block"]
 
 COPY_BYTES_PER_SECOND = 1e9
 """What one core fingerprints and copies from a frozen view; used until one was measured."""
-LEAST_BYTES = 64 * 1024**2
-"""Less than this is copied in the call: that takes no longer than some forks."""
 LEAST_CORES = 2
 """Cores that a rank must have before a child is more than a thief of its time."""
 
@@ -63,29 +61,23 @@ def choose_on_host(
     `cores` are those of this rank. `copy_seconds` is the last measured copy by a child and `step_seconds` the
     median step, None if unknown. `obstacle`: why a fork is not safe here, or went wrong before.
     """
-    if setting not in ("auto", "fork"):
-        return HostChoice(way="block", evidence=[f"{setting} was asked for"])
-    asked = ["fork was asked for"] if setting == "fork" else []
+    if setting != "fork":
+        return HostChoice(way="block", evidence=[f"{setting} was asked for, and a fork only by its name"])
+    asked = "fork was asked for"
     room, room_why = _room(private_bytes, free_bytes, host_bytes)
     barred = obstacle or ("" if room else room_why)
     if barred:
-        told = f"fork was asked for and cannot be: {barred}; blocking instead" if asked else ""
-        return HostChoice(way="block", evidence=[*asked, barred], warning=told)
-
+        told = f"{asked} and cannot be: {barred}; blocking instead"
+        return HostChoice(way="block", evidence=[asked, barred], warning=told)
     hidden, hidden_why = hides(copy_seconds, step_seconds, max(0, needed_bytes) / COPY_BYTES_PER_SECOND)
     enough = cores >= LEAST_CORES
     cores_why = f"{cores} {'cores' if cores != 1 else 'core'} for this rank" + (
         "" if enough else ", all busy"
     )
-    large = needed_bytes >= LEAST_BYTES
-    large_why = f"{size(max(0, needed_bytes))} to copy" + ("" if large else ", which takes no time")
-    evidence = [*asked, room_why, large_why, cores_why, hidden_why]
-    if asked:
-        against = [why for good, why in ((enough, cores_why), (hidden, hidden_why)) if not good]
-        told = f"fork was asked for, and the next steps may pay for it: {'; '.join(against)}"
-        return HostChoice(way="fork", evidence=evidence, warning=told if against else "")
-    way: HostWay = "fork" if large and enough and hidden else "block"
-    return HostChoice(way=way, evidence=evidence)
+    against = [why for good, why in ((enough, cores_why), (hidden, hidden_why)) if not good]
+    told = f"{asked}, and the next steps may pay for it: {'; '.join(against)}" if against else ""
+    evidence = [asked, room_why, f"{size(max(0, needed_bytes))} to copy", cores_why, hidden_why]
+    return HostChoice(way="fork", evidence=evidence, warning=told)
 
 
 def _room(private_bytes: int, free_bytes: int, host_bytes: int) -> tuple[bool, str]:

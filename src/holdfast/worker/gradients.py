@@ -19,6 +19,8 @@ LOOKED_UP_EVERY = 64
 """Looks after which the models' parameters are looked up again: a model may be changed between steps."""
 LARGE = 8192
 """Elements from which on a gradient on the host is faster as a product of its own than among others."""
+FEW = 16
+"""Small gradients of which that is so as well: one call for all of them has to be prepared first."""
 NAMED = 3
 """Parameters that a reason names; the others are counted."""
 PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -37,9 +39,14 @@ class Gradients:
         """This rank's norm in parts: a number for the host, a tensor on each other device."""
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         squares: list[torch.Tensor] = []
+        small = 0
         for gradient in self._gradients():
             dtype = gradient.dtype
-            if gradient.is_cpu and gradient.numel() >= LARGE and dtype in WIDE and gradient.is_contiguous():
+            alone = gradient.is_cpu and dtype in WIDE and gradient.is_contiguous()
+            if alone and gradient.numel() < LARGE:
+                small += 1
+                alone = small <= FEW
+            if alone:
                 flat = gradient.view(-1)
                 squares.append(torch.dot(flat, flat))
             else:
