@@ -42,7 +42,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python bench/run.py
 
-drill: $(READY)
+drill: $(READY) packages
 	$(BIN)/python -m pytest -m drill --timeout 900
 	$(BIN)/python -m pytest -m "hypothesis and not drill" --hypothesis-profile search --timeout 900
 

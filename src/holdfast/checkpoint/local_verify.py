@@ -48,13 +48,12 @@ def verify_copy(
     if problems:
         return problems  # read by a wrong list, the bytes would prove nothing
     with tier.lease(record) as descriptor:
-        if descriptor is None:
-            return [_why_gone(tier, record)]
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            return [Problem(Reason.NOT_A_FILE, _image(record), "expected a regular file")]
+        length = _length(tier, record, descriptor)
+        if isinstance(length, Problem):
+            return [length]
+        assert descriptor is not None
         listed = {entry.path: entry for entry in manifest.files}
-        check = _Check(descriptor, info.st_size, listed, progress)
+        check = _Check(descriptor, length, listed, progress)
         with ThreadPoolExecutor(max(1, min(threads, len(record.files)))) as pool:
             # The longest first, so that no thread is left alone with one at the end.
             longest = sorted(record.files, key=lambda file: -file.size)
@@ -67,12 +66,20 @@ def look_at_copy(tier: LocalTier, record: CopyRecord, manifest: Manifest, *, dig
     if problems := _disagreements(record, manifest, digest):
         return problems
     with tier.lease(record) as descriptor:
-        if descriptor is None:
-            return [_why_gone(tier, record)]
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            return [Problem(Reason.NOT_A_FILE, _image(record), "expected a regular file")]
-        return [problem for file in record.files if (problem := _too_short(file, info.st_size)) is not None]
+        length = _length(tier, record, descriptor)
+        if isinstance(length, Problem):
+            return [length]
+        return [problem for file in record.files if (problem := _too_short(file, length)) is not None]
+
+
+def _length(tier: LocalTier, record: CopyRecord, descriptor: int | None) -> int | Problem:
+    """How long the image of a copy is; or that it is gone, or no file."""
+    if descriptor is None:
+        return _why_gone(tier, record)
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode):
+        return Problem(Reason.NOT_A_FILE, _image(record), "expected a regular file")
+    return info.st_size
 
 
 def _too_short(file: CopyFile, size: int) -> Problem | None:

@@ -36,12 +36,12 @@ def count_transient(
     record = TransientRecord(
         node=place.node, device=place.device, attempt=attempt, step=step, evidence=evidence, at=time.time()
     )
-    folder = _folder(control, place)
-    append(folder, f"step_{step}", record)
-    return len(entries(folder))
+    append(_folder(control, place), f"step_{step}", record)
+    return transients_of(control, place)
 
 
 def transients_of(control: ControlDirectory, place: Place) -> int:
+    """How many were counted for this device, in all attempts."""
     return len(entries(_folder(control, place)))
 
 

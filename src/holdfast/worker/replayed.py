@@ -27,9 +27,6 @@ class Replayed:
         self._now: list[tuple[Place, str]] | None = None
         """Each rank's place and mark."""
 
-    def is_now(self, step: int) -> bool:
-        return self._rerun is not None and self._rerun.step == step
-
     def accepts(self, step: int) -> bool:
         """Whether this step is to be accepted if it is rejected once more for a value that is finite."""
         return self._rerun is not None and self._rerun.step == step and self._rerun.accept
