@@ -23,9 +23,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/holdfast demo
 
-# Tests that cut networks apart need root and iproute2; without root they are skipped and say so.
+# What tests of cut networks and of a real Slurm need; where it cannot be installed they are skipped, loudly.
 packages:
-	@if [ "$$(id -u)" = 0 ] && ! command -v ip > /dev/null; then apt-get install -y -qq iproute2; fi
+	@sh tests/install_packages.sh
 
 test: lint packages
 	$(BIN)/python -m pytest -m "not drill" --numprocesses 2 --dist worksteal

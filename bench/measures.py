@@ -22,6 +22,7 @@ import node_loss
 import replicate
 import resume
 import torch.distributed.checkpoint as dcp
+from torch.distributed import TCPStore
 from workload import Weights
 
 import holdfast
@@ -31,6 +32,8 @@ from holdfast.policy.assembly import assemble, describe, order
 from holdfast.policy.timeouts import Limits
 
 Samples = tuple[list[float], list[float]]
+WATCHED = 1.2
+"""Seconds of a sample of `stop`."""
 STEPS = 20_000
 CHILD_DEADLINE = 600
 RANKS = 10_000
@@ -345,6 +348,27 @@ def monitor(work: Path, size_mib: int, repeat: int) -> Samples:
         raise RuntimeError(f"{script} ended with {rank.returncode}")
     samples = json.loads(told)
     return [ours - bare for ours, bare in samples], [bare for _, bare in samples]
+
+
+def stop(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Microseconds a step that watching for a request to stop adds, its threads at work, and the bare loop's.
+
+    One of two ranks, with a store to look into; at least a second each, so that the threads take their share.
+    """
+    del work, size_mib
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def steps(should_stop: Callable[[int], bool] | None) -> float:
+        number, started = 0, time.perf_counter()
+        while (ended := time.perf_counter()) - started < WATCHED:
+            for _ in range(1000):
+                number += 1
+                if should_stop is not None and should_stop(number):
+                    raise RuntimeError("somebody asked the benchmark to stop")
+        return (ended - started) / number * 1e6
+
+    with holdfast.ShutdownHandler(group=(store, (0, 2))) as handler:
+        return alternate(repeat, lambda: steps(handler.should_stop), lambda: steps(None))
 
 
 def assembled(work: Path, size_mib: int, repeat: int) -> Samples:

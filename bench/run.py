@@ -173,6 +173,14 @@ BENCHMARKS = {
         20.0,
         "ours",
     ),
+    "stop": Benchmark(
+        "watching for a request to stop, cost of a step in the rank",
+        measures.stop,
+        "bare for loop",
+        "us",
+        20.0,
+        "ours",
+    ),
     "assembly": Benchmark(
         "resume from local copies, planned for 10,000 ranks",
         measures.assembled,

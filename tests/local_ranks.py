@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
@@ -172,7 +173,7 @@ class Nodes:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6))
-        fully_shard(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         run = holdfast.Run(run_dir=self.run_dir, **{**DEFAULTS, **settings})
         run.track(model=model, optimizer=optimizer)

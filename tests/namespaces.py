@@ -41,6 +41,10 @@ class Network:
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
 
+    def namespace(self, host: int) -> str:
+        """The file of a host's namespace, for nsenter."""
+        return f"/run/netns/{self._tag}n{host}"
+
     def inside(self, host: int, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on a host."""
         return ["ip", "netns", "exec", f"{self._tag}n{host}", *command]

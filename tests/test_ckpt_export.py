@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
@@ -125,7 +126,7 @@ def rank_of_two(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model, _, _, _ = build()
-    fully_shard(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     run = holdfast.Run(run_dir=folder / "run")
     run.track(model=model)
     run.start()

@@ -93,6 +93,16 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "validation.error_injection_step": (0, 1, 3, 100),
     "validation.error_injection_ranks": ("", "0", "0,3", "1"),
     "validation.error_injection_device": ("", "0", "n/1", "GPU-1"),
+    "stop.exit_signal_handler": (False, True, False, True),
+    "stop.exit_signal": ("SIGTERM", "SIGUSR1", "SIGUSR1,SIGUSR2", "SIGTERM,SIGHUP"),
+    "stop.exit_signal_handler_for_dataloader": (True, False, True, False),
+    "stop.shutdown_timeout_sec": (0.0, 0.5, 60.0, 3600.0),
+    "stop.stop_file": ("", "/home/me/stop", "./stop now", "x/y"),
+    "slurm.preempt_time": (0.0, 0.5, 60.0, 300.0),
+    "slurm.requeue": ("auto", "never", "auto", "never"),
+    "health.gate": ("off", "warn", "refuse", "off"),
+    "health.nccl_health_check_interval": (0, 1, 100, 999_999_999_999),
+    "health.nccl_health_check_timeout": (0.5, 1.0, 10.0, 60.0),
     "journal.step_flush": (0.0, 0.5, 5.0, 10.0),
 }
 

@@ -13,10 +13,11 @@ import pytest
 
 from commands import ckpt, command
 from harness import Result, finish, holdfast
+from holdfast.control.attempts import begin_attempt
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import excluded
-from holdfast.control.lease import LeaseKeeper, claim, current_epoch
-from holdfast.control.operator import budget_reset, in_force, paused, pinned
+from holdfast.control.lease import Fence, LeaseKeeper, claim, current_epoch
+from holdfast.control.operator import budget_reset, in_force, paused, pinned, stop_asked
 from holdfast.journal.events import OperatorActed
 from holdfast.journal.reader import read_journal
 from tiny import checkpoints, tree
@@ -44,6 +45,43 @@ def test_pausing_and_going_on(run_dir: Path) -> None:
     again = control("unpause", run_dir, "--reason", "done")
     assert again.code == 2
     assert "recovery is not paused" in again.err
+
+
+def test_a_stop_is_for_the_launch_that_runs_and_refused_without_one(run_dir: Path) -> None:
+    refused = control("stop", run_dir, "--reason", "x")
+    assert refused.code == 2
+    assert "no launcher of this run is alive" in refused.err
+    assert not (run_dir / "operator" / "stop").exists()
+    run = opened(run_dir)
+    held = claim(run, "this-launch", 30.0)
+    keeper = LeaseKeeper(run, held, lambda why: None)
+    try:
+        done = control("stop", run_dir, "--reason", "power work", "--by", "alice", "--json")
+        assert done.code == 0, done.text
+        assert json.loads(done.out) == {"action": "stop"}
+        assert "the launch that runs is to stop, by alice: power work" in control("show", run_dir).out
+        assert stop_asked(run, ["this-launch"]) is not None
+        last = read_journal(run_dir / "journal")[-1]
+        assert last.body == OperatorActed(
+            action="stop", subject="launch this-launch", reason="power work", by="alice"
+        )
+    finally:
+        keeper.release()
+    assert in_force(run).stop is None, "it went with its launch"
+
+
+def test_a_run_that_has_no_launcher_is_told_how_to_stop(run_dir: Path) -> None:
+    """Under python or torchrun nobody looks at requests: a rank has to be signalled."""
+    run = opened(run_dir)
+    held = claim(run, "alone", 30.0)
+    keeper = LeaseKeeper(run, held, lambda why: None)
+    try:
+        begin_attempt(run, Fence(run, held.epoch), "alone", 1)
+        refused = control("stop", run_dir, "--reason", "x")
+        assert refused.code == 2
+        assert "stop.stop_file" in refused.err
+    finally:
+        keeper.release()
 
 
 def test_who_asked_is_known_without_being_told(run_dir: Path) -> None:
@@ -141,7 +179,7 @@ def test_show_says_all_that_is_in_force(run_dir: Path) -> None:
         "node-b is excluded: s (by dan)",
     ]
     found = json.loads(control("show", run_dir, "--json").out)
-    assert set(found) == {"paused", "budget_reset", "pin", "exclusions"}
+    assert set(found) == {"paused", "budget_reset", "pin", "exclusions", "stop"}
     assert found["pin"]["checkpoint"] == six
 
 

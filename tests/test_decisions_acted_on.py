@@ -63,6 +63,7 @@ def test_a_wanted_rerun_without_another_device_runs_here_again_and_ends_too(plac
     assert [one.chosen for one in place.decisions()] == ["restart", "restart", "stop"]
 
 
+@pytest.mark.drill
 def test_with_one_device_a_node_a_rerun_changes_the_ranks_nodes(place: Place) -> None:
     with cluster(place.cwd, "2") as group:
         for name in "ab":

@@ -13,6 +13,7 @@ from holdfast.checkpoint.verify import verify
 from holdfast.control.attempts import attempt_numbers, latest_head
 from holdfast.control.directory import ControlDirectory
 from holdfast.exit_codes import ExitCode
+from holdfast.journal.cluster_events import StopAgreed
 from holdfast.journal.events import Decision, RungRejected
 from holdfast.journal.reader import read_journal
 from tiny import checkpoints, tree
@@ -63,6 +64,7 @@ def all_sound(directory: Path) -> None:
         assert verify(path).sound, verify(path).problems
 
 
+@pytest.mark.drill
 def test_ranks_killed_and_failing_in_one_run_end_bitwise_equal(
     tmp_path: Path, reference: dict[str, object]
 ) -> None:
@@ -93,15 +95,24 @@ def test_a_rank_killed_inside_a_save_ends_bitwise_equal(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.drill)],
+    ("number", "code", "step"),
+    [
+        (signal.SIGKILL, -9, 6),
+        pytest.param(signal.SIGTERM, int(ExitCode.STOPPED), 8, marks=pytest.mark.drill),
+    ],
 )
 def test_after_the_agent_is_killed_the_next_launch_ends_bitwise_equal(
-    tmp_path: Path, reference: dict[str, object], number: int, code: int
+    tmp_path: Path, reference: dict[str, object], number: int, code: int, step: int
 ) -> None:
+    """Killed, it goes on from the last save; stopped, from the very step it was in."""
     with job(launch(), cwd=tmp_path, env=environment(TINY_GATE="8")) as running:
         wait_until(lambda: len(list((tmp_path / "out").glob("waiting*"))) == 2, 60, "both ranks reach step 8")
         running.signal(number)
+        if number == signal.SIGTERM:
+            journal = tmp_path / "run" / "journal"
+            agreed = lambda: any(isinstance(line.body, StopAgreed) for line in read_journal(journal))  # noqa: E731
+            wait_until(agreed, 20, "the step is agreed on")
+            (tmp_path / "out" / "go").touch()
         assert running.wait(30).code == code
         wait_until(lambda: not running.processes(), 5, "no worker outlives its agent")
     (tmp_path / "out" / "go").touch()
@@ -109,7 +120,7 @@ def test_after_the_agent_is_killed_the_next_launch_ends_bitwise_equal(
     assert record(tmp_path) == reference
     head = latest_head(ControlDirectory.open(tmp_path / "run"))
     assert head is not None
-    assert head.step == 6
+    assert head.step == step
     all_sound(tmp_path)
 
 

@@ -352,6 +352,16 @@ def test_reports_of_nodes_say_together_what_none_can_say_alone(tmp_path: Path) -
     assert hang.read_reports(tmp_path) == [one, other]
 
 
+def test_a_stopped_rank_is_named_although_it_is_another_that_is_overdue() -> None:
+    """Scenario 11, in setup: the one that waits for it may have begun to wait earlier."""
+    hung = [HangRecord(rank=0, node="a", section="setup", seconds=16.0, limit=16.0)]
+    ranks = [RankEvidence(rank=0, pid=1, state="S"), RankEvidence(rank=1, pid=2, state="T")]
+    found = merge([HangReport(node="a", at=0.0, seconds=0.0, hung=hung, ranks=ranks)], world=2)
+    assert found.suspects == (1,)
+    assert "rank 1 is stopped by a signal" in found.summary
+    assert found.summary.endswith("look at rank 1 first")
+
+
 def test_a_summary_names_what_is_known_and_nothing_else() -> None:
     assert summarise(HangRecord(rank=5, node="n", seconds=300.4, limit=300)) == (
         "rank 5 hangs outside of any section for 300 s (limit 300)"

@@ -206,13 +206,13 @@ def test_sigterm_stops_everything_cleanly_within_the_grace(tmp_path: Path) -> No
         running.signal(signal.SIGTERM)
         result = running.wait(20)
         assert time.monotonic() - began < 8
-        assert result.code == 143, result.text
+        assert result.code == ExitCode.STOPPED_UNSAVED, result.text
         assert "Traceback" not in result.err
         # The worker's own child went with it.
         wait_until(lambda: not running.processes(), 2, "nothing of the job is left")
     end = ends(tmp_path)[0]
     assert end is not None
-    assert (end.outcome, end.exit_code) == ("stopped", 143)
+    assert (end.outcome, end.exit_code) == ("stopped", ExitCode.STOPPED_UNSAVED)
     beat = read_beat(control(tmp_path), 1)
     assert beat is not None
     assert beat.released
@@ -276,6 +276,7 @@ def test_nodes_that_do_not_see_the_same_run_directory_end_at_once(tmp_path: Path
     assert all("the same run directory" in result.err for result in results), results
 
 
+@pytest.mark.drill
 def test_a_node_that_joins_later_regroups_without_using_up_a_restart(tmp_path: Path) -> None:
     """Stock torch 2.13 does not publish its address again, and the newcomer waits in vain."""
     with socket.create_server(("127.0.0.1", 0)) as free:

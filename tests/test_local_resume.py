@@ -30,6 +30,7 @@ from holdfast.journal.events import (
     StorageAlarm,
     Warned,
 )
+from holdfast.worker import joining
 from local_ranks import Nodes, memory, name_of
 from tiny import checkpoints
 
@@ -192,7 +193,7 @@ def test_a_node_without_its_directory_reads_what_the_others_hold(
     four: Nodes, trained: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a restart: from memory all the same. Saves go to the root, since a local one would lack a node."""
-    monkeypatch.setattr(holdfast.Run, "_is_restart", lambda _: True)
+    monkeypatch.setattr(joining, "is_restart", lambda _: True)
     localise(four, pairs(NODES))
     four.lose("b")
     four.directory("b").write_text("a file, not a directory")
@@ -207,7 +208,7 @@ def test_a_node_without_its_directory_reads_what_the_others_hold(
 def test_copies_that_only_such_a_node_may_hold_stand_against_a_fresh_start(
     four: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdfast.Run, "_is_restart", lambda _: True)
+    monkeypatch.setattr(joining, "is_restart", lambda _: True)
     for path in checkpoints(four.run_dir):
         record = next(four.run_dir.glob(f"attempts/*/commits/*-{name_of(path).id}.json"))
         record.with_suffix(".done").unlink()

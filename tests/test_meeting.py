@@ -163,6 +163,7 @@ print(repr(pulse.lost), flush=True)
 """
 
 
+@pytest.mark.drill
 def test_an_agent_that_was_stopped_itself_does_not_take_the_store_for_lost(store: TCPStore) -> None:
     command = [sys.executable, "-c", PULSE, str(store.port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:

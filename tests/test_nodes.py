@@ -8,12 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness import Job, finish, holdfast, wait_until
 from holdfast.control.attempts import ends_of
 from holdfast.control.directory import ControlDirectory
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
+from holdfast.launch.history import past_attempts
+from holdfast.policy.budgets import restarts_without_progress
 from nodes import STEP, Cluster, cluster, free_endpoint
 
 
@@ -70,12 +74,14 @@ def test_a_node_that_is_told_to_stop_leaves_and_the_others_go_on(tmp_path: Path)
         group.wait_for_workers(1, 2)
         leader, other = leads(tmp_path), "ab".replace(leads(tmp_path), "")
         group.agents[other].signal(signal.SIGTERM)
-        finish_all(group, other, 128 + signal.SIGTERM)
+        finish_all(group, other, ExitCode.STOPPED_UNSAVED)  # its script has no Run that could save
         finish_all(group, leader)
-    assert outcomes(tmp_path) == ["failed", "finished"]
-    (decision,) = journalled(tmp_path, events.Decision)
-    assert decision.details["cause"] == "preemption"
-    assert decision.details["restarts_left"] == 3
+    assert outcomes(tmp_path) == ["stopped", "finished"]
+    assert not journalled(tmp_path, events.Decision), "nothing failed, so there was nothing to decide"
+    started = journalled(tmp_path, events.AttemptStarted)
+    assert [(one.nodes, one.world_size) for one in started] == [(2, 2), (1, 1)]
+    run = ControlDirectory.open(tmp_path / "run")
+    assert restarts_without_progress(past_attempts(run, before=3)) == 0
 
 
 def test_a_stopped_agent_is_lost_after_its_timeout(tmp_path: Path) -> None:
@@ -115,6 +121,7 @@ def test_one_node_too_many_parks_takes_over_and_ends_with_the_run(tmp_path: Path
     assert nodes == [["a", "b"], ["a", "c"]]
 
 
+@pytest.mark.drill
 def test_a_spare_that_is_not_needed_ends_with_the_run_too(tmp_path: Path) -> None:
     with cluster(tmp_path, "1") as group:
         group.start("a", acts="wait,ok")
@@ -141,6 +148,7 @@ def test_the_loss_of_the_leader_is_decided_by_the_next_one(tmp_path: Path) -> No
     assert outcomes(tmp_path) == ["failed", "finished"]
 
 
+@pytest.mark.drill
 def test_a_leader_that_was_only_stopped_comes_back_and_ends_nothing(tmp_path: Path) -> None:
     """The others took it for lost and went on. It must not declare their run over; it may take part again."""
     with cluster(tmp_path, "1:2") as group:

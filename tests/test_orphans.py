@@ -240,6 +240,7 @@ def test_nothing_outlives_a_killed_agent(tmp_path: Path, bystander: subprocess.P
         wait_until(lambda: not other.job.processes(), 60, "a keeper ends with its agent")
 
 
+@pytest.mark.drill
 def test_a_writer_outlives_a_killed_agent_for_its_time_only(tmp_path: Path) -> None:
     with agent(tmp_path, WRITER, BELOW, keeper=True, outlive=4.0) as running:
         writer, stray = running.pid_of("writer"), running.pid_of("below")

@@ -56,6 +56,7 @@ def test_the_rest_of_the_table_of_outcomes(tmp_path: Path, case: Case) -> None:
     assert seen.row(case) == in_the_docs(case)
 
 
+@pytest.mark.drill
 def test_a_bad_device_that_is_the_only_one_ends_in_few_cycles(tmp_path: Path) -> None:
     """Scenario 3: max_restarts of 100 does not mean 100 identical cycles."""
     seen = play(Case("device", "none", devices="0"), tmp_path, "--max-restarts", "100")

@@ -72,6 +72,7 @@ class Driver:
     min_nodes: int = 1
     may_shrink: bool = False
     can_requeue: bool = False
+    stopping: str = ""
     rungs: list[int] = field(default_factory=list)
     """Steps of the committed checkpoints, newest first."""
     random: Random = field(default_factory=lambda: Random(0))
@@ -217,6 +218,7 @@ class Driver:
             cluster=self.cluster(),
             lower_rungs=max(0, len(self.usable_rungs) - 1),
             can_requeue=self.can_requeue,
+            stopping=self.stopping,
             waited=waited,
         )
 
@@ -338,6 +340,18 @@ def test_one_repeating_fault_is_met_in_the_same_setting_only_a_few_times(
         assert most <= MOST_IDENTICAL + launches - 1, (
             "each launch by the scheduler has one attempt of its own"
         )
+
+
+@settings(deadline=None)
+@given(drivers, faults, st.text(min_size=1, max_size=20))
+def test_whatever_fails_during_a_stop_nothing_is_started_again(
+    driver: Driver, fault: Fault, why: str
+) -> None:
+    driver.stopping = why
+    decision = driver.settle(driver.attempt(1, fault), fault)
+    assert decision.action is Action.STOP
+    assert decision.exit_code == ExitCode.STOPPED_UNSAVED
+    assert not decision.exclude
 
 
 records = st.builds(

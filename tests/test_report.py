@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.journal.events import Decision, RejectedOption, Unknown, Warned
+from holdfast.journal.events import (
+    Decision,
+    DeterminismMeasured,
+    ProbationEnded,
+    RejectedOption,
+    StandingChanged,
+    StepRejected,
+    Unknown,
+    Verdict,
+    Warned,
+)
 from holdfast.observe.chart import Chart, draw, nice_ticks, thin
 from holdfast.observe.losses import AttemptLosses, LossPoint, losses
 from holdfast.observe.report import report_html, write_report
@@ -76,6 +86,26 @@ def test_the_report_tells_the_whole_story(page: str) -> None:
         name_of(20),
     ):  # fmt: skip
         assert wanted in text, wanted
+
+
+def test_rejected_results_their_verdicts_and_what_became_of_a_checkpoint_are_shown() -> None:
+    run = killed_and_corrupted()
+    assert "Results and verdicts" not in report_html(run.lines, title="A run")
+    bad = name_of(10)
+    run.write(StepRejected(step=12, reasons=["the loss is NaN"], ranks=[1], then="rerun"))
+    run.write(Verdict(verdict="reproducible", step=12, evidence=["rejected on every device"]))
+    run.write(ProbationEnded(checkpoint=bad, outcome="breached", first=11, last=12, evidence=["<b>NaN</b>"]))
+    run.write(StandingChanged(checkpoint=bad, standing="suspect", evidence=["step 12 was rejected"]))
+    run.write(StandingChanged(checkpoint=bad, standing="condemned", evidence=["a lower rung passed step 12"]))
+    run.write(DeterminismMeasured(steps=40, p50=0.0, p90=1e-8, p99=2e-7, p999=3e-7, largest=4e-7))
+    text = Page(report_html(run.lines, title="A run")).text
+    for wanted in (
+        "step 12 rejected on 1 rank (1): rerun", "the loss is NaN", "verdict on step 12: reproducible",
+        f"probation of {bad}, steps 11–12: breached", "<b>NaN</b>", "✕ condemned",
+        "a lower rung passed step 12", "p99.9 3e-07",
+    ):  # fmt: skip
+        assert wanted in text, wanted
+    assert "✕ suspect" not in text
 
 
 def test_the_report_needs_nothing_from_outside_and_no_scripts(page: str) -> None:

@@ -32,6 +32,7 @@ from holdfast.control.attempts import (
 from holdfast.control.directory import ControlDirectory, create_record
 from holdfast.control.lease import Fence, LeaseKeeper, claim
 from holdfast.control.lineage import CommitRecord, record_commit, record_done
+from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopSaved
 from holdfast.journal.events import StepsDone, WorkersStarted
 from holdfast.journal.writer import JournalWriter
 from holdfast.observe.status import Status, look
@@ -167,6 +168,45 @@ def test_a_signal_to_the_launcher_is_a_stop_and_a_regroup_is_none(control: Contr
     found = look(control)
     assert (found.state, found.exit_code, found.ok) == ("stopped", 143, False)
     assert found.detail.startswith("by SIGTERM")
+
+
+def test_a_stop_is_shown_while_it_is_under_way_and_by_what_it_saved(control: ControlDirectory) -> None:
+    with launched(control) as launch:
+        number = launch.begin(resumed=0)
+        agent = JournalWriter(control.journal, "agent-n", number)
+        rank = JournalWriter(control.journal, "rank-0", number)
+        agent.write(StopAsked(source="signal", detail="SIGTERM to rank 1 on n", node="n", seconds=600.0))
+        asked = look(control)
+        assert (asked.state, asked.ok, asked.exit_code) == ("stopping", True, None)
+        assert asked.detail.startswith("asked by SIGTERM to rank 1 on n, ")
+        assert asked.detail.endswith("s left")
+        agent.write(StopAgreed(step=7, after=0.1))
+        assert look(control).detail.endswith("left, all ranks stop after step 7")
+        rank.write(StopSaved(step=7, checkpoint="step_00000007-00000001", seconds=0.1, after=0.3))
+        assert look(control).detail.endswith("saved, the ranks end")
+        launch.end(number, "stopped", 31, highest=7)
+        agent.close()
+        rank.close()
+    found = look(control)
+    assert (found.state, found.exit_code, found.ok) == ("stopped", 31, False)
+    assert found.detail.startswith("code 31: step 7 is saved (step_00000007-00000001); asked by SIGTERM")
+    assert found.stop is not None
+    assert (found.stop.step, found.stop.checkpoint) == (7, "step_00000007-00000001")
+    with launched(control) as launch:
+        launch.begin(resumed=7)
+        assert state(control) == "running", "an earlier attempt's stop is not this one's"
+
+
+def test_a_stop_that_saved_nothing_says_why(control: ControlDirectory) -> None:
+    with launched(control) as launch:
+        number = launch.begin(resumed=0)
+        agent = JournalWriter(control.journal, "agent-n", number)
+        agent.write(StopAsked(source="operator", detail="an operator, alice: why", node="n"))
+        agent.write(StopForced(why="a second signal means now"))
+        agent.close()
+        launch.end(number, "stopped", 32)
+    told = look(control).detail
+    assert told.startswith("code 32: ended without saving (a second signal means now); asked by an operator")
 
 
 def test_a_launcher_that_is_gone_or_silent_lost_its_attempt(control: ControlDirectory) -> None:

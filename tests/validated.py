@@ -30,6 +30,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
@@ -224,7 +225,7 @@ def train_rank(run_dir: Path, out: Path, training: Training, rank: int, world: i
     if training.wrap == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif training.wrap == "fsdp":
-        fully_shard(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(100 + rank)
     generator = torch.Generator().manual_seed(200 + rank)

@@ -1,35 +1,66 @@
 """Holdfast keeps long PyTorch training runs alive, correctly.
 
-`import holdfast` is light: torch is imported when `Run` is first used.
+`import holdfast` is light: what is exported here is imported, and torch with it, when it is first used.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from holdfast._version import __version__
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, Stopped
 from holdfast.exit_codes import ExitCode
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.resolver import resolve_resume
+    from holdfast.cluster.slurm import SlurmJob
+    from holdfast.cluster.slurm import current_job as current_slurm_job
+    from holdfast.health.gpu import check_gpus
+    from holdfast.health.node import check_node
+    from holdfast.health.ping import LivenessPing
+    from holdfast.health.storage import check_storage
     from holdfast.run import Run
     from holdfast.worker.batches import GlobalBatches
     from holdfast.worker.nan_detector import NaNDetector
+    from holdfast.worker.shutdown_handler import ShutdownHandler
 
-__all__ = ["ExitCode", "GlobalBatches", "HoldfastError", "NaNDetector", "Run", "__version__"]
+__all__ = [
+    "ExitCode",
+    "GlobalBatches",
+    "HoldfastError",
+    "LivenessPing",
+    "NaNDetector",
+    "Run",
+    "ShutdownHandler",
+    "SlurmJob",
+    "Stopped",
+    "__version__",
+    "check_gpus",
+    "check_node",
+    "check_storage",
+    "current_slurm_job",
+    "resolve_resume",
+]
+
+_HOMES = {
+    "GlobalBatches": "holdfast.worker.batches",
+    "LivenessPing": "holdfast.health.ping",
+    "NaNDetector": "holdfast.worker.nan_detector",
+    "Run": "holdfast.run",
+    "ShutdownHandler": "holdfast.worker.shutdown_handler",
+    "SlurmJob": "holdfast.cluster.slurm",
+    "check_gpus": "holdfast.health.gpu",
+    "check_node": "holdfast.health.node",
+    "check_storage": "holdfast.health.storage",
+    "current_slurm_job": "holdfast.cluster.slurm:current_job",
+    "resolve_resume": "holdfast.checkpoint.resolver",
+}
+"""Where what is imported on first use lives; after a colon, its name there if that is another."""
 
 
 def __getattr__(name: str) -> object:
-    if name == "Run":
-        from holdfast.run import Run
-
-        return Run
-    if name == "GlobalBatches":
-        from holdfast.worker.batches import GlobalBatches
-
-        return GlobalBatches
-    if name == "NaNDetector":
-        from holdfast.worker.nan_detector import NaNDetector
-
-        return NaNDetector
-    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    module, _, other = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(module), other or name)

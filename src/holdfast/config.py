@@ -44,6 +44,7 @@ from holdfast.settings import (
     Settings,
     parse_section_timeouts,
 )
+from holdfast.settings_cluster import EXIT_SIGNAL, HealthSettings, SlurmSettings, StopSettings, parse_signals
 from holdfast.settings_validation import (
     DEFERRED,
     DEFERRED_ALLOWS,
@@ -59,11 +60,14 @@ __all__ = [
     "ControlSettings",
     "Effective",
     "Field",
+    "HealthSettings",
     "JournalSettings",
     "LaunchSettings",
     "MonitorSettings",
     "RunSettings",
     "Settings",
+    "SlurmSettings",
+    "StopSettings",
     "ValidationSettings",
     "digest",
     "load",
@@ -162,7 +166,11 @@ def _check_text(field: Field, value: str) -> None:
         raise _RefusedError("write http:// or https://, a host and a path, without spaces")
     if value.startswith(("~", "$")):
         raise _RefusedError("~ and $NAME are not expanded: write it out, or put ./ before a real name")
-    parse = {SECTION_TIMEOUTS: parse_section_timeouts, INJECTION_RANKS: parse_ranks}.get(field.key)
+    parse = {
+        SECTION_TIMEOUTS: parse_section_timeouts,
+        INJECTION_RANKS: parse_ranks,
+        EXIT_SIGNAL: parse_signals,
+    }.get(field.key)
     if parse is not None:
         try:
             parse(value)

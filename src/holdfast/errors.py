@@ -5,6 +5,7 @@ A message says what happened, to what, what was expected and found, and what to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from holdfast.exit_codes import ExitCode
@@ -96,3 +97,28 @@ class PeerError(HoldfastError):
 
 class AlteredCopyError(PeerError):
     """A copy at the sender is not what its digests say any more: the copy is bad, not the peer."""
+
+
+class PingFailedError(HoldfastError):
+    """Ranks did not answer a liveness ping in time. The message names them."""
+
+    exit_code = ExitCode.DECISION_TIMEOUT
+    missing: Sequence[int] = ()
+    """The ranks that did not answer; empty if that could not be learnt."""
+    seconds: float = 0.0
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop and has done so: what ends the process is this, unless it is caught.
+
+    A SystemExit, so that neither `except Exception` takes it for a failure nor code after the loop runs as if
+    training were done.
+    """
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(int(ExitCode.STOPPED))
+        self.step = step
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"stopped after step {self.step}: {self.why}"

@@ -26,6 +26,8 @@ class ExitCode(IntEnum):
     NO_CAPACITY = 28
     PAUSED_TOO_LONG = 29
     STORE_LOST = 30
+    STOPPED = 31
+    STOPPED_UNSAVED = 32
 
 
 MEANINGS: dict[ExitCode, tuple[str, str]] = {
@@ -97,5 +99,13 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ExitCode.STORE_LOST: (
         "The host of the rendezvous store is gone or cut off, and no other endpoint is left.",
         "start the same command again; name several endpoints to survive this",
+    ),
+    ExitCode.STOPPED: (
+        "The run was asked to stop, and its state is saved.",
+        "start the same command again to go on from there",
+    ),
+    ExitCode.STOPPED_UNSAVED: (
+        "The run was asked to stop and ended without saving: in time it could not, or a rank failed.",
+        "start the same command again: it goes on from the checkpoint before; `holdfast journal` says why",
     ),
 }

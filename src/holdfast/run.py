@@ -21,9 +21,7 @@ import contextlib
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -31,37 +29,27 @@ import torch
 
 from holdfast import config
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
-from holdfast.checkpoint.save import SaveFacts
-from holdfast.checkpoint.state import Tracked
-from holdfast.control.attempts import EndRecord, latest_head, read_attempt
-from holdfast.control.group import Group, join_group, leave_group
+from holdfast.control.group import Group, leave_group
 from holdfast.control.handover import LaunchInfo, one_config
-from holdfast.errors import HoldfastError, LeaseLostError, UsageError
+from holdfast.errors import HoldfastError, LeaseLostError, Stopped, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, RunFinished
 from holdfast.policy.timeouts import CHECKPOINTING, LOADING, SETUP, STEP
-from holdfast.worker.assembly import make_saving, make_schedule
 from holdfast.worker.beats import Beats
-from holdfast.worker.checking import Checks
 from holdfast.worker.crash import install_crash_hook
 from holdfast.worker.data import DataFeed
 from holdfast.worker.draws import RecordedFeed
-from holdfast.worker.membership import Membership, join_attempt
-from holdfast.worker.meter import Meter
-from holdfast.worker.places import LocalPlaces, join_places
-from holdfast.worker.resuming import resume
-from holdfast.worker.rng import capture_rng
+from holdfast.worker.halting import Halting, refuse_stop_file
+from holdfast.worker.joining import EXCHANGE_SLACK, Parts, join
+from holdfast.worker.membership import Membership
+from holdfast.worker.pinging import Pinging
 from holdfast.worker.saving import Saving
 from holdfast.worker.simulated import SimulatedFault
-from holdfast.worker.validating import make_validation, refuse_contradictions
+from holdfast.worker.validating import refuse_contradictions
 from holdfast.worker.validation import Validation
-from holdfast.worker.versions import current_versions
 from holdfast.worker.watched import judge_collectives, simulated_fault, start_beats
 
 log = logging.getLogger("holdfast")
-
-EXCHANGE_SLACK = 30.0
-"""Seconds that ranks wait for each other beyond a save's own limit: who sees that pass must get to say so."""
 
 T = TypeVar("T")
 
@@ -73,6 +61,7 @@ class Run:
         self._crash: BaseException | None = None
         self._member: Membership | None = None
         self._beats = Beats()
+        self._halting = Halting(lambda: self._meter.step)
         install_crash_hook(self._on_crash)  # first: wrong settings, too, end a rank with their own code
         self._launched = LaunchInfo.from_environment(os.environ)
         self._effective = config.load(
@@ -82,22 +71,26 @@ class Run:
         )
         self.settings = self._effective.settings
         refuse_contradictions(self._effective, self._launched)
-        self._beats = start_beats(self._effective, self._launched)
+        if self._launched is None:
+            refuse_stop_file(self.settings)  # else the launcher has looked
+        root = CheckpointRoot(self.settings.checkpoint_root().absolute())
+        self._parts = parts = Parts(self.settings, root, self._launched)
+        self._tracked, self._checks = parts.tracked, parts.checks
+        self._meter, self._schedule = parts.meter, parts.schedule
+        self._root = root
+        self._halting.watch(self.settings)
+        try:
+            self._beats = start_beats(self._effective, self._launched, halting=self._halting)
+        except BaseException:
+            self._halting.close("failed", 0)  # the signals must not stay with a run that there is not
+            raise
+        self._halting.heed(self._beats)
         self._fault: SimulatedFault | None = None
-        self._root = CheckpointRoot(self.settings.checkpoint_root().absolute())
-        self._tracked = Tracked()
-        self._meter = Meter(self.settings.journal.step_flush)
-        self._schedule = make_schedule(self.settings)
-        self._checks = Checks(self.settings.validation, self._tracked)
-        self._validation: Validation | None = None
-        self._feed: RecordedFeed | None = None
+        self._pinging: Pinging | None = None
         self._group: Group | None = None
-        self._places: LocalPlaces | None = None
-        self._saving: Saving | None = None
         self._lost = ""
         self._closed = False
         self._in_step = self._looping = False
-        self._versions = current_versions(self.settings)
 
     # --- before the first step ------------------------------------------------------------------------------
 
@@ -112,10 +105,11 @@ class Run:
         """Hand the loader to the run; iterate over what this returns instead. Call it before `start`."""
         if self._member is not None:
             raise UsageError("feed() came after the run started; a data position is restored before iter()")
-        if self._feed is not None:
+        if self._parts.feed is not None:
             raise UsageError("feed() was called twice; a run has one data feed")
-        self._feed = RecordedFeed(loader)
-        return self._feed
+        self._halting.spare(loader)
+        self._parts.feed = RecordedFeed(loader)
+        return self._parts.feed
 
     def add_check(self, name: str, check: Callable[[float], object]) -> None:
         """A check of your own: given this rank's loss, True or a text rejects the step. On every rank."""
@@ -130,83 +124,24 @@ class Run:
         if not self._tracked.names():
             raise UsageError("nothing is tracked: call run.track(model=…, optimizer=…) before the first step")
         chosen = self.settings
-        self._group = join_group(chosen.checkpoint.timeout + EXCHANGE_SLACK)
-        self._member = join_attempt(
-            Path(chosen.run.dir),
-            self._root.path,
-            self._group,
-            self._launched,
-            ttl=chosen.control.lease_ttl,
-            timeout=chosen.control.decision_timeout,
-            handover=chosen.handover(),
-            on_lost=self._on_lease_lost,
-        )
+        self._group, self._member = join(chosen, self._root, self._launched, self._on_lease_lost)
         try:
-            node = self._launched.node if self._launched else chosen.launch.node_name
-            insist = not self._is_restart()
-            self._places = join_places(chosen, self._group, self._member, node, insist=insist)
-            self._saving = make_saving(
-                chosen,
-                self._root,
-                self._group,
-                self._member,
-                tracked=self._tracked,
-                own=self._own_state,
-                facts=self._facts,
-                schedule=self._schedule,
-                step_seconds=self._meter.median_step,
-                places=self._places,
-            )
-            self._validation = make_validation(
-                chosen.validation,
-                self._group,
-                self._member,
-                self._launched,
-                node=node,
-                tracked=self._tracked,
-                checks=self._checks,
-                meter=self._meter,
-                feed=self._feed,
-                diagnose=self._diagnose,
-                on_rerun=self._on_rerun,
-            )
+            self._halting.joined(chosen, self._group, self._member, self._schedule.last_commit)
+            self._parts.make(self._group, self._member, diagnose=self._diagnose, on_rerun=self._on_rerun)
             # Loading has a deadline of its own, and its failure must be told before it counts as a hang.
             with self._beats.section(LOADING, at_least=chosen.checkpoint.timeout + 2 * EXCHANGE_SLACK):
                 self._resume()
             if self._beats.watched:
                 self._fault = simulated_fault(self._effective, self._group, self._member)
                 judge_collectives(self._effective, self._group, self._member)
+            self._pinging = Pinging(chosen.health, self._group, self._member.journal)
         except BaseException:
             self.close()  # the lease must not stay with a run that could not start
             raise
         return self.step
 
     def _resume(self) -> None:
-        group, member = self._joined()
-        assert self._saving is not None
-        assert self._validation is not None
-        resume(
-            self.settings,
-            self._root,
-            group,
-            member,
-            tracked=self._tracked,
-            avoid=self._launched.avoid if self._launched else (),
-            insist=not self._is_restart(),
-            meter=self._meter,
-            feed=self._feed,
-            validation=self._validation,
-            saving=self._saving,
-            schedule=self._schedule,
-            places=self._places,
-            versions=self._versions,
-        )
-
-    def _is_restart(self) -> bool:
-        """Whether an earlier attempt of this very launch already trained."""
-        _, member = self._joined()
-        head = latest_head(member.control, before=member.attempt)
-        return head is not None and read_attempt(member.control, head.attempt).launch == member.launch
+        self._parts.resume(*self._joined())
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -229,10 +164,13 @@ class Run:
             raise UsageError("begin_step() before start(): the run has not resumed yet")
         if self._in_step:
             raise UsageError(f"begin_step() twice: step {self.step + 1} was not ended")
-        self._in_step = True
         if not self._looping:
             self._looping = True
             self._beats.leave(SETUP)
+            self._halting.stopping.begin()
+            if self._halting.stopping.asked:
+                self._stop_if_reached()
+        self._in_step = True
         self._beats.enter(STEP)
         self._meter.begin_step()
         assert self._validation is not None
@@ -279,7 +217,10 @@ class Run:
         self._meter.record(loss=loss, grad_norm=grad_norm, samples=samples, tokens=tokens)
 
     def end_step(self, *, last: bool = False) -> None:
-        """The step is complete: count it, and save if it is due. `last` leaves the save to `finish`."""
+        """The step is complete: count it, and save if it is due. `last` leaves the save to `finish`.
+
+        Raises `Stopped` if the run was asked to stop and all ranks stop here: the state is saved then.
+        """
         if not self._in_step:
             raise UsageError("end_step() without begin_step()")
         self._in_step = False
@@ -289,10 +230,14 @@ class Run:
             self._fault.arm()
         if self._lost:
             raise LeaseLostError(f"this attempt lost its lease: {self._lost}")
+        assert self._pinging is not None
+        self._pinging.at_boundary(self.step)
         assert self._saving is not None
         assert self._validation is not None
         self._validation.completed(self.step)
         self._saving.at_boundary()
+        if self._halting.stopping.asked and not last:
+            self._stop_if_reached()
         due = self._schedule.due(self.step)
         if due and not last:
             self._meter.flush_at_once(self._joined()[1].journal)
@@ -353,27 +298,6 @@ class Run:
         self._beats.leave(STEP, learn=False)
         self._beats.enter(STEP)
 
-    def _facts(self, parent: str | None, reason: str) -> SaveFacts:
-        return SaveFacts(
-            step=self.step,
-            parent=parent,
-            reason=reason,
-            samples=self._meter.samples,
-            tokens=self._meter.tokens,
-            windows=self._meter.windows(),
-            versions=self._versions,
-        )
-
-    def _own_state(self) -> dict[str, Any]:
-        own: dict[str, Any] = {
-            "rng": capture_rng(),
-            "data": self._feed.state_dict() if self._feed is not None else None,
-            "counters": self._meter.state_dict(),
-        }
-        if self._validation is not None and (kept := self._validation.state_dict()):
-            own["validation"] = kept
-        return own
-
     # --- the end --------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -391,10 +315,12 @@ class Run:
             if self._launched is None:
                 member.journal.write(AttemptEnded(outcome="finished", last_step=self.step))
         self._leave("finished", ExitCode.OK)
-        self._group = leave_group(group)
+        self._leave_group(group)
 
     def close(self) -> None:
         """Give everything back. Does nothing after `finish`; before it, the attempt counts as stopped."""
+        if self._member is None:
+            self._halting.close("unused", 0)
         if self._member is None or self._closed:
             return
         error = self._crash or sys.exc_info()[1]
@@ -407,11 +333,38 @@ class Run:
         # A loop that is left by an exception drops its generator before anyone can see that exception.
         self._leave(outcome, code, unseen=isinstance(error, GeneratorExit))
 
+    def _stop_if_reached(self) -> None:
+        """The run was asked to stop. Goes on if that is not to be here; else saves, once, and stops."""
+        if not self._halting.reached(self.step):
+            return
+        group, member = self._joined()
+        assert self._saving is not None
+        assert self._validation is not None
+        self._meter.flush(member.journal)
+        self._validation.before_save()
+        with self._checkpointing(waits=True):
+            kept = self._saving.stop(self.step)
+        self._halting.saved(kept, self.step)
+        self._beats.halted(self.step)
+        if group.is_coordinator and self._launched is None:
+            member.journal.write(AttemptEnded(outcome="stopped", last_step=self.step))
+        self._leave("stopped", ExitCode.STOPPED)
+        self._leave_group(group)
+        raise Stopped(self.step, self._halting.stopping.why)
+
+    def _leave_group(self, group: Group) -> None:
+        """At the end of all ranks alike."""
+        if self._pinging is not None:
+            self._pinging.close()
+        self._group = leave_group(group)
+
     def _leave(self, outcome: str, code: ExitCode, *, unseen: bool = False) -> None:
         assert self._member is not None
         self._closed = True
         if self._fault is not None:
             self._fault.disarm()
+        ending = "failed" if unseen else outcome
+        self._halting.close("asked" if code is ExitCode.STOPPED else ending, self.step)
         # From here on every wait is bounded, and what the script does afterwards is its own affair; but an
         # error that ends this rank has to end it.
         if outcome == "failed":
@@ -420,26 +373,7 @@ class Run:
             self._beats.close()
         else:
             self._beats.rest()
-        try:
-            if self._validation is not None:
-                self._validation.close()
-            if self._saving is not None:
-                self._saving.close(outcome, unseen=unseen)
-        finally:
-            if self._places is not None:
-                self._places.close()
-            head = self.head
-            end = EndRecord(
-                outcome=outcome,
-                exit_code=int(code),
-                cause="",
-                highest_step=head.step if head is not None else 0,
-                at=time.time(),
-            )
-            try:
-                self._member.leave(end)
-            except LeaseLostError as error:
-                log.warning("holdfast: %s", error)
+        self._parts.leave(self._member, outcome, code, unseen=unseen)
 
     def __enter__(self) -> Self:
         return self
@@ -472,9 +406,22 @@ class Run:
         return self._joined()[1].attempt
 
     @property
+    def stopping(self) -> bool:
+        """Whether the run was asked to stop; the loop goes on until `end_step` raises `Stopped`."""
+        return self._halting.stopping.asked
+
+    @property
     def head(self) -> CheckpointName | None:
         """The newest checkpoint of this timeline: the one resumed from, or the last one saved."""
         return self._saving.head if self._saving is not None else None
+
+    @property
+    def _saving(self) -> Saving | None:
+        return self._parts.saving
+
+    @property
+    def _validation(self) -> Validation | None:
+        return self._parts.validation
 
     def _joined(self) -> tuple[Group, Membership]:
         if self._group is None or self._member is None:

@@ -18,6 +18,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from holdfast.settings_cluster import (
+    EXIT_SIGNAL,
+    HealthSettings,
+    SlurmSettings,
+    StopSettings,
+)
 from holdfast.settings_validation import INJECTION_DEVICE, INJECTION_RANKS, ValidationSettings
 
 LARGEST_COUNT = 10**12 - 1
@@ -372,11 +378,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     launch: LaunchSettings = msgspec.field(default_factory=LaunchSettings)
     monitor: MonitorSettings = msgspec.field(default_factory=MonitorSettings)
     validation: ValidationSettings = msgspec.field(default_factory=ValidationSettings)
+    stop: StopSettings = msgspec.field(default_factory=StopSettings)
+    slurm: SlurmSettings = msgspec.field(default_factory=SlurmSettings)
+    health: HealthSettings = msgspec.field(default_factory=HealthSettings)
     journal: JournalSettings = msgspec.field(default_factory=JournalSettings)
 
     def checkpoint_root(self) -> Path:
         """Where the checkpoints lie."""
         return Path(self.checkpoint.root) if self.checkpoint.root else Path(self.run.dir) / "checkpoints"
+
+    def stop_file(self) -> Path:
+        """The file whose appearance asks for a stop."""
+        return Path(self.stop.stop_file) if self.stop.stop_file else Path(self.run.dir) / "stop"
 
     def handover(self) -> float:
         """Seconds to wait for the last attempt's writer; less than other ranks wait for what comes of it."""
@@ -429,6 +442,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
             return "text: a name, or empty"
         if self.key == ALERT_COMMAND:
             return "text: a command for /bin/sh, or empty"
+        if self.key == EXIT_SIGNAL:
+            return "text: signals as SIGTERM,SIGUSR1"
         if self.key == ALERT_URL:
             return "text: an http:// or https:// URL, or empty"
         if self.key == KEEP_LAST:

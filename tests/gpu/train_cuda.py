@@ -17,6 +17,7 @@ import holdfast
 
 OUT = Path(os.environ["CUDA_OUT"])
 DIE_AT = int(os.environ.get("CUDA_DIE_AT", "0"))
+DIE_BY = os.environ.get("CUDA_DIE_BY", "SIGKILL")
 UNTIL = 40
 
 
@@ -44,7 +45,7 @@ def main() -> None:
     for step, (ids, x) in run.steps(DataLoader(data, batch_size=32, shuffle=True), until=UNTIL):
         if step == DIE_AT and not (OUT / "died").exists():
             (OUT / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[DIE_BY])
         x = x.cuda()
         loss = run.compute(forward_backward, x)
         scaler.step(optimizer)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
@@ -29,7 +30,7 @@ def main() -> None:
     out.mkdir(exist_ok=True)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
-    fully_shard(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     run = holdfast.Run(run_dir="run", checkpoint_interval=0)

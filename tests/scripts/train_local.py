@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
@@ -40,7 +41,7 @@ def main(plan: str, log: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6))
-    fully_shard(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = holdfast.Run()
     run.track(model=model, optimizer=optimizer)

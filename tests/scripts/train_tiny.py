@@ -115,9 +115,10 @@ def main() -> None:
     if WRAP == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif WRAP == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     torch.manual_seed(1234 + RANK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -90,7 +91,7 @@ def main() -> None:
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8), fuse
     )
     if WRAP == "fsdp":
-        fully_shard(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     elif WRAP == "ddp":
         model = nn.parallel.DistributedDataParallel(
             model, broadcast_buffers=False, find_unused_parameters=True

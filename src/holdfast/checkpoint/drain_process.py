@@ -30,6 +30,7 @@ from holdfast.checkpoint.remote_retry import LocalCopyError, RemoteUnavailableEr
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence
 from holdfast.control.lineage import CommitRecord, deleted_ids, find_commit, read_timeline
+from holdfast.control.marks import leave_stopping_to_the_trainer
 from holdfast.errors import HoldfastError, LeaseLostError
 from holdfast.journal.events import CopyDeleted, CopyDrained, DrainFailed, Warned
 from holdfast.journal.writer import JournalWriter
@@ -287,6 +288,7 @@ class _OutOfTimeError(Exception):
 
 def main() -> int:
     """`python -m holdfast.checkpoint.drain_process <order> <socket> <parent>`: started by Drain only."""
+    leave_stopping_to_the_trainer()
     order = msgspec.json.decode(sys.argv[1].encode(), type=DrainOrder)
     with socket.socket(fileno=int(sys.argv[2])) as line:
         DrainProcess(order, line, int(sys.argv[3])).run()

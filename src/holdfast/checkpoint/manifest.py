@@ -60,6 +60,9 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
     """model, optimizer, object, or one of Holdfast's own: rng, data, counters."""
     entries: Count = 0
     """How many tensors of it the DCP metadata lists."""
+    is_global: bool | None = None
+    """Of the data position: whether it is one for all ranks, so that another number of ranks can take it up.
+    None if that is not known, or there is none."""
 
 
 class Windows(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -22,6 +21,7 @@ import msgspec
 from holdfast.checkpoint.local_tier import LocalTier
 from holdfast.checkpoint.peer_server import PeerServer
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.marks import leave_stopping_to_the_trainer
 from holdfast.journal.writer import JournalWriter
 
 LOOK = 0.2
@@ -67,8 +67,7 @@ def run(order: PeerOrder, listener: socket.socket, line: socket.socket, parent: 
 
 def main() -> int:
     """`python -m holdfast.checkpoint.peer_process <order> <listener> <line> <parent>`: by PeerHost only."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what they mean, the trainer decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_stopping_to_the_trainer()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     order = msgspec.json.decode(sys.argv[1].encode(), type=PeerOrder)
     listener, line = (socket.socket(fileno=int(number)) for number in sys.argv[2:4])

@@ -8,7 +8,7 @@ structure, a tensor that ranks no longer hold alike, or a failure costs more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,12 @@ OWN_PARTS = {
     "data": PartEntry(kind="data"),
     "counters": PartEntry(kind="counters"),
 }
+
+
+def _own_parts(own: Mapping[str, Any]) -> dict[str, PartEntry]:
+    position = own.get("data")
+    shared = bool(position.get("is_global")) if isinstance(position, Mapping) else None
+    return OWN_PARTS | {"data": PartEntry(kind="data", is_global=shared)}
 
 
 @dataclass(frozen=True)
@@ -181,12 +187,13 @@ class Snapshotter:
         tensors, others = tracked.collect()
         if self._serial == 0:
             self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) == "object"})
-        blob = to_blob({"format": 1, "tracked": others, "own": own()}, self._blob)
+        mine = own()
+        blob = to_blob({"format": 1, "tracked": others, "own": mine}, self._blob)
         self._blob = blob.numel()
         state = {**tensors, OWN: {rank_key(self._group.rank): blob}}
         planner = SnapshotPlanner(state, self._group.rank, is_coordinator=self._group.is_coordinator)
         signature = signature_of(planner, self._group.world_size)
-        found = _Collected(planner, signature, {**tracked.parts(tensors), **OWN_PARTS})
+        found = _Collected(planner, signature, {**tracked.parts(tensors), **_own_parts(mine)})
         if self._group.world_size > 1:
             shared = planner.plain_tensors()
             prints = fingerprints.begin([plain(tensor) for tensor in shared.values()]).result()

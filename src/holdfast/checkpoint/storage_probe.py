@@ -1,23 +1,20 @@
 """Trying a file system before more of what lies on it is believed.
 
 Two checkpoints in a row that fail verification are a sign that not they are bad but what they lie on. So
-something is written there, made durable, moved, read back from the disk and not from memory, and compared.
+something is written there, made durable, moved, read back from the disk and not from memory, and compared
+(`health.storage`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import re
-import secrets
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import xxhash
-
 from holdfast.checkpoint.problems import Reason
+from holdfast.health.storage import try_storage
 from holdfast.journal.events import StorageAlarm
 from holdfast.journal.writer import JournalWriter
 
@@ -46,7 +43,7 @@ class StorageWatch:
 
     def after(self, checkpoint: str, problems: Sequence[str], directory: Path) -> str:
         """A rung was refused; why no other may be tried, empty if one may."""
-        if not any(map(_WRONG_BYTES.search, problems)):
+        if not wrong_bytes(problems):
             self._bad.clear()  # it was not there, or did not fit: that says nothing about the storage
             return ""
         self._bad.append(checkpoint)
@@ -64,6 +61,11 @@ class StorageWatch:
         )
 
 
+def wrong_bytes(problems: Sequence[str]) -> bool:
+    """Whether a rung was refused for what its files hold, and not because it was not there or did not fit."""
+    return any(map(_WRONG_BYTES.search, problems))
+
+
 def probe(directory: Path, patience: float = PATIENCE) -> str:
     """What is wrong with the storage of a directory; empty if it takes and gives back what is written."""
     found: list[str] = []
@@ -77,24 +79,4 @@ def probe(directory: Path, patience: float = PATIENCE) -> str:
 
 
 def _try(directory: Path) -> str:
-    path = directory / f".holdfast-probe.{os.getpid()}.{secrets.token_hex(4)}"
-    moved = path.with_suffix(".moved")
-    data = secrets.token_bytes(SIZE)
-    try:
-        with path.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        os.rename(path, moved)
-        found = moved.read_bytes()
-    except OSError as error:
-        return f"{error.strerror or error} ({error.filename or path})"
-    finally:
-        for left in (path, moved):
-            with contextlib.suppress(OSError):
-                left.unlink()
-    if found != data:
-        expected, got = (xxhash.xxh3_128_hexdigest(part) for part in (data, found))
-        return f"{SIZE} bytes with digest {expected} were written and read back as {len(found)} with {got}"
-    return ""
+    return try_storage(directory, SIZE).problem

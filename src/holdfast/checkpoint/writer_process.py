@@ -19,7 +19,6 @@ import contextlib
 import mmap
 import os
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -54,6 +53,7 @@ from holdfast.checkpoint.replica_sender import ReplicaSender
 from holdfast.checkpoint.writer_exchange import Exchange, here, is_drain
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence
+from holdfast.control.marks import leave_stopping_to_the_trainer
 from holdfast.control.writing import Writing
 from holdfast.errors import HoldfastError, SaveFailedError
 from holdfast.journal.events import CopyQuarantined, SaveCommitted
@@ -422,8 +422,7 @@ class Writer:
 
 
 def main(descriptor: int) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what they mean, the trainer decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_stopping_to_the_trainer()
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts a thread for each core, and uses none here
     channel = Channel.of_writer(socket.socket(fileno=descriptor))
     try:

@@ -7,7 +7,20 @@ import sys
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import ckpt, clean, config, control, demo, journal, plan, run, status
+from holdfast.cli import (
+    ckpt,
+    clean,
+    config,
+    control,
+    demo,
+    doctor,
+    journal,
+    plan,
+    recover,
+    run,
+    slurm,
+    status,
+)
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -22,11 +35,14 @@ app = typer.Typer(
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(control.app, name="control")
+app.add_typer(slurm.app, name="slurm")
 app.command(name="status")(status.status)
 app.command(name="journal")(journal.journal)
+app.command(name="recover")(recover.recover)
 app.command(name="clean")(clean.clean)
 app.command(name="plan")(plan.plan)
 app.command(name="demo")(demo.demo)
+app.command(name="doctor")(doctor.doctor)
 app.command(
     name="run",
     add_help_option=False,

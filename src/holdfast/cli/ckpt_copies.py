@@ -123,11 +123,6 @@ def summary(row: dict[str, Any]) -> str | None:
     return " · ".join(words)
 
 
-def as_recorded(control: ControlDirectory, name: CheckpointName) -> str:
-    """Where the local tier's copies of a checkpoint are: `local on 4 nodes · replicas 4/4`."""
-    return summary({"copies": {"global": False, "local": _recorded(control, name)}}) or ""
-
-
 def print_local(rows: list[dict[str, Any]], *, each_node: bool) -> None:
     """What each node was given, if that was asked for, and what all of this is worth."""
     there = [row for row in rows if row.get("copies", {}).get("local")]

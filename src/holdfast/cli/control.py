@@ -2,7 +2,7 @@
 
 Each command leaves a durable record with who and why, and a line in the journal; none of them needs the run's
 lease or touches a process or a checkpoint. The run acts on a record when it comes to it: at its next failure,
-start or resume.
+start or resume; a request to stop within a second or two.
 """
 
 from __future__ import annotations
@@ -19,12 +19,26 @@ if TYPE_CHECKING:
     from holdfast.control.directory import ControlDirectory
 
 app = typer.Typer(
-    help="Pause recovery, reset a budget, pin a checkpoint, exclude nodes.", no_args_is_help=True
+    help="Stop a run, pause recovery, reset a budget, pin a checkpoint, exclude nodes.", no_args_is_help=True
 )
 
 _BY = Annotated[str | None, typer.Option(help="Who asks, if not the user at this host.")]
 _NODE = Annotated[str, typer.Argument(help="The node, as the launcher names it.")]
 _DEVICE = Annotated[str | None, typer.Option(help="Only this device of it.")]
+
+
+@app.command()
+def stop(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
+    """The running launch saves and ends, on all its nodes, with code 31; a later launch is not concerned.
+
+    Exits with 0 if it was recorded, 2 if no launcher is alive that could act on it.
+    """
+    from holdfast.control import operator
+
+    control, why, who = _begin(run_dir, reason, by)
+    launch = _live_launch(control)
+    operator.stop(control, launch, why, who)
+    _done(as_json, "stop", "the run is asked to save and stop; `holdfast status` shows how far it is")
 
 
 @app.command()
@@ -158,6 +172,8 @@ def show(run_dir: RUN, as_json: JSON = False) -> None:
 
         typer.echo(msgspec.json.encode(found).decode())
         return
+    if found.stop is not None:
+        typer.echo(f"the launch that runs is to stop, by {_clean(found.stop.describe())}")
     if found.paused is not None:
         typer.echo(f"recovery is paused by {_clean(found.paused.describe())}")
     if found.pin is not None:
@@ -173,7 +189,7 @@ def show(run_dir: RUN, as_json: JSON = False) -> None:
     for one in found.exclusions:
         by = f" (by {_clean(one.by)})" if one.by else ""
         typer.echo(f"{_clean(one.describe())} is excluded: {_clean(one.reason)}{by}")
-    if found.paused is None and found.pin is None and found.budget_reset is None and not found.exclusions:
+    if not any((found.stop, found.paused, found.pin, found.budget_reset, found.exclusions)):
         typer.echo("nothing is in force")
 
 
@@ -194,10 +210,32 @@ def _begin(run_dir: Path, reason: str, by: str | None) -> tuple[ControlDirectory
     why = _clean(reason)
     if not why:
         raise UsageError("--reason must say why: it is all that a later reader of the journal has")
-    return control, why, _clean(by) if by is not None and by.strip() else _user()
+    return control, why, _clean(by) if by is not None and by.strip() else user()
 
 
-def _user() -> str:
+def _live_launch(control: ControlDirectory) -> str:
+    """The launch that holds the run now; refuses if none does, or if it has no launcher to act on it."""
+    from holdfast.control.attempts import attempt_numbers, read_attempt
+    from holdfast.control.holding import who_holds
+
+    held = who_holds(control)
+    told = f" (the last one, {held.lease.holder}: {held.lease.detail})" if held is not None else ""
+    live = held is not None and held.is_launch
+    _require(live, f"no launcher of this run is alive{_clean(told)}, so there is nothing to stop")
+    assert held is not None
+    newest = max(attempt_numbers(control), default=0)
+    record = read_attempt(control, newest) if newest else None
+    alone = record is not None and record.launch == held.claim.owner and record.max_restarts is None
+    _require(
+        not alone,
+        f"no launcher looks at requests here: {held.lease.holder} was not started by "
+        "`holdfast run`. Make the stop file (setting stop.stop_file), or send SIGTERM to a rank",
+    )
+    return held.claim.owner
+
+
+def user() -> str:
+    """Who asks: the user at this host."""
     import getpass
     import platform
 

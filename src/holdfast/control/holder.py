@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -22,9 +24,12 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started: int
     """Start time in clock ticks since boot; 0 if unknown."""
+    job: str = ""
+    """The scheduler's name of the job it is part of, as `Slurm job 1234`; empty if none is known."""
 
     def describe(self) -> str:
-        return f"pid {self.pid} on {self.host}"
+        job = f", {self.job}" if self.job else ""
+        return f"pid {self.pid} on {self.host}{job}"
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
@@ -45,7 +50,15 @@ def this_process() -> Holder:
         pid_namespace=_pid_namespace(),
         pid=os.getpid(),
         started=seen[1] if seen else 0,
+        job=_job(os.environ),
     )
+
+
+def _job(environ: Mapping[str, str]) -> str:
+    """For a message to people only: nothing is decided by it."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
+    job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
+    return f"Slurm job {job[:40]}" if re.fullmatch(r"[0-9]+(_[0-9]+)?", job) else ""
 
 
 def is_here(holder: Holder) -> bool:

@@ -7,6 +7,7 @@ stays: `/proc/<pid>/environ`. Standard library only, so that any process may rea
 from __future__ import annotations
 
 import os
+import signal
 
 AGENT = "HOLDFAST_AGENT"
 """Which agent a process descends from: `<pid>.<start time>`, unique until the next boot."""
@@ -17,3 +18,9 @@ OUTLIVES = "HOLDFAST_OUTLIVES"
 def outliving(module: str) -> dict[str, str]:
     """The environment for a process of ours, run as `-m module`, that may outlive this one."""
     return {**os.environ, OUTLIVES: f"{module} {os.getpid()}"}
+
+
+def leave_stopping_to_the_trainer() -> None:
+    """For such a process: schedulers signal every process of a job; what that means, the trainer decides."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,13 +1,15 @@
 """What an operator asked of a run, kept until it is asked otherwise.
 
 Guarantee: a request is durable before it is journalled, holds across attempts and launches, and may be made
-at any time, beside a live run too: no lease is needed, because a request changes nothing by itself. Whoever
-acts on it (the leading agent, a resume) reads it when it acts. The newest record of each kind counts; where
-two have the same number, or one cannot be read, the careful reading does: paused, no reset.
+at any time, beside a live run too: no lease is needed, because a request changes nothing by itself. Only a
+request to stop is for one launch alone. Whoever acts on it (the leading agent, a resume) reads it when it
+acts. The newest record of each kind counts; where two have the same number, or one cannot be read, the
+careful reading does: paused, no reset.
 
 ```
 operator/recovery/000001-paused.json, 000002-unpaused.json
 operator/budget/000001-reset.json
+operator/stop/000001-asked-3fa9c1d20b11.json              the launch that is to stop
 operator/pin/000001-pinned-step_00000120-3fa9c1d2.json, 000002-used-1.json, 000003-unpinned.json
 exclusions/                                              see exclusions.py
 ```
@@ -16,6 +18,7 @@ exclusions/                                              see exclusions.py
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -25,12 +28,13 @@ from holdfast.control.appended import Entry, append, contents, entries
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import Exclusion
-from holdfast.control.lease import Fence
+from holdfast.control.lease import Fence, current_epoch, read_beat, read_claim
 from holdfast.journal.events import OperatorActed
 from holdfast.journal.writer import JournalWriter
 
 PAUSED, UNPAUSED = "paused", "unpaused"
 RESET = "reset"
+ASKED = "asked"
 PINNED, UNPINNED, USED = "pinned", "unpinned", "used"
 WHO = "operator"
 
@@ -79,6 +83,8 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     budget_reset: Request | None
     pin: Pin | None
     exclusions: list[Exclusion]
+    stop: Request | None = None
+    """Of the launch that holds the run."""
 
 
 # --- reading -----------------------------------------------------------------------------------------------
@@ -120,13 +126,32 @@ def pinned(control: ControlDirectory) -> Pin | None:
     return None
 
 
+def stop_asked(control: ControlDirectory, launches: Collection[str]) -> Request | None:
+    """Why one of these launches is to stop; None if nobody asked. An earlier launch's is no other's."""
+    wanted = {f"{ASKED}-{launch}" for launch in launches}
+    for entry in entries(_folder(control, "stop")):
+        if entry.word in wanted:
+            return contents(entry, Request) or Request()
+    return None
+
+
 def in_force(control: ControlDirectory) -> Controls:
     return Controls(
         paused=paused(control),
         budget_reset=last_reset(control),
         pin=pinned(control),
         exclusions=exclusions.excluded(control),
+        stop=_stop_of_holder(control),
     )
+
+
+def _stop_of_holder(control: ControlDirectory) -> Request | None:
+    epoch = current_epoch(control)
+    held = read_claim(control, epoch) if epoch else None
+    beat = read_beat(control, epoch) if epoch else None
+    if held is None or (beat is not None and beat.released):
+        return None
+    return stop_asked(control, [held.owner])
 
 
 # --- asking ------------------------------------------------------------------------------------------------
@@ -146,6 +171,11 @@ def reset_budget(control: ControlDirectory, reason: str, by: str) -> int:
     request = _request(control, reason, by)
     _ask(control, "budget", RESET, "reset_budget", request, f"up to attempt {request.attempt}")
     return request.attempt
+
+
+def stop(control: ControlDirectory, launch: str, reason: str, by: str) -> None:
+    """This launch saves and ends; the next one is not concerned."""
+    _ask(control, "stop", f"{ASKED}-{launch}", "stop", _request(control, reason, by), f"launch {launch}")
 
 
 def pin(

@@ -12,6 +12,18 @@ from typing import Any
 
 import msgspec
 
+from holdfast.journal.base import Event as Event
+from holdfast.journal.cluster_events import (
+    HealthFailed,
+    JobFound,
+    PingFailed,
+    RequeueAsked,
+    StopAgreed,
+    StopAsked,
+    StopForced,
+    StopSaved,
+)
+
 JOURNAL_VERSION = 1
 
 
@@ -27,10 +39,6 @@ def decode_loss(loss: float | str | None) -> float | None:
     if isinstance(loss, str):
         return {"inf": math.inf, "-inf": -math.inf}.get(loss, math.nan)
     return loss
-
-
-class Event(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults=True):
-    """Base of all events."""
 
 
 class RunCreated(Event, tag="run_created"):
@@ -98,8 +106,8 @@ class Decision(Event, tag="decision"):
     """resume, recovery, …"""
     chosen: str
     evidence: list[str]
-    rejected: list[RejectedOption] = []
-    details: dict[str, Any] = {}
+    rejected: list[RejectedOption] = msgspec.field(default_factory=list)
+    details: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class RungRejected(Event, tag="rung_rejected"):
@@ -272,7 +280,7 @@ class CadenceChosen(Event, tag="cadence_chosen"):
     """Expected share of all time lost to saves and failures; 0 while nothing was measured."""
     mtbf: float
     evidence: list[str]
-    warnings: list[str] = []
+    warnings: list[str] = msgspec.field(default_factory=list)
 
 
 class StepsDone(Event, tag="steps_done"):
@@ -281,11 +289,11 @@ class StepsDone(Event, tag="steps_done"):
     first: int
     """Step of the first entry; the rest follow one by one."""
     seconds: list[float]
-    loss: list[float | str | None] = []
+    loss: list[float | str | None] = msgspec.field(default_factory=list)
     """Each as `encode_loss` gives it: None is a step whose loss was not recorded."""
-    grad_norm: list[float | str | None] = []
+    grad_norm: list[float | str | None] = msgspec.field(default_factory=list)
     """Like `loss`, where the loop gave any."""
-    samples: list[str] = []
+    samples: list[str] = msgspec.field(default_factory=list)
     """Digest of each step's sample ids, where the loop gave them."""
 
 
@@ -294,7 +302,7 @@ class StepRejected(Event, tag="step_rejected"):
 
     step: int
     reasons: list[str]
-    ranks: list[int] = []
+    ranks: list[int] = msgspec.field(default_factory=list)
     """Whose own results, before any reduction, were bad; empty if that is not known."""
     then: str = ""
     """What was done: rerun, dropped, stop, restart."""
@@ -320,7 +328,7 @@ class ProbationEnded(Event, tag="probation_ended"):
     """passed, breached, or unsettled (the attempt was to end before)."""
     first: int
     last: int
-    evidence: list[str] = []
+    evidence: list[str] = msgspec.field(default_factory=list)
 
 
 class StandingChanged(Event, tag="standing_changed"):
@@ -428,6 +436,14 @@ AnyEvent = (
     | ThroughputLow
     | DataSkipped
     | DeterminismMeasured
+    | StopAsked
+    | StopAgreed
+    | StopSaved
+    | StopForced
+    | JobFound
+    | RequeueAsked
+    | HealthFailed
+    | PingFailed
     | RunFinished
     | OperatorActed
     | Warned

@@ -52,8 +52,10 @@ def parse_line(raw: bytes) -> Line | None:
 class JournalReader:
     """Follows every file of one journal directory; each `poll` returns what is new, oldest first."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, since: int = 0) -> None:
+        """`since`: files of attempts with a lower number are not read."""
         self._directory = directory
+        self._since = since
         self._offsets: dict[Path, int] = {}
         self._newest: dict[Path, float] = {}
         self.unreadable = 0
@@ -66,6 +68,9 @@ class JournalReader:
         """As `poll`, each line with its bytes in the file (which may hold fields of a newer release)."""
         found: list[tuple[float, Line, bytes]] = []
         for path in sorted(self._directory.glob("*.jsonl")):
+            number = path.name.partition("-")[0]
+            if self._since and number.isdecimal() and int(number) < self._since:
+                continue
             for line, raw in self._poll_file(path):
                 newest = self._newest[path] = max(line.at, self._newest.get(path, line.at))
                 found.append((newest, line, raw))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from holdfast.journal.events import (
@@ -54,60 +53,17 @@ from holdfast.journal.events import (
     WorkersStarted,
     decode_loss,
 )
+from holdfast.journal.render_cluster import ClusterEvent, render_cluster
+from holdfast.journal.text import MAX_TEXT as MAX_TEXT
+from holdfast.journal.text import Rendered as Rendered
+from holdfast.journal.text import duration as duration
+from holdfast.journal.text import number as number
+from holdfast.journal.text import plural as plural
+from holdfast.journal.text import printable as printable
+from holdfast.journal.text import size as size
 
-MAX_TEXT = 500
 REPORTER = "rank-0"
 """The rank whose steps are shown."""
-
-
-@dataclass(frozen=True)
-class Rendered:
-    text: str
-    style: str
-    """fault, warning, decision, saved, good, progress or plain; what it looks like is the shower's choice."""
-    details: list[str] = field(default_factory=list)
-    """Lines that belong under the text: evidence and rejected options."""
-
-
-def printable(text: str, limit: int = MAX_TEXT) -> str:
-    """Any text as one harmless line."""
-    line = " ".join(text[: limit * 4].split())
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
-def duration(seconds: float) -> str:
-    """A length of time with about three digits: 42 ms, 3.2 s, 4 min 05 s, 2 h 10 min."""
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def size(count: int) -> str:
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def number(value: float | None) -> str:
-    """A loss for people."""
-    if value is None:
-        return "–"
-    if math.isnan(value):
-        return "NaN"
-    return f"{value:.4g}"
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def _exit(code: int) -> str:
@@ -184,6 +140,8 @@ def _percentiles(body: DeterminismMeasured) -> tuple[float, ...]:
 
 def render(body: AnyEvent | Unknown) -> Rendered:
     """What an event says."""
+    if isinstance(body, ClusterEvent):
+        return render_cluster(body)
     match body:
         case RunCreated():
             return Rendered(

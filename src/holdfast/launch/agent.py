@@ -29,9 +29,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from holdfast.control.devices import visible_devices
 from holdfast.control.exclusions import exclude
-from holdfast.errors import DecisionTimeoutError, HoldfastError
+from holdfast.control.operator import stop_asked
+from holdfast.errors import ControlError, DecisionTimeoutError, HoldfastError
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.events import LeaseLost, RunCreated, Warned, WorkersStarted
+from holdfast.journal.events import RunCreated, Warned, WorkersStarted
 from holdfast.launch.attempt import (
     Attempt,
     LeaderLostError,
@@ -46,34 +47,22 @@ from holdfast.launch.attempt import (
 from holdfast.launch.attempt_store import reachable_address
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import StoreLostError
-from holdfast.launch.evidence import (
-    count_oom_kills,
-    gather,
-    highest_committed_step,
-    stop_and_see,
-)
+from holdfast.launch.ends import Ends
+from holdfast.launch.evidence import count_oom_kills, gather, stop_and_see
 from holdfast.launch.hanging import look_at_hang
-from holdfast.launch.incident import (
-    Incident,
-    lost_nodes,
-    report,
-)
+from holdfast.launch.incident import report
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.pause import wait_while_paused
-from holdfast.launch.recovering import Recovery, report_timeout
+from holdfast.launch.recovering import Recovery
 from holdfast.launch.signals import Interrupted
+from holdfast.launch.stopping import FINE, Stopping
 from holdfast.launch.summary import say
 from holdfast.launch.upstream import launch_store, make_workers, unshared_store
 from holdfast.launch.vigil import Vigil
 from holdfast.launch.workers import Workers
-from holdfast.policy.classify import Cause
-from holdfast.policy.recovery import Action
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-LEAVE = 5.0
-"""Seconds to wait at the end for the other nodes to have read the decision: the store may live in here."""
 
 
 class HoldfastAgent(LocalElasticAgent):
@@ -90,6 +79,8 @@ class HoldfastAgent(LocalElasticAgent):
         handler = self._worker_group.spec.rdzv_handler
         self._meeting = handler if isinstance(handler, MeetingHandler) else None
         self._recovery = Recovery(context, self._meeting, self._worker_group.spec.local_world_size)
+        self._ends = Ends(context, self._meeting, self._recovery, self._shutdown)
+        self._stopping: Stopping | None = None
         self._rounds = 0
         self._oom_kills = 0
 
@@ -98,6 +89,8 @@ class HoldfastAgent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other nodes, then lead or follow the attempt that this round is."""
         with self._signals.interruptible(), unshared_store():
+            if self._meeting is None:
+                self._context.gate.insist()  # else the meeting parks a node that may not take part
             super()._rendezvous(worker_group)
         self._rounds += 1
         context, spec = self._context, worker_group.spec
@@ -124,6 +117,8 @@ class HoldfastAgent(LocalElasticAgent):
             root = str(self._settings.checkpoint_root().absolute())
             attempt.journal.write(RunCreated(run=context.control.run_id, checkpoint_root=root))
             context.created = False
+        if attempt.place.leads:
+            context.scheduler.found(attempt.journal, say)
 
     def _take_places(self, group: Any, attempt: Attempt) -> None:
         """Ranks as the leader arranged the nodes, which may not be the order in which they met."""
@@ -201,6 +196,8 @@ class HoldfastAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._oom_kills = count_oom_kills()
+        assert self._attempt is not None
+        self._context.gate.begin(self._attempt.place.node)
         starter = self._context.starter
         with self._signals.interruptible():
             starter.prepare()
@@ -231,7 +228,7 @@ class HoldfastAgent(LocalElasticAgent):
         workers, self._workers = self._workers, None
         self._signals.hurry = None
         if workers is not None:
-            dead = workers.stop(self._settings.launch.stop_grace)
+            dead = workers.stop(self._settings.launch.stop_grace, self._context.monitor.hearing().defer)
             workers.forget()
             self._context.leadership.unguard()
             if not dead:
@@ -258,16 +255,17 @@ class HoldfastAgent(LocalElasticAgent):
         try:
             code = None
             while code is None:
-                self._attempt = None
+                self._attempt = self._stopping = None
                 self._signals.check()
                 code = self._hold() if self._rounds else None
                 if code is None:
                     code = self._live_once()
         except (Interrupted, SignalException) as interrupt:
             number = getattr(interrupt, "sigval", signal.SIGTERM)
-            code = self._stopped(self._signals.received or number)
+            received = self._signals.received or number
+            code = self._ends.interrupted(self._attempt, received, self._stopping)
         except BaseException as error:
-            self._abandon(error)
+            self._ends.abandon(self._attempt, error)
             raise
         self.exit_code = code
         ranks = {worker.global_rank: None for worker in self._worker_group.workers}
@@ -278,19 +276,38 @@ class HoldfastAgent(LocalElasticAgent):
     def _hold(self) -> int | None:
         """Between two attempts: wait while an operator has paused recovery; an exit code if for too long."""
         control, longest = self._context.control, self._settings.launch.max_pause
-        if wait_while_paused(control, longest, check=self._signals.check, tell=say):
+        if wait_while_paused(control, longest, check=self._check_pause, tell=say):
             return None
         code = ExitCode.PAUSED_TOO_LONG
-        self._tell_meeting(code, f"recovery stayed paused for {longest:g} s")
+        self._ends.tell_meeting(code, f"recovery stayed paused for {longest:g} s")
         return code
+
+    def _check_pause(self) -> None:
+        """What ends a pause from outside: a signal here or elsewhere, an operator, the stop file."""
+        self._signals.check()
+        over = None
+        with contextlib.suppress(StoreLostError):  # noticed when the nodes meet again
+            over = self._meeting.over() if self._meeting is not None else None
+        if over is not None:
+            raise StopRun(over.code, f"the run has ended: {over.why}")
+        context = self._context
+        with contextlib.suppress(ControlError):
+            asked = stop_asked(context.control, [context.launch, *context.earlier_launches])
+            if asked is not None:
+                raise StopRun(ExitCode.STOPPED, f"an operator asked for it, {asked.describe()}")
+        path = self._settings.stop_file()
+        if path.exists():
+            raise StopRun(ExitCode.STOPPED, f"the stop file {path} is there")
 
     def _live_once(self) -> int | None:
         """One attempt: an exit code, or None for another one."""
         try:
             self._initialize_workers(self._worker_group)
-            return self._settle(self._watch())
+            return self._watch()
         except (StoreLostError, DecisionTimeoutError, LeaderLostError) as error:
-            meeting = self._meeting
+            meeting, stopping = self._meeting, self._stopping
+            if self._attempt is not None and stopping is not None and stopping.of_all:
+                return self._ends.without_others(self._attempt, str(error))
             if meeting is None:
                 raise
             lost = meeting.look_at_store()
@@ -325,89 +342,27 @@ class HoldfastAgent(LocalElasticAgent):
             self._meeting.move(why)
         say(f"the rendezvous store was lost: {why}. Meeting the other nodes at {self._meeting.endpoint}")
 
-    def _watch(self) -> Notice:
-        """Until something ends this attempt: the notice that all nodes act on."""
-        assert self._attempt is not None
-        assert self._workers is not None
+    def _watch(self) -> int | None:
+        """Until something ends this attempt, and then to its end on this node."""
+        attempt, workers = self._attempt, self._workers
+        assert attempt is not None
+        assert workers is not None
         spec = self._worker_group.spec
-        return Vigil(
-            self._attempt,
-            self._workers,
+        self._stopping = stopping = Stopping(attempt, workers, self._context)
+        notice = Vigil(
+            attempt,
+            workers,
             self._context,
             self._meeting,
+            stopping,
             interval=spec.monitor_interval,
             finish_timeout=self._exit_barrier_timeout,
             newcomers=spec.rdzv_handler.num_nodes_waiting,
         ).watch()
+        self._report_end(attempt, notice, stopping)
+        return self._ends.settle(attempt, notice, stopping)
 
-    # -- ends -----------------------------------------------------------------------------------------------
-
-    def _settle(self, notice: Notice) -> int | None:
-        """End this attempt as the notice says: an exit code, or None for another attempt."""
-        attempt = self._attempt
-        assert attempt is not None
-        self._report_end(attempt, notice)
-        if notice.kind == "finished":
-            attempt.end("finished", exit_code=0, cause="", highest_step=self._steps())
-            return self._leave(attempt, ExitCode.OK)
-        if notice.kind == "lease_lost":
-            attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
-            say(f"attempt {attempt.number} lost the run's lease: {notice.detail}. Its workers were ended")
-            return self._leave(attempt, ExitCode.LEASE_LOST)
-        if notice.kind == "leader_lost":
-            return self._without_leader(attempt, notice)
-        if notice.kind == "stopped":
-            say(f"attempt {attempt.number} was stopped on {notice.node}: {notice.detail}")
-            return self._leave(attempt, notice.exit_code)
-        if notice.kind == "regroup":
-            say(f"attempt {attempt.number} ends: more nodes joined")
-            with self._signals.interruptible():
-                attempt.await_all("reported", report_timeout(self._settings))
-            attempt.end("stopped", exit_code=0, cause="", highest_step=self._steps())
-            attempt.close()
-            return None
-        return self._recover(attempt, notice)
-
-    def _without_leader(self, attempt: Attempt, notice: Notice) -> int | None:
-        """The leader of the next round decides about this one.
-
-        A leader that is still there was stopped or cut off. The others go on without it, and it must not end
-        the run for them: it comes to the meeting, is told that it was taken for gone, and joins anew.
-        """
-        say(f"attempt {attempt.number} ends: {notice.detail}")
-        if self._meeting is None:
-            raise LeaderLostError(
-                f"{notice.detail}, and a static rendezvous cannot replace it. Start the same command again, "
-                "or use --rdzv-backend c10d"
-            )
-        if attempt.place.leads:
-            attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
-        else:
-            self._meeting.see_gone(0, notice.detail)
-            self._recovery.lost_leader = lost_nodes(notice)
-        attempt.close()
-        return None
-
-    def _recover(self, attempt: Attempt, notice: Notice) -> int | None:
-        with self._signals.interruptible():
-            incident = self._recovery.settle(attempt, notice)
-        if self._meeting is not None:
-            for rank, why in attempt.lost_nodes().items():
-                self._meeting.see_gone(rank, why)
-        return self._act(attempt, incident)
-
-    def _act(self, attempt: Attempt, incident: Incident) -> int | None:
-        """Do what was decided: an exit code, or None for another attempt."""
-        decision = incident.decision
-        self._context.learned_exclusions.extend(decision.exclude)
-        if attempt.place.leads:
-            self._recovery.tell(incident)
-        if decision.action in (Action.STOP, Action.REQUEUE):
-            return self._leave(attempt, decision.exit_code)
-        attempt.close()
-        return None
-
-    def _report_end(self, attempt: Attempt, notice: Notice) -> None:
+    def _report_end(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> None:
         """Stop this node's workers, and report those that failed by themselves."""
         workers, monitor = self._workers, self._context.monitor
         assert workers is not None
@@ -417,7 +372,13 @@ class HoldfastAgent(LocalElasticAgent):
         self._recovery.last_step = max(monitor.last_steps().values(), default=None)
         self._context.learner.keep(monitor)
         files = {w.global_rank: self._error_file(w.local_rank) for w in self._worker_group.workers}
-        failed = stop_and_see(workers, files, self._settings.launch.stop_grace)
+        failed = stop_and_see(
+            workers,
+            files,
+            self._settings.launch.stop_grace,
+            at_once=monitor.hearing().defer,
+            fine=FINE if stopping.request is not None else (0,),
+        )
         failures = gather(
             attempt.control.attempt(attempt.number),
             attempt.place.node,
@@ -431,70 +392,9 @@ class HoldfastAgent(LocalElasticAgent):
         )
         monitor.begin({})
         self._shutdown()
+        if failures or notice.kind == "hang":
+            self._context.gate.keep_device_errors(attempt.number)
         report(attempt, failures, sections)
 
     def _error_file(self, local_rank: int) -> str:
         return str(self._pcontext.error_files[local_rank]) if self._pcontext is not None else ""
-
-    def _steps(self) -> int:
-        return highest_committed_step(self._settings.checkpoint_root(), self._context.control)
-
-    def _leave(self, attempt: Attempt, code: int, *, wait: bool = True) -> int:
-        """The last thing of a launch: let the others read what they need before this process is gone."""
-        if wait and self._meeting is not None:
-            with contextlib.suppress(StoreLostError):
-                self._meeting.finish(code, f"attempt {attempt.number} ended with code {code}")
-        if attempt.place.nodes > 1:
-            with contextlib.suppress(DecisionTimeoutError):  # whoever hosts the store has left already
-                attempt.count_in("leaving")
-                if wait:
-                    attempt.await_all("leaving", LEAVE)
-        attempt.close()
-        return code
-
-    def _stopped(self, number: signal.Signals) -> int:
-        """This agent was told to stop: so are its workers, and the run if it leads it."""
-        code = 128 + number
-        attempt = self._attempt
-        if attempt is not None and attempt.place.nodes > 1 and not attempt.ended:
-            kind = "stopped" if attempt.place.leads else "left"
-            detail = f"the agent on {attempt.place.node} got {number.name}"
-            with contextlib.suppress(DecisionTimeoutError):  # no store, nobody to tell
-                attempt.give(Notice(kind=kind, node=attempt.place.node, detail=detail, exit_code=code))
-        self._shutdown()
-        if self._meeting is not None and (attempt is None or not attempt.place.leads):
-            with contextlib.suppress(StoreLostError):
-                self._meeting.leave(f"its agent got {number.name}")
-        if attempt is not None:
-            with contextlib.suppress(DecisionTimeoutError):
-                attempt.count_in("reported")  # or the leader would wait for this node
-            attempt.end("stopped", exit_code=code, cause="", highest_step=self._steps())
-            self._leave(attempt, code, wait=attempt.place.leads)
-        say(f"stopped by {number.name}; start the same command again to resume")
-        return code
-
-    def _abandon(self, error: BaseException) -> None:
-        """Something around the group broke (the store, the control directory): end what can be ended."""
-        attempt = self._attempt
-        self._shutdown()
-        known = error.code if isinstance(error, StopRun) else getattr(error, "exit_code", None)
-        code = int(known or ExitCode.DECISION_TIMEOUT)
-        self._tell_meeting(code, str(error).partition("\n")[0])
-        if attempt is None or attempt.ended:
-            return
-        try:
-            attempt.end("failed", exit_code=code, cause=Cause.INFRASTRUCTURE, highest_step=self._steps())
-        except HoldfastError as refused:
-            attempt.journal.write(Warned(message=f"attempt {attempt.number} has no end: {refused}"))
-        attempt.close()
-
-    def _tell_meeting(self, code: int, why: str) -> None:
-        """The end of the leader's launch is everybody's; another node only takes its leave."""
-        meeting = self._meeting
-        if meeting is None:
-            return
-        with contextlib.suppress(StoreLostError):
-            if meeting.leads:
-                meeting.finish(code, why)
-            else:
-                meeting.leave(why)

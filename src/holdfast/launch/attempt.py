@@ -92,11 +92,11 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     """Why an attempt ends; the first one given counts for all nodes."""
 
     kind: str
-    """failure, hang, node_lost, leader_lost, left (a node other than the leader's was told to stop), regroup,
-    stopped, lease_lost, finished."""
+    """failure, hang, node_lost, leader_lost, left (nodes were told to stop, and the others go on), regroup,
+    stopped (all were), lease_lost, finished."""
     node: str
     nodes: list[str] = []
-    """Those that were lost."""
+    """Those that were lost, or that leave."""
     at: float = 0.0
     detail: str = ""
     exit_code: int = 0
@@ -159,6 +159,19 @@ class Attempt:
             return None
         raw = self._ask(lambda: self._store.get(NOTICE) if self._store.check([NOTICE]) else b"")
         return msgspec.json.decode(raw, type=Notice) if raw else None
+
+    def fix(self, key: str, text: str) -> bytes:
+        """Say something once for all nodes; what was said first."""
+        return self._ask(lambda: self._store.compare_set(f"holdfast/{key}", "", text))
+
+    def read(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """What was said under these keys, of those that are there."""
+
+        def look() -> dict[str, bytes]:
+            there = [key for key in keys if self._store.check([f"holdfast/{key}"])]
+            return {key: self._store.get(f"holdfast/{key}") for key in there}
+
+        return self._ask(look)
 
     def count_in(self, what: str) -> None:
         """Say that this node has got to `what`."""

@@ -11,11 +11,13 @@ from holdfast.control.exclusions import Exclusion, excluded
 from holdfast.control.handover import LaunchInfo
 from holdfast.launch.alert import Alerts
 from holdfast.launch.attempt import Announcement
+from holdfast.launch.gate import Gate
 from holdfast.launch.keeper import Keeper
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.learning import Learner
 from holdfast.launch.monitor import Monitor
 from holdfast.launch.orphans import Orphans
+from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import StopSignals
 from holdfast.launch.starting import Starter
 from holdfast.policy.capacity import Exclusion as Decided
@@ -35,6 +37,8 @@ class LaunchContext:
     max_nodes: int
     alerts: Alerts
     signals: StopSignals
+    scheduler: Scheduler
+    gate: Gate
     leadership: Leadership
     orphans: Orphans
     keeper: Keeper
@@ -65,6 +69,10 @@ class LaunchContext:
         # Once its record can be read here, the records alone count: somebody may readmit what was excluded.
         self.learned_exclusions = fresh
         return found + [Exclusion(node=one.node, device=one.device, reason=one.reason) for one in fresh]
+
+    def excluded_nodes(self) -> list[str]:
+        """Whole nodes that are kept out, for whoever chooses the nodes of the next start."""
+        return sorted({one.node for one in self.exclusions() if one.device is None})
 
     def handover(self, told: Announcement, node: str) -> LaunchInfo:
         return LaunchInfo(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -87,27 +87,37 @@ def keep_error_file(source: Path, attempt: Path, rank: int) -> str:
     return str(target)
 
 
-def stop_and_see(workers: Workers, error_files: Mapping[int, str], grace: float) -> dict[int, int]:
-    """Stop a node's workers: rank → exit code of those that failed by themselves, not by being stopped."""
-    failed = _await_cause(workers, error_files)
+def stop_and_see(
+    workers: Workers,
+    error_files: Mapping[int, str],
+    grace: float,
+    *,
+    at_once: Collection[int] = (),
+    fine: Collection[int] = (0,),
+) -> dict[int, int]:
+    """Stop a node's workers: rank → exit code of those that failed by themselves, not by being stopped.
+
+    `at_once` are killed without being asked; codes in `fine` are no failure.
+    """
+    failed = _await_cause(workers, error_files, fine)
     asked = time.time()
-    workers.stop(grace)
+    workers.stop(grace, at_once)
     for rank, code in workers.ended().items():
         # Was it failing already when it was asked to stop? Then its own error file is older.
         written = written_at(Path(error_files[rank]))
-        if code != 0 and rank not in failed and written is not None and written < asked:
+        if code not in fine and rank not in failed and written is not None and written < asked:
             # The signal is ours then and says nothing; the code is what its exception was about to exit with.
             ours = code in (-signal.SIGTERM, -signal.SIGKILL)
             failed[rank] = code_of(Path(error_files[rank])) if ours else code
     return failed
 
 
-def _await_cause(workers: Workers, error_files: Mapping[int, str]) -> dict[int, int]:
+def _await_cause(workers: Workers, error_files: Mapping[int, str], fine: Collection[int]) -> dict[int, int]:
     """Those that failed. If all of them only lost a peer, the peer gets a moment to fail as well."""
     deadline = time.monotonic() + SETTLE
     while True:
         ended = workers.ended()
-        failed = {rank: code for rank, code in ended.items() if code != 0}
+        failed = {rank: code for rank, code in ended.items() if code not in fine}
         cause_seen = any(
             not is_symptom(code, message_of(Path(error_files[rank]))) for rank, code in failed.items()
         )

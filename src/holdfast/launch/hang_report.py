@@ -106,7 +106,10 @@ def merge(reports: Sequence[HangReport], *, world: int = 0) -> JobHang:
     evidence = {one.rank: one for report in reports for one in report.ranks}
     positions = dict.fromkeys(range(world)) | {rank: one.positions for rank, one in evidence.items()}
     found = find_missing(positions)
-    first = suspects(positions, found)
+    overdue = {record.rank for report in reports for record in report.hung}
+    # Who is stopped is why others wait, also if its own limit has not passed yet.
+    stopped = sorted(rank for rank, one in evidence.items() if one.state in _STOPPED and rank not in overdue)
+    first = suspects(positions, found) or tuple(stopped)
     hung = [_complete(record, found) for report in reports for record in report.hung]
     # First who holds the others up, then who has been overdue for longest.
     hung.sort(key=lambda record: (record.rank not in first, -record.seconds, record.rank))
@@ -114,6 +117,7 @@ def merge(reports: Sequence[HangReport], *, world: int = 0) -> JobHang:
     if len(hung) > NAMED:
         lines.append(f"{len(hung) - NAMED} more hang")
     told = {record.collective for record in hung[:NAMED]}
+    lines += [f"rank {rank} is {_STOPPED[evidence[rank].state]}" for rank in stopped]
     lines += [describe(one) for one in found if one.missing and _named(one) not in told]
     if first and not {record.rank for record in hung[:1]} & set(first):
         lines.append(f"look at {ranks(first)} first")

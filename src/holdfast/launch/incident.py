@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from holdfast.control.attempts import (
     read_attempt,
     record_failure,
 )
+from holdfast.control.device_errors import device_errors_of
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.control.exclusions import exclude, readmit
 from holdfast.control.lease import Claim, Fence
@@ -61,6 +62,10 @@ class Circumstances:
     """The last step that a rank is known to have completed."""
     facts: list[str] = field(default_factory=list)
     """What else was seen, in words."""
+    stopping: str = ""
+    """The request to stop the run that came before the failure, in words."""
+    can_requeue: Callable[[], bool] = lambda: False
+    """Whether a scheduler would start the job again; it may have to be asked."""
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,11 +111,19 @@ def decide(
     if root is not None and failed.exit_code != root.exit_code:
         root = None  # what ended it was no worker's own end
     facts = [*_facts(attempt, notice, root, failures, reported), *known.facts]
+    facts += [
+        f"the driver on {one.node} reported: {one.message}"
+        for one in device_errors_of(control, attempt.number)
+    ]
     history = past_attempts(control, before=attempt.number)
     situation = _situation(control, failed, history, settings, known, facts)
     decision = attempt.decisions.decide("recovery", Decision, lambda: recover(history, situation))
     _write_down(control, attempt.fence, attempt.journal, failed, root, decision)
-    attempt.end("failed", exit_code=failed.exit_code, cause=failed.cause, highest_step=failed.highest_step)
+    if decision.exit_code == ExitCode.STOPPED_UNSAVED:
+        attempt.end("stopped", exit_code=decision.exit_code, cause="", highest_step=failed.highest_step)
+    else:
+        cause = failed.cause
+        attempt.end("failed", exit_code=failed.exit_code, cause=cause, highest_step=failed.highest_step)
     return _incident(failed, root, decision)
 
 
@@ -186,12 +199,13 @@ def _judge(
         ends=[end_of(failure) for failure in failures],
         hangs=known.hangs,
         lost=known.lost,
+        devices=device_errors_of(control, record.number),
         world_size=record.world_size,
         rung=_rung(head),
         steps=None if steps is None else max(0, steps),
     )
     found = diagnose(evidence)
-    if not (evidence.ends or evidence.hangs or evidence.lost):
+    if found.cause is Cause.UNKNOWN and not (evidence.ends or evidence.hangs or evidence.lost):
         found = Diagnosis(cause=Cause.INFRASTRUCTURE if notice is None else Cause.HANG, rung=evidence.rung)
     rejection = rejection_of(control, record.number)
     found = of_rejection(found, rejection)
@@ -249,6 +263,8 @@ def _situation(
         skip_bad_data=settings.validation.skip_bad_data,
         rerun=rerun,
         trial=trial,
+        stopping=known.stopping,
+        can_requeue=not known.stopping and known.can_requeue(),
     )
 
 

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from holdfast.control.marks import AGENT
+from holdfast.control.marks import AGENT, leave_stopping_to_the_trainer
 from holdfast.launch import processes
 from holdfast.launch.orphans import PATIENCE, recognise
 from holdfast.launch.processes import Process
@@ -150,8 +150,8 @@ def _remove(scratch: Sequence[str]) -> None:
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # what they mean, the agent decides
+    leave_stopping_to_the_trainer()  # here: to the agent
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     agent, mark, outlive, scratch = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]
     if _mark_of(agent) == mark:
         await_end(agent)

@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from torch.distributed.run import config_from_args
 
+from holdfast.cluster.slurm import current_job
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.devices import visible_devices
 from holdfast.control.directory import ControlDirectory
@@ -49,7 +50,9 @@ from holdfast.launch.arrangement import usable_devices, why_unfit
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import Endpoints, parse_endpoints
+from holdfast.launch.gate import Gate
 from holdfast.launch.keeper import Keeper
+from holdfast.launch.kept_launch import keep_launch
 from holdfast.launch.leadership import Leadership
 from holdfast.launch.learning import Learner
 from holdfast.launch.meeting import MeetingHandler
@@ -57,6 +60,7 @@ from holdfast.launch.monitor import Monitor
 from holdfast.launch.options import Options, parse
 from holdfast.launch.orphans import Orphans
 from holdfast.launch.preload import PreloadedParent
+from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.starting import Starter
 from holdfast.launch.summary import next_step, say
@@ -68,6 +72,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
     `parent`: a preloaded parent that was started ahead of time; the caller ends it.
     """
     options = parse(argv)
+    _refuse_stop_file(options.settings.stop_file())
     with _scratch_logs(options) as scratch:
         config, command = _configure(options)
         os.environ.pop(VARIABLE, None)  # of an outer launch: our workers are not its workers
@@ -94,6 +99,8 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
                 options.settings.launch, run=control.run_id, run_dir=control.path, warn=tell.quietly
             ),
             signals=signals,
+            scheduler=Scheduler(control, options.settings, current_job()),
+            gate=Gate(options.settings, control, say=say, alone=config.max_nodes == 1),
             leadership=leadership,
             orphans=Orphans(options.settings.checkpoint.timeout),
             keeper=Keeper(options.settings.checkpoint.timeout, [*scratch, str(monitor.path.parent)]),
@@ -102,11 +109,11 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             learner=Learner(control, tell),
         )
         _keep_together(context)
+        keep_launch(context, argv, config.nproc_per_node, tell)
         try:
             return _run(config, command, context)
         except Interrupted:
-            assert signals.received is not None
-            return 128 + signals.received
+            return int(ExitCode.STOPPED)
         except StopRun as stop:
             say(f"stopped: {stop}\n  next:       {next_step(stop.code)}" if stop.code else str(stop))
             return stop.code
@@ -121,6 +128,16 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             monitor.close()
             shutil.rmtree(monitor.path.parent, ignore_errors=True)
             leadership.release()
+            context.scheduler.part(say)
+
+
+def _refuse_stop_file(path: Path) -> None:
+    """It would stop the run as soon as it began; whoever left it there has to say that it may go on."""
+    if path.exists():
+        raise UsageError(
+            f"the stop file {path} is there: the run would stop at once, so it was not started. Remove the "
+            "file to start it"
+        )
 
 
 def _keep_together(context: LaunchContext) -> None:
@@ -249,7 +266,10 @@ def _make_handler(
         last_call=float(parameters.get_as_int("last_call_timeout", 30) or 0),
         node_timeout=launch.node_timeout,
         devices=lambda: usable_devices(visible_devices(), name, context.exclusions()),
-        unfit=lambda: why_unfit(visible_devices(), name, config.nproc_per_node, context.exclusions()),
+        unfit=lambda: (
+            why_unfit(visible_devices(), name, config.nproc_per_node, context.exclusions())
+            or context.gate.why_unfit()
+        ),
         say=say,
     )
 

@@ -334,6 +334,15 @@ class MeetingHandler(RendezvousHandler):
     def leads(self) -> bool:
         return bool(self._members) and self._members[0].agent == self._agent
 
+    def over(self) -> rounds.Over | None:
+        """The end of the run, if another node has declared it."""
+        return self._read()[0].over
+
+    def belongs(self) -> bool:
+        """Whether this node is part of the group that was formed last, and not a spare of it."""
+        meeting = self._read()[0]
+        return any(member.agent == self._agent for member in meeting.members)
+
     @property
     def endpoint(self) -> str:
         return self._endpoints.name

@@ -23,6 +23,7 @@ import msgspec
 
 from holdfast.launch.peers import ANCESTORS, descends, lineage, make_private, peer_of
 from holdfast.launch.questions import Questions
+from holdfast.launch.stop_words import Hearing, StopWords
 from holdfast.policy.timeouts import (
     Learned,
     Limits,
@@ -34,12 +35,18 @@ from holdfast.policy.timeouts import (
 from holdfast.worker.beat_messages import (
     PACKET_LIMIT,
     SOCKET,
+    Answer,
     Ask,
     Bye,
     FromRank,
+    Halted,
     Hello,
+    Prepare,
+    Promise,
     Seen,
     State,
+    StopAt,
+    Wish,
 )
 from holdfast.worker.beats import short_address
 
@@ -47,6 +54,7 @@ LOOK = 0.1
 """Seconds between two looks at what has come. Nobody waits on the sockets themselves: a send that had to
 wake this process would cost a rank's step several times as much."""
 LOOK_FOR_ANSWERS = 0.005
+LOOK_WHILE_STOPPING = 0.02
 BLIND = 5.0
 """Seconds between two ticks from which on the agent counts as having been stopped itself."""
 UNHEARD = 300.0
@@ -96,6 +104,7 @@ class _Rank:
     connection: _Connection | None = None
     limits: Limits | None = None
     learns: bool = False
+    defers: bool = False
     state: RankState | None = None
     seen: Seen | None = None
     dropped: int = 0
@@ -122,6 +131,8 @@ class Monitor:
         self._learned = Learned()
         self._connections: dict[int, _Connection] = {}
         self._questions = Questions()
+        self._stop_words = StopWords()
+        self._look = LOOK
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._stopping = threading.Event()
         self._ticked = _awake()
@@ -149,6 +160,7 @@ class Monitor:
             self._ranks = {rank: _Rank(pid) for rank, pid in pids.items()}
             self._by_pid = {pid: rank for rank, pid in pids.items()}
             self._learned = learned or Learned()
+            self._stop_words, self._look = StopWords(), LOOK
             self._began = self._fresh = time.monotonic()
             self._told_unheard = not pids
             self._questions.give_up()
@@ -236,6 +248,33 @@ class Monitor:
             for rank, number in asked.items()
         }
 
+    def stop_words(self) -> StopWords:
+        """What the ranks have said about stopping so far."""
+        with self._lock:
+            return self._stop_words.copy()
+
+    def hearing(self) -> Hearing:
+        """Which ranks can be spoken to, and which have no more to say."""
+        with self._lock:
+            said = {rank: known for rank, known in self._ranks.items() if known.state is not None}
+            done = frozenset(r for r, known in said.items() if known.state is not None and known.state.done)
+            here = frozenset(r for r, known in said.items() if known.connection is not None)
+            defer = frozenset(rank for rank, known in said.items() if known.defers)
+            return Hearing(there=here - done, done=done, defer=defer - done)
+
+    def tell(self, rank: int, message: Prepare | StopAt) -> bool:
+        """Send a rank what it must know to stop; whether it could be sent. From now on looks are quick."""
+        with self._lock:
+            self._look = LOOK_WHILE_STOPPING
+            known = self._ranks.get(rank)
+            if known is None or known.connection is None:
+                return False
+            try:
+                known.connection.channel.send(msgspec.msgpack.encode(message))
+            except OSError:
+                return False
+            return True
+
     def close(self) -> None:
         """Stop watching; the socket is gone when this returns."""
         self._stopping.set()
@@ -250,7 +289,7 @@ class Monitor:
     # --- the thread -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._stopping.wait(LOOK_FOR_ANSWERS if self._questions.any() else LOOK):
+        while not self._stopping.wait(LOOK_FOR_ANSWERS if self._questions.any() else self._look):
             with self._lock:
                 self._notice_blindness()
                 while self._accept():
@@ -391,6 +430,7 @@ class Monitor:
             connection.hello = message
             at = min(message.at, now)
             known.limits, known.learns = message.limits, message.learn
+            known.defers = message.defers_sigterm
             known.state, known.seen = RankState(sign=at, left=at), None
         elif connection.hello is None:
             raise ValueError("the first message is not a hello")
@@ -411,7 +451,9 @@ class Monitor:
             known.state = msgspec.structs.replace(
                 known.state, done=True, sections=(), left=min(message.at, now)
             )
-        else:
+        elif isinstance(message, (Wish, Promise, Halted)):
+            self._stop_words.take(connection.rank, message)
+        elif isinstance(message, Answer):
             self._questions.take(connection.rank, message)
 
     def _put(self, rank: int, timeout: float) -> int:

@@ -12,6 +12,7 @@ from holdfast.control.lease import Claim
 from holdfast.launch.alert import EXCLUSION, INCIDENT, STOP
 from holdfast.launch.attempt import Attempt, Notice, StopRun
 from holdfast.launch.context import LaunchContext
+from holdfast.launch.evidence import highest_committed_step
 from holdfast.launch.hanging import hangs_of
 from holdfast.launch.incident import Circumstances, Incident, decide, decide_lost, learn, lost_nodes
 from holdfast.launch.meeting import MeetingHandler
@@ -42,8 +43,11 @@ class Recovery:
         self.lost_leader: list[LostNode] = []
         """How the last attempt's leader was lost, for whoever decides about that."""
 
-    def settle(self, attempt: Attempt, notice: Notice) -> Incident:
-        """The decision about a failed attempt: made here if this node leads, else learnt."""
+    def settle(self, attempt: Attempt, notice: Notice, stopping: str = "") -> Incident:
+        """The decision about a failed attempt: made here if this node leads, else learnt.
+
+        `stopping`: the request to stop the run that it failed after; empty if there was none.
+        """
         if not attempt.place.leads:
             return learn(attempt, self._settings.control.decision_timeout)
         reported = attempt.await_all("reported", report_timeout(self._settings))
@@ -54,13 +58,15 @@ class Recovery:
             hangs=hangs,
             last_step=self.last_step,
             facts=told,
+            stopping=stopping,
+            can_requeue=self._can_requeue,
         )
         return decide(attempt, notice, self._settings, reported, known)
 
     def settle_lost(self, held: Claim) -> None:
         """The last attempt's leader died with it: decide about that now, before another one begins."""
         context = self._context
-        known = Circumstances(cluster=self._cluster([]), lost=self.lost_leader)
+        known = Circumstances(cluster=self._cluster([]), lost=self.lost_leader, can_requeue=self._can_requeue)
         incident = decide_lost(context.control, held, context.earlier_launches, self._settings, known)
         self.lost_leader = []
         if incident is None:
@@ -70,8 +76,19 @@ class Recovery:
             raise StopRun(incident.decision.exit_code, incident.decision.reason)
 
     def tell(self, incident: Incident) -> None:
-        """One line and the details on the terminal, and an alert to those who asked for one."""
+        """One line and the details on the terminal, an alert to those who asked for one, and a last word.
+
+        That is for the scheduler, where the job is to be queued again.
+        """
         control = self._context.control
+        if incident.decision.action is Action.REQUEUE:
+            nodes = {one.node for one in incident.decision.exclude if one.device is None}
+            self._context.scheduler.by_decision(
+                incident.attempt,
+                incident.decision.reason,
+                highest_committed_step(self._settings.checkpoint_root(), control),
+                sorted({*self._context.excluded_nodes(), *nodes}),
+            )
         step = self.last_step or None  # 0: no step of its own, whatever it came from
         line = one_line(incident, step=step, max_restarts=self._settings.launch.max_restarts)
         say(f"{line}{describe(incident, str(control.path))}")
@@ -81,6 +98,12 @@ class Recovery:
         for one in incident.decision.exclude:
             what = one.node if one.device is None else f"device {one.device} of {one.node}"
             self._context.alerts.send(EXCLUSION, {**payload, "text": f"{what} is excluded: {one.reason}"})
+
+    def _can_requeue(self) -> bool:
+        control = self._context.control
+        return self._context.scheduler.can_requeue(
+            highest_committed_step(self._settings.checkpoint_root(), control)
+        )
 
     def _cluster(self, lost: Sequence[str]) -> Cluster | None:
         """What there is to go on with, as the leader sees it."""

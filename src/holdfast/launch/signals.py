@@ -1,16 +1,26 @@
 """Signals that ask the launcher to stop.
 
-A handler that raises anywhere would tear a durable write apart; one that only sets a flag would let a
-rendezvous wait for minutes. So a signal raises only inside `interruptible()`, which wraps the long waits, and
-is otherwise kept until the launcher looks. A second signal means "now": `hurry` is called, which kills.
+While an attempt runs, a first signal is a request: the ranks agree on a step, save and end (stopping.py). A
+handler that raises anywhere would tear a durable write apart; one that only sets a flag would let a
+rendezvous wait for minutes. So a signal raises only inside `interruptible()`, which wraps the long waits
+while no attempt runs, and is otherwise kept until the launcher looks.
+
+A second signal means "now": `hurry` is called, which kills. Within `REPEATED` of the first it is the same
+request on another way, and ignored; but who presses Ctrl-C twice means it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+from holdfast.policy.stopping import is_repeated
+
+ALSO = (signal.SIGUSR1, signal.SIGUSR2)
+"""Taken besides those that torchrun takes: schedulers announce the end of a job by them."""
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
@@ -20,13 +30,15 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 class StopSignals:
     def __init__(self, names: str) -> None:
         """`names` as torchrun's --signals-to-handle takes them: `SIGTERM,SIGINT`."""
-        self._numbers = [
-            signal.Signals[name.strip()]
-            for name in names.split(",")
-            if name.strip() in signal.Signals.__members__
-        ]
+        named = [name.strip() for name in names.split(",")]
+        known = [signal.Signals[name] for name in named if name in signal.Signals.__members__]
+        self._numbers = list(dict.fromkeys([*known, *ALSO]))
         self._may_raise = False
+        self._at = 0.0
         self.received: signal.Signals | None = None
+        """The first one."""
+        self.again: signal.Signals | None = None
+        """The one that meant "now"."""
         self.hurry: Callable[[], None] | None = None
 
     def install(self) -> None:
@@ -37,9 +49,13 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.received is not None:
+            if number != signal.SIGINT and is_repeated(self._at, time.monotonic()):
+                return
+            self.again = self.again or signal.Signals(number)
             if self.hurry is not None:
                 self.hurry()
             return
+        self._at = time.monotonic()
         self.received = signal.Signals(number)
         if self._may_raise:
             raise Interrupted

@@ -1,8 +1,8 @@
 """Watches over one running attempt until something ends it.
 
 Guarantee: returns a notice, the same one on every node that can still be reached, or raises: StoreLostError
-when the other nodes cannot be reached any more, Interrupted when this agent was told to stop. Nothing is
-ended in here.
+when the other nodes cannot be reached any more. An attempt that is asked to stop (stopping.py) is looked at
+more often, until its ranks have ended or its deadline is over. Nothing is ended in here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import StoreLostError
 from holdfast.launch.history import past_attempts
 from holdfast.launch.meeting import MeetingHandler
+from holdfast.launch.stopping import Stopping
 from holdfast.launch.workers import Workers
 from holdfast.policy.budgets import may_regroup
 
@@ -34,6 +35,7 @@ class Vigil:
         workers: Workers,
         context: LaunchContext,
         meeting: MeetingHandler | None,
+        stopping: Stopping,
         *,
         interval: float,
         finish_timeout: float,
@@ -44,6 +46,7 @@ class Vigil:
         self._workers = workers
         self._context = context
         self._meeting = meeting
+        self._stopping = stopping
         self._interval = interval
         self._finish_timeout = finish_timeout
         self._newcomers = newcomers
@@ -53,8 +56,7 @@ class Vigil:
     def watch(self) -> Notice:
         """Until something ends the attempt: the notice that all nodes act on."""
         while True:
-            time.sleep(self._interval)
-            self._context.signals.check()
+            time.sleep(min(self._interval, self._stopping.pause or self._interval))
             self._tend()
             self._context.tend_starter()
             found = self._look()
@@ -82,7 +84,10 @@ class Vigil:
         if self._meeting is not None and self._meeting.lost:
             raise StoreLostError(f"the rendezvous store is lost: {self._meeting.lost}")
         ended = self._workers.ended()
-        if any(ended.values()):
+        stopped = self._stopping.poll(ended)
+        if stopped is not None:
+            return stopped
+        if self._stopping.failed(ended):
             return attempt.give(Notice(kind="failure", node=node, at=time.time()))
         seen = self._lost()
         if seen is not None:
@@ -94,6 +99,8 @@ class Vigil:
         if overdue:
             detail = "; ".join(str(one) for one in overdue[:NAMED])
             return attempt.give(Notice(kind="hang", node=node, at=time.time(), detail=detail))
+        if self._stopping.request is not None:
+            return None
         if len(ended) == len(self._workers.pids):
             return self._finish()
         if self._may_grow():

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from holdfast.launch import processes
@@ -71,24 +71,31 @@ class Workers:
                     found[rank] = status.si_status if exited else -status.si_status
         return found
 
-    def signal(self, number: int) -> None:
-        """Send a signal to every worker's process group. Safe from any thread, also after `forget`."""
+    def signal(self, number: int, kill: Collection[int] = ()) -> None:
+        """Send a signal to every worker's process group, SIGKILL to those of the ranks in `kill`.
+
+        Safe from any thread, also after `forget`.
+        """
         with self._lock:
             if not self._ours:
                 return
-            for pid in self.pids.values():
+            for rank, pid in self.pids.items():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, number)
+                    os.killpg(pid, signal.SIGKILL if rank in kill else number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
 
-    def stop(self, grace: float) -> bool:
-        """SIGTERM, then SIGKILL after `grace` seconds, to the whole groups. True if all workers are dead."""
+    def stop(self, grace: float, at_once: Collection[int] = ()) -> bool:
+        """SIGTERM, then SIGKILL after `grace` seconds, to the whole groups. True if all workers are dead.
+
+        Ranks in `at_once` are not asked first: they would take SIGTERM as a request to save, with others that
+        are gone.
+        """
         # Where orphans cannot be adopted, this is when it is last known whose they are.
         seen = self._below()
         if len(self.ended()) < len(self.pids):
-            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM, at_once)
             self._await_end(grace)
             seen += self._below()
         # Also when all have ended: what a worker started (loader processes) must not outlive it.

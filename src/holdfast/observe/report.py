@@ -6,21 +6,21 @@ itself scripts and every outside resource, so a hostile exception message cannot
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast._version import __version__
 from holdfast.checkpoint.identity import parse_name
 from holdfast.files import replace_atomic
-from holdfast.journal.events import Decision, Line, RunCreated
+from holdfast.journal.events import Decision, Line, RunCreated, StandingChanged
 from holdfast.journal.render import condense, duration, plural, printable, render, size
 from holdfast.observe.chart import Chart, Fault, draw
 from holdfast.observe.history import Attempt, attempts
 from holdfast.observe.incidents import Incident, incidents
 from holdfast.observe.ledger import Ledger, accounting
 from holdfast.observe.losses import losses
+from holdfast.observe.markup import clock, table, text, when
+from holdfast.observe.report_results import BAD, judged, standing, standings
 from holdfast.observe.report_style import STYLE
 from holdfast.observe.tables import cost
 
@@ -77,28 +77,15 @@ def report_html(
             _chart(lines, life, found, reference or []),
             _ledger(ledger),
             _incidents(found, began),
-            _checkpoints(life, began),
+            judged(lines, began),
+            _checkpoints(life, standings(lines), began),
             _decisions(lines, began),
             _timeline(lines, began),
             f"<footer>Made by Holdfast {__version__} from the run's journal. Times are from its first line"
-            f"{', ' + _clock(began) if lines else ''}.</footer>",
+            f"{', ' + clock(began) if lines else ''}.</footer>",
             "</main>\n</body>\n</html>\n",
         ]
     )
-
-
-def text(value: str, limit: int = 2000) -> str:
-    """Any value as harmless markup."""
-    return escape(printable(value, limit))
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
-
-
-def _when(at: float, began: float) -> str:
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
-    return f'<time datetime="{stamp}" title="{_clock(at)}">+{duration(at - began)}</time>'
 
 
 def _state(life: list[Attempt], lines: list[Line]) -> str:
@@ -115,7 +102,7 @@ def _state(life: list[Attempt], lines: list[Line]) -> str:
         style = "" if word == "Stopped" else " bad"
     else:
         word, style = "Running, or lost without a word", ""
-    return f'<span class="state{style}">{word}</span> · {_clock(began)} · {duration(last - began)}'
+    return f'<span class="state{style}">{word}</span> · {clock(began)} · {duration(last - began)}'
 
 
 def _figures(life: list[Attempt], found: list[Incident], ledger: Ledger) -> str:
@@ -205,16 +192,6 @@ def _ledger(ledger: Ledger) -> str:
     )
 
 
-def _table(
-    caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[str], classes: str = "stack"
-) -> str:
-    columns = "".join(f'<th scope="col"{style and f" class={style!r}"}>{name}</th>' for name, style in heads)
-    return (
-        f'<div class="card scroll"><table class="{classes}"><caption>{caption}</caption>'
-        f"<thead><tr>{columns}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
 def _incidents(found: list[Incident], began: float) -> str:
     if not found:
         return "<h2>Incidents</h2>\n<p class='soft'>None.</p>"
@@ -226,14 +203,14 @@ def _incidents(found: list[Incident], began: float) -> str:
             f'<tr id="incident-{one.number}"><th scope="row"><span class="badge">{one.number}</span></th>'
             f'<td data-label="What happened"><p><b>{text(one.what)}</b></p>'
             f'<p class="soft">attempt {one.attempt}, '
-            f"last known step {one.failed_at_step}, {_when(one.at, began)}</p></td>"
+            f"last known step {one.failed_at_step}, {when(one.at, began)}</p></td>"
             f'<td data-label="Evidence"><ul>{evidence}</ul></td>'
             f'<td data-label="Decision">{text(one.decision)}</td>'
             f'<td data-label="Time lost" class="num">{lost}</td></tr>'
         )
     heads = [("#", ""), ("What happened", ""), ("Evidence", ""), ("Decision", ""), ("Time lost", "num")]
     caption = "Each fault, from its detection until the run was back where it had been."
-    return "<h2>Incidents</h2>\n" + _table(caption, heads, rows)
+    return "<h2>Incidents</h2>\n" + table(caption, heads, rows)
 
 
 def _refused(life: list[Attempt]) -> dict[str, list[str]]:
@@ -245,23 +222,27 @@ def _refused(life: list[Attempt]) -> dict[str, list[str]]:
     return refused
 
 
-def _checkpoints(life: list[Attempt], began: float) -> str:
+def _checkpoints(life: list[Attempt], known: dict[str, StandingChanged], began: float) -> str:
     refused = _refused(life)
     used = {attempt.resumed.checkpoint: attempt.number for attempt in life if attempt.resumed is not None}
     rows = []
     for attempt in life:
         for at, save in attempt.saves:
-            if save.checkpoint in refused:
+            if save.checkpoint in known and known[save.checkpoint].standing in BAD:
+                note = standing(known[save.checkpoint])
+            elif save.checkpoint in refused:
                 why = "; ".join(refused[save.checkpoint])
                 note = f'<span class="tag bad">✕ rejected</span> {text(why)}'
             elif save.checkpoint in used:
                 note = f'<span class="tag good">✓ resumed from</span> by attempt {used[save.checkpoint]}'
+            elif save.checkpoint in known:
+                note = standing(known[save.checkpoint])
             else:
                 note = "committed" if save.tier == "global" else "committed to the local tier"
             rows.append(
                 f'<tr><th scope="row"><code>{text(save.checkpoint)}</code></th>'
                 f'<td data-label="Attempt">{attempt.number}</td>'
-                f'<td data-label="Committed">{_when(at, began)}</td>'
+                f'<td data-label="Committed">{when(at, began)}</td>'
                 f'<td data-label="Size">{size(save.bytes)} in {plural(save.files, "file")}</td>'
                 f'<td data-label="Took">{duration(save.seconds)} '
                 f'<span class="soft">({duration(save.blocked_seconds)} blocking)</span></td>'
@@ -270,7 +251,7 @@ def _checkpoints(life: list[Attempt], began: float) -> str:
     if not rows:
         return "<h2>Checkpoints</h2>\n<p class='soft'>None was committed.</p>"
     names = ("Checkpoint", "Attempt", "Committed", "Size", "Took", "What is known")
-    return "<h2>Checkpoints</h2>\n" + _table("In the order of their commits.", [(n, "") for n in names], rows)
+    return "<h2>Checkpoints</h2>\n" + table("In the order of their commits.", [(n, "") for n in names], rows)
 
 
 def _decisions(lines: list[Line], began: float) -> str:
@@ -282,7 +263,7 @@ def _decisions(lines: list[Line], began: float) -> str:
         details = "".join(f"<li>{text(detail)}</li>" for detail in shown.details)
         items.append(
             f'<li><p><b>{text(line.body.about)}: {text(line.body.chosen)}</b></p><p class="soft small">'
-            f"attempt {line.attempt}, {text(line.who)}, {_when(line.at, began)}</p>"
+            f"attempt {line.attempt}, {text(line.who)}, {when(line.at, began)}</p>"
             f"{f'<ul>{details}</ul>' if details else ''}</li>"
         )
     if not items:
@@ -297,7 +278,7 @@ def _timeline(lines: list[Line], began: float) -> str:
         event = render(line.body)
         details = "".join(f'<br><span class="soft">{text(detail)}</span>' for detail in event.details)
         rows.append(
-            f"<tr><td>{_when(line.at, began)}</td><td>{line.attempt}</td><td>{text(line.who)}</td>"
+            f"<tr><td>{when(line.at, began)}</td><td>{line.attempt}</td><td>{text(line.who)}</td>"
             f'<td><span class="{event.style}-text">{text(event.text)}</span>{details}</td></tr>'
         )
     left_out = len(shown) - len(rows)
@@ -307,6 +288,6 @@ def _timeline(lines: list[Line], began: float) -> str:
     heads = [("Time", ""), ("Attempt", ""), ("Who", ""), ("Event", "")]
     return (
         f'<h2>Timeline</h2>\n<details class="card"><summary>{plural(len(shown), "event")}</summary>'
-        + _table(caption, heads, rows, "timeline").replace('class="card scroll"', 'class="scroll"', 1)
+        + table(caption, heads, rows, "timeline").replace('class="card scroll"', 'class="scroll"', 1)
         + "</details>"
     )

@@ -28,8 +28,8 @@ from holdfast.control.attempts import (
 )
 from holdfast.control.directory import ControlDirectory, list_names, read_record
 from holdfast.control.exclusions import Exclusion
-from holdfast.control.holder import is_gone
-from holdfast.control.lease import Claim, current_epoch, read_beat, read_claim
+from holdfast.control.holding import COMMANDS, LeaseState, lease_state, newest_claim
+from holdfast.control.lease import Claim
 from holdfast.control.operator import Controls, Pin, Request, in_force
 from holdfast.control.standing import StandingBook
 from holdfast.errors import ControlError
@@ -38,25 +38,18 @@ from holdfast.journal.render import printable
 from holdfast.launch.history import INCIDENT, past_attempts
 from holdfast.launch.incident_line import Decided, one_line
 from holdfast.launch.suspicion import still_open
+from holdfast.observe.stops import StopState, outcome, progress, stop_of
 from holdfast.observe.tails import batches, last_loss, last_step, nodes_started, rate
 from holdfast.policy.budgets import restarts_left, restarts_without_progress
 from holdfast.policy.classify import root_cause
 
-COMMANDS = ("operator-", "gc-")
-"""How owners of the lease begin that are no launches, but commands that hold it for a moment."""
+FROM_SIGNALS = 128
+"""Exit codes above it are those of releases that ended with a signal's number."""
 
-ALIVE = ("new", "starting", "running", "restarting", "paused", "finished")
+ALIVE = ("new", "starting", "running", "stopping", "restarting", "paused", "finished")
 """States for which `holdfast status` exits with 0."""
 
 T = TypeVar("T")
-
-
-class LeaseState(msgspec.Struct, frozen=True, kw_only=True):
-    epoch: int
-    holder: str
-    alive: bool
-    detail: str
-    """What that rests on."""
 
 
 class LastSave(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +88,7 @@ class Status(msgspec.Struct, kw_only=True):
     run: str
     run_dir: str
     state: str = "new"
-    """new, starting, running, restarting, paused, finished, failed, stopped or lost."""
+    """new, starting, running, stopping, restarting, paused, finished, failed, stopped or lost."""
     detail: str = ""
     """Of the state, in words."""
     exit_code: int | None = None
@@ -120,6 +113,8 @@ class Status(msgspec.Struct, kw_only=True):
     pin: Pin | None = None
     exclusions: list[Exclusion] = []
     suspects: list[Suspect] = []
+    stop: StopState | None = None
+    """Of the newest attempt, where somebody asked for one."""
     problems: list[str] = []
 
     @property
@@ -156,7 +151,7 @@ def look(control: ControlDirectory) -> Status:
         newest.end = tried(lambda: read_record(folder / "end.json", EndRecord), None)
         newest.head = tried(lambda: read_record(folder / "head.json", HeadRecord), None)
         newest.decided = tried(lambda: _decided(control, newest.number), None)
-    held = tried(lambda: _holding(control), None)
+    held = tried(lambda: newest_claim(control), None)
     nothing = Controls(paused=None, budget_reset=None, pin=None, exclusions=[])
     controls = tried(lambda: in_force(control), nothing)
     status.paused, status.budget_reset = controls.paused, controls.budget_reset
@@ -165,9 +160,10 @@ def look(control: ControlDirectory) -> Status:
     if newest.record is not None:
         status.started, status.world_size = newest.record.started, newest.record.world_size
     if held is not None:
-        status.lease = tried(lambda: _lease(control, held, status.at), None)
+        status.lease = tried(lambda: lease_state(control, held, status.at), None)
     status.state, status.detail, status.exit_code = _state(newest, held, status.lease, controls)
     files: list[str] = tried(lambda: list_names(control.journal), [])
+    _take_stop(status, control, files)
     _take_steps(status, control, files, newest.head)
     status.nodes = nodes_started(control.journal, files, newest.number)
     status.save = tried(lambda: _last_save(control, numbers), None)
@@ -180,25 +176,6 @@ def look(control: ControlDirectory) -> Status:
 
 
 # --- the state ---------------------------------------------------------------------------------------------
-
-
-def _holding(control: ControlDirectory) -> Claim | None:
-    epoch = current_epoch(control)
-    return read_claim(control, epoch) if epoch else None
-
-
-def _lease(control: ControlDirectory, held: Claim, now: float) -> LeaseState:
-    beat = read_beat(control, held.epoch)
-    age = now - (beat.at if beat is not None else held.at)
-    if beat is not None and beat.released:
-        alive, detail = False, "released"
-    elif is_gone(held.holder):
-        alive, detail = False, "its process is gone"
-    elif age >= held.ttl:
-        alive, detail = False, f"no sign of life for {age:.0f} s"
-    else:
-        alive, detail = True, f"renewed {max(0.0, age):.1f} s ago"
-    return LeaseState(epoch=held.epoch, holder=printable(held.holder.describe()), alive=alive, detail=detail)
 
 
 def _state(
@@ -255,6 +232,15 @@ def _stopped_by(code: int) -> str:
 
 
 # --- what the journal adds ---------------------------------------------------------------------------------
+
+
+def _take_stop(status: Status, control: ControlDirectory, files: list[str]) -> None:
+    """What asked the newest attempt to stop, and how far that is."""
+    status.stop = stop = stop_of(control.journal, files, status.attempt)
+    if stop is not None and status.state in ("running", "starting"):
+        status.state, status.detail = "stopping", progress(stop, status.at)
+    if status.state == "stopped" and status.exit_code is not None and status.exit_code < FROM_SIGNALS:
+        status.detail = outcome(status.exit_code, stop)
 
 
 def _take_steps(status: Status, control: ControlDirectory, files: list[str], head: HeadRecord | None) -> None:

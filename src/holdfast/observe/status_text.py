@@ -17,6 +17,7 @@ STYLES = {
     "lost": "bold red",
     "stopped": "yellow",
     "paused": "yellow",
+    "stopping": "yellow",
     "restarting": "yellow",
 }
 MAX_NODES = 8
@@ -68,7 +69,7 @@ def _state(status: Status) -> Row:
     text = status.state
     if status.attempt:
         text += f", attempt {status.attempt}"
-    if status.started is not None and status.state in ("running", "starting"):
+    if status.started is not None and status.state in ("running", "starting", "stopping"):
         text += f" for {duration(max(0.0, status.at - status.started))}"
     if status.detail:
         text += f": {printable(status.detail)}"

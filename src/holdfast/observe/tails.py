@@ -23,7 +23,8 @@ class Batch(NamedTuple):
     loss: list[float | str | None]
 
 
-def _tails(journal: Path, files: list[str], attempt: int, who: str) -> list[Line]:
+def tails(journal: Path, files: list[str], attempt: int, who: str) -> list[Line]:
+    """The last lines that those whose name begins with `who` journalled in an attempt, oldest first."""
     start = f"{attempt:06d}-{who}-"
     lines = [
         line
@@ -38,7 +39,7 @@ def batches(journal: Path, files: list[str], attempt: int) -> list[Batch]:
     """The newest batches of an attempt, oldest first. `files` are the names in the journal's directory."""
     return [
         Batch(line.at, body.first + len(body.seconds) - 1, body.seconds, body.loss)
-        for line in _tails(journal, files, attempt, REPORTER)
+        for line in tails(journal, files, attempt, REPORTER)
         if isinstance(body := line.body, StepsDone) and body.seconds
     ]
 
@@ -66,6 +67,6 @@ def rate(found: list[Batch]) -> float | None:
 
 def nodes_started(journal: Path, files: list[str], attempt: int) -> dict[str, list[int]]:
     """Node → its ranks, as the agents journalled them."""
-    lines = _tails(journal, files, attempt, "agent")
+    lines = tails(journal, files, attempt, "agent")
     started = [line.body for line in lines if isinstance(line.body, WorkersStarted)]
     return {printable(body.node): sorted(body.pids) for body in sorted(started, key=lambda body: body.node)}

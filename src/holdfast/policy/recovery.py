@@ -55,6 +55,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoints below the one it came from that a resume may still use."""
     can_requeue: bool = False
     """Whether a scheduler would start the job again."""
+    stopping: str = ""
+    """The request to stop the run that came before the failure, in words; empty if there was none."""
     capacity_wait: float = CAPACITY_WAIT
     waited: float = 0.0
     """Seconds that were spent waiting for capacity since it failed."""
@@ -150,6 +152,7 @@ class _Case:
 
     def decide(self) -> Decision:
         rules = (
+            self._asked_to_stop,
             self._incurable,
             self._failed_at_import,
             self._judged,
@@ -171,6 +174,15 @@ class _Case:
             told = {"rerun": self._now.rerun, "trial": self._now.trial}
             decision = msgspec.structs.replace(decision, **told)  # what another failure has interrupted
         return decision
+
+    def _asked_to_stop(self) -> Decision | None:
+        """Whatever failed then, the run was to end: who wants it back starts it again."""
+        if not self._now.stopping:
+            return None
+        return self._stop(
+            ExitCode.STOPPED_UNSAVED,
+            f"it failed while it was being stopped, before it could save ({self._now.stopping})",
+        )
 
     # -- what a restart would not cure ----------------------------------------------------------------------
 

@@ -28,6 +28,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """By which it is watched; None for the agent's own."""
     learn: bool = False
     """Whether its limits are to be tightened by what was learned."""
+    defers_sigterm: bool = False
+    """SIGTERM does not end this process: it takes that for a request to save and stop. Who wants it to end
+    without that, as after a failure, has to kill it."""
 
 
 class State(msgspec.Struct, array_like=True, tag="state"):
@@ -66,7 +69,32 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     at: float
 
 
-FromRank = Hello | State | Seen | Answer | Bye
+class Wish(msgspec.Struct, frozen=True, array_like=True, tag="wish"):
+    """This rank was asked to stop (a signal reached it): the whole run is to."""
+
+    why: str
+    now: bool = False
+    """Whether it was asked a second time: without a save."""
+    signal: str = ""
+    """`SIGTERM` and such."""
+
+
+class Promise(msgspec.Struct, frozen=True, array_like=True, tag="promise"):
+    """The answer to `Prepare`: this rank does not go on after `step` before it knows where all stop.
+
+    0 from a rank that has not begun its first step yet: it will stop before it, if the others let it.
+    """
+
+    step: int
+
+
+class Halted(msgspec.Struct, frozen=True, array_like=True, tag="halted"):
+    """This rank has stopped as agreed, and its part of the state is safe; its process is about to end."""
+
+    step: int
+
+
+FromRank = Hello | State | Seen | Answer | Bye | Wish | Promise | Halted
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -74,3 +102,22 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
     ask: int
     timeout: float
+
+
+class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
+    """The run is to stop: promise a step (see `Promise`), and from now on mind the deadline."""
+
+    why: str
+    seconds: float | None = None
+    """Until this rank must have ended; None for no limit."""
+    ago: float = 0.0
+    """Seconds since it was asked for."""
+
+
+class StopAt(msgspec.Struct, frozen=True, array_like=True, tag="stop_at"):
+    """Every rank has promised: all stop after this step, or at once if they have done it."""
+
+    step: int
+
+
+FromAgent = Ask | Prepare | StopAt

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -40,10 +41,16 @@ from holdfast.worker.beat_messages import (
     Answer,
     Ask,
     Bye,
+    FromAgent,
     FromRank,
+    Halted,
     Hello,
+    Prepare,
+    Promise,
     Seen,
     State,
+    StopAt,
+    Wish,
 )
 
 log = logging.getLogger("holdfast")
@@ -58,6 +65,8 @@ SEEN_EVERY = 5.0
 """Seconds after which what was measured is told again."""
 RARE = (SETUP, CHECKPOINTING)
 """Sections after which it is told at once."""
+URGENT = 5.0
+"""Seconds for a word about stopping to be taken: nothing later makes a lost one good."""
 UNIX_PATH = 100
 """Characters from which on the path of a socket is reached through its directory: the kernel takes 107."""
 
@@ -75,6 +84,16 @@ def short_address(path: Path) -> Iterator[str]:
         os.close(fd)
 
 
+class Heeds(Protocol):
+    """What an agent's words about stopping are for. Called on the thread that listens."""
+
+    def prepare(self, asked: Prepare, /) -> int:
+        """The step that this rank promises not to go past."""
+        ...
+
+    def agree(self, step: int, /) -> None: ...
+
+
 class Beats:
     """Tells the agent where this rank is. Without an agent every call does nothing.
 
@@ -82,7 +101,10 @@ class Beats:
     """
 
     def __init__(
-        self, channel: socket.socket | None = None, testify: Callable[[], bytes] | None = None
+        self,
+        channel: socket.socket | None = None,
+        testify: Callable[[], bytes] | None = None,
+        heeds: Heeds | None = None,
     ) -> None:
         now = time.monotonic()
         self._state = State(at=now, step=0, trained=False, sectioned=False, left=now, sections=[], dropped=0)
@@ -91,6 +113,8 @@ class Beats:
         self._told_seen = now
         self._encode = msgspec.msgpack.Encoder().encode
         self._testify = testify
+        self._heeds = heeds
+        self._decode = msgspec.msgpack.Decoder(FromAgent).decode
         self._socket = channel
         self._behind = False
         self._closing = False
@@ -102,7 +126,14 @@ class Beats:
 
     @classmethod
     def connect(
-        cls, path: str, limits: Limits | None, *, learn: bool, testify: Callable[[], bytes] | None = None
+        cls,
+        path: str,
+        limits: Limits | None,
+        *,
+        learn: bool,
+        testify: Callable[[], bytes] | None = None,
+        heeds: Heeds | None = None,
+        defers_sigterm: bool = False,
     ) -> Beats:
         """Say hello to the agent at `path`; if that does not work, it is said and nothing is watched."""
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -110,7 +141,13 @@ class Beats:
             channel.settimeout(CONNECT)
             with short_address(Path(path)) as address:
                 channel.connect(address)
-            hello = Hello(pid=os.getpid(), at=time.monotonic(), limits=limits, learn=learn)
+            hello = Hello(
+                pid=os.getpid(),
+                at=time.monotonic(),
+                limits=limits,
+                learn=learn,
+                defers_sigterm=defers_sigterm,
+            )
             channel.send(msgspec.msgpack.encode(hello))
             channel.setblocking(False)
         except OSError as error:
@@ -121,7 +158,7 @@ class Beats:
                 error,
             )
             return cls()
-        return cls(channel, testify)
+        return cls(channel, testify, heeds)
 
     @property
     def watched(self) -> bool:
@@ -196,6 +233,14 @@ class Beats:
         self._resting = True
         self._tell_seen(time.monotonic())
         self._send(Bye(time.monotonic()), PARTING)
+
+    def wish(self, why: str, number: str, *, now: bool = False) -> None:
+        """This rank was asked to stop. From any thread."""
+        self._send(Wish(why, now, number), URGENT)
+
+    def halted(self, step: int) -> None:
+        """This rank has stopped as agreed."""
+        self._send(Halted(step), URGENT)
 
     def failing(self) -> None:
         """An error is ending this rank: the time that this takes is watched like that between sections."""
@@ -325,7 +370,7 @@ class Beats:
                 return
 
     def _listen(self, channel: socket.socket) -> bool:
-        """Take one question and answer it. False if the agent has hung up."""
+        """Take one message and do what it asks. False if the agent has hung up."""
         try:
             data = channel.recv(PACKET_LIMIT)
         except BlockingIOError:
@@ -337,11 +382,23 @@ class Beats:
             self._lost(ConnectionResetError("it hung up"))
             return False
         try:
-            ask = msgspec.msgpack.decode(data, type=Ask)
+            said = self._decode(data)
         except msgspec.DecodeError:
             return True  # a newer agent may ask more than this release knows
-        self._answer(ask)
+        if isinstance(said, Ask):
+            self._answer(said)
+        elif self._heeds is not None:
+            self._heed(self._heeds, said)
         return True
+
+    def _heed(self, heeds: Heeds, said: Prepare | StopAt) -> None:
+        try:
+            if isinstance(said, StopAt):
+                heeds.agree(said.step)
+            else:
+                self._send(Promise(heeds.prepare(said)), URGENT)
+        except Exception:
+            log.exception("holdfast: what the agent said about stopping could not be followed")
 
     def _answer(self, ask: Ask) -> None:
         deadline = time.monotonic() + ask.timeout

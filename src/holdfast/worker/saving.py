@@ -11,11 +11,12 @@ told, and stops no run: the tier is a shortcut, and the root is what a run must 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.checkpoint.background import BackgroundSaver, Ended
 from holdfast.checkpoint.drain import Drain
@@ -49,6 +50,16 @@ log = logging.getLogger("holdfast")
 
 Facts = Callable[[str | None, str], SaveFacts]
 """(parent, reason) → what the manifest says about this moment."""
+
+
+class Kept(NamedTuple):
+    """What holds the state of a run that stops."""
+
+    name: CheckpointName | None
+    """None if nothing was done yet that could be saved."""
+    already: bool = False
+    """Whether it was saved before."""
+    seconds: float = 0.0
 
 
 class Saving:
@@ -107,10 +118,14 @@ class Saving:
         """The newest checkpoint of this timeline that is known to be committed."""
         self.saved_step: int | None = None
         """The newest step whose state is committed or under way."""
+        self._root = context.root
+        self._rooted: int | None = None
+        """The same, of the checkpoint root alone."""
 
     def resumed_from(self, head: CheckpointName | None) -> None:
         self.head = head
         self.saved_step = head.step if head is not None else None
+        self._rooted = head.step if head is not None and (self._root.path / str(head)).is_dir() else None
         if self._background is not None:
             self._background.resumed_from(head)
 
@@ -206,7 +221,7 @@ class Saving:
             )
         )
         if not diagnostic:
-            self.saved_step = facts.step
+            self.saved_step = self._rooted = facts.step
             self.head = saved.name
         self._committed(saved.name, diagnostic=diagnostic, blocked=seconds, seconds=seconds)
         return saved.name
@@ -242,6 +257,7 @@ class Saving:
             self._write(Warned(message=f"{told}; save less often, or use faster storage"))
         if not diagnostic:
             self.saved_step = facts.step
+            self._rooted = facts.step if globally else self._rooted
         return begun.name
 
     def _tell_skipped(self, why: str, name: CheckpointName, *, once: bool) -> None:
@@ -287,7 +303,7 @@ class Saving:
         if self._background.outstanding and error is None:
             error = SaveFailedError(f"{what} was not done after {self._settings.timeout:g} s")
         if add_up(self._group, [error is not None])[0]:
-            self.saved_step = None
+            self.saved_step = self._rooted = None
             raise error or SaveFailedError(f"{what} failed on another rank, whose error says why")
 
     def _take(self, ended: Ended) -> None:
@@ -325,6 +341,8 @@ class Saving:
         in_a_row = self._failed if fatal else self._failed_locally
         if self.saved_step == name.step:
             self.saved_step = None
+        if fatal and self._rooted == name.step:
+            self._rooted = None
         shown = str(name) if name.id else f"step_{name.step:08d}"
         notes = "\n".join(getattr(error, "__notes__", ()))
         told = f"{error}\n{notes}" if notes else str(error)
@@ -353,6 +371,17 @@ class Saving:
         # Rank 0 may know of a failure that the others do not, so whether to save is agreed.
         if self._settings.save_at_end and add_up(self._group, [self.saved_step != step])[0]:
             self.save("final")
+
+    def stop(self, step: int) -> Kept:
+        """The run stops after this step: it is in the checkpoint root when this returns, saved once."""
+        with contextlib.suppress(SaveFailedError):  # it was reported, and the state is about to be saved
+            self.wait("a save that was under way")
+        if step == 0 and self.head is None:
+            return Kept(None)
+        started = time.monotonic()
+        if not add_up(self._group, [self._rooted != step])[0]:
+            return Kept(self.head, already=True)
+        return Kept(self.save("stop"), seconds=time.monotonic() - started)
 
     def close(self, outcome: str, *, unseen: bool = False) -> None:
         """Give everything back. After a failure the writer finishes alone what it was handed.

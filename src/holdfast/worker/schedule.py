@@ -119,6 +119,10 @@ class SaveSchedule:
         """A save was committed, and this is what it cost. Only what the leading rank notes is used."""
         self._saves.append((blocked, commit))
 
+    def last_commit(self) -> float | None:
+        """Seconds that the last save took until it was committed; None while none was measured."""
+        return self._saves[-1][1] if self._saves else None
+
     def after_save(self, step: int, step_seconds: Sequence[float], due: str = "global") -> None:
         """A scheduled save was made or has failed, at the same step on all ranks: agree on the next one."""
         if due == "local":

@@ -18,6 +18,7 @@ from holdfast.policy.timeouts import SETUP, STEP
 from holdfast.settings import parse_section_timeouts
 from holdfast.worker import testimony
 from holdfast.worker.beats import Beats
+from holdfast.worker.halting import Halting
 from holdfast.worker.membership import Membership
 from holdfast.worker.simulated import SimulatedFault, choose, is_first_attempt
 
@@ -28,6 +29,7 @@ def start_beats(
     effective: Effective,
     launched: LaunchInfo | None,
     testify: Callable[[Sequence[str]], bytes] = testimony.testify,
+    halting: Halting | None = None,
 ) -> Beats:
     """Begin to be watched, in section `setup`; without a launcher, say what that leaves unprotected."""
     if launched is None:
@@ -45,7 +47,14 @@ def start_beats(
         del kept  # the signal's file must stay open for as long as somebody may ask
         return testify(beats.open_sections())
 
-    beats = Beats.connect(launched.monitor, limits_of(effective), learn=learn, testify=answer)
+    beats = Beats.connect(
+        launched.monitor,
+        limits_of(effective),
+        learn=learn,
+        testify=answer,
+        heeds=halting,
+        defers_sigterm=halting is not None and halting.takes_sigterm,
+    )
     beats.enter(SETUP)
     return beats
 

@@ -1,0 +1,97 @@
+"""`holdfast recover`: the recovery runbook as a program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.arguments import JSON, ROOT, RUN, YES
+
+if TYPE_CHECKING:
+    from holdfast.recover.text import Row
+
+
+def recover(
+    run_dir: RUN,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- COMMAND...]", help="What to start it with, if not as the last launch."),
+    ] = None,
+    run: Annotated[bool, typer.Option("--run", help="Run the command, in the foreground.")] = False,
+    yes: YES = False,
+    watch: Annotated[
+        bool | None,
+        typer.Option("--watch/--no-watch", help="Judge the resume: of what --run starts, or of a live run."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds for which a resume is watched.")] = 3600.0,
+    record: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write a record for a ticket.")
+    ] = None,
+    root: ROOT = None,
+    remote: Annotated[str | None, typer.Option(help="URL of the copies, if not as the last launch.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks that a start would have.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Names and sizes only; read no digests.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """Say what stopped a run, whether it can go on and from where; with --run, start it and judge the resume.
+
+    Changes nothing without --run, --yes or an answer. Exits with 0 if it can be, or was, resumed correctly;
+    else with the code that says why: 1 the resume was not correct or the job's error stands, 2 no run there,
+    18 no valid rung, 20 alive, 22 budget spent, 23 storage, 24 control directory, 25 state does not fit, 28
+    too few nodes; what the command ended with, if it was run and failed.
+    """
+    from holdfast.cli.control import user
+    from holdfast.cli.output import Bar
+    from holdfast.recover.conduct import Wishes, conduct
+    from holdfast.recover.examine import open_run
+
+    wishes = Wishes(
+        run=run,
+        yes=yes,
+        watch=watch,
+        timeout=timeout,
+        record=record,
+        root=root,
+        remote=remote,
+        ranks=world,
+        quick=quick,
+        command=command or [],
+        by=user(),
+        to_stderr=as_json,
+    )
+    control = open_run(run_dir)
+    report = conduct(control, wishes, _quiet if as_json else _show, _ask, lambda: Bar(lambda: None))
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(report).decode())
+    raise typer.Exit(report.exit_code)
+
+
+def _quiet(row: Row) -> None:
+    del row
+
+
+def _show(row: Row) -> None:
+    from holdfast.recover.text import plain
+
+    line = plain(row)
+    if row.word and row.style and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        from rich.console import Console
+        from rich.text import Text
+
+        text = Text(line)
+        text.stylize(row.style, 0, len(row.word))
+        Console(highlight=False).print(text, soft_wrap=True)
+        return
+    typer.echo(line)
+
+
+def _ask(question: str) -> bool | None:
+    if not sys.stdin.isatty() or not sys.stdout.isatty():
+        return None
+    return typer.confirm(question, default=False)

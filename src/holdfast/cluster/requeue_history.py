@@ -1,0 +1,68 @@
+"""What a run's journal says of its stops and requeues: who asked for the last stop, and what came of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.journal.cluster_events import RequeueAsked, StopAsked
+from holdfast.journal.events import Line, SaveCommitted
+from holdfast.policy.stopping import Source, StopRequest
+
+_SIGNAL = re.compile(r"\bSIG[A-Z0-9]+\b")
+
+
+class LastStop(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the newest attempt."""
+
+    attempt: int = 0
+    request: StopRequest | None = None
+    """None if nobody asked for a stop."""
+    settled: RequeueAsked | None = None
+    """What was decided about queueing again, if it was."""
+    stalled: int = 0
+
+
+def last_stop(lines: Sequence[Line]) -> LastStop:
+    newest = max((line.attempt for line in lines), default=0)
+    request: StopRequest | None = None
+    settled: RequeueAsked | None = None
+    for line in lines:
+        body = line.body
+        if line.attempt != newest:
+            continue
+        if isinstance(body, StopAsked) and request is None:
+            request = _request(body, line.at)
+        elif isinstance(body, RequeueAsked):
+            settled = body
+    return LastStop(attempt=newest, request=request, settled=settled, stalled=stalled(lines))
+
+
+def stalled(lines: Sequence[Line]) -> int:
+    """Requeues in a row since the highest step that is saved rose."""
+    highest, count = -1, 0
+    for line in lines:
+        body = line.body
+        if isinstance(body, SaveCommitted) and body.tier == "global" and body.step > highest:
+            highest, count = body.step, 0
+        elif isinstance(body, RequeueAsked) and body.asked:
+            count += 1
+    return count
+
+
+def _request(asked: StopAsked, at: float) -> StopRequest:
+    named = _SIGNAL.search(asked.detail) if asked.source == Source.SIGNAL else None
+    try:
+        source = Source(asked.source)
+    except ValueError:
+        source = Source.OPERATOR  # a newer release's: in doubt a person asked, and the job stays away
+    return StopRequest(
+        source=source,
+        detail=asked.detail,
+        signal=named[0] if named else "",
+        node=asked.node,
+        rank=asked.rank,
+        at=at,
+    )

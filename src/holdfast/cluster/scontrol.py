@@ -1,0 +1,297 @@
+"""Asking Slurm with its own `scontrol`.
+
+Guarantee: no call outlives its deadline, and none raises. A scontrol that is missing, hangs, fails or says
+what is not understood is "not known": training goes on without. What was asked for is carried out even if a
+signal reaches the whole job meanwhile, as it does when the job is queued again.
+"""
+
+from __future__ import annotations
+
+import calendar
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast.cluster.hostlist import expand
+
+ASK = 10.0
+"""Seconds for an answer; a controller that is busy or failing over takes some."""
+ALMOST_A_YEAR = 364 * 86_400.0
+LONGEST_TEXT = 1_000
+"""Characters of a comment or a reason that is handed to Slurm."""
+_DEAF = 'trap "" TERM INT HUP USR1 USR2; exec "$@"'
+"""Signals of the job are for its ranks: a scontrol that is under way must not die of them."""
+_REQUEUE = """
+trap "" TERM INT HUP USR1 USR2
+program=$1 job=$2
+shift 2
+"$program" requeue "$job" || exit 1
+for field in "$@"; do
+    "$program" update "JobId=$job" "$field" 2>&1 || echo "${field%%=*} was not changed"
+done
+"""
+_KEY = re.compile(r"(?:^|(?<=\s))([A-Z][A-Za-z/:&_]*)=")
+_TO_THE_END = frozenset(
+    {
+        "JobName",
+        "Comment",
+        "AdminComment",
+        "SystemComment",
+        "Command",
+        "WorkDir",
+        "StdErr",
+        "StdIn",
+        "StdOut",
+        "SubmitLine",
+        "Extra",
+        "OS",
+    }
+)
+"""Keys whose value is the rest of its line: people write what they like in them."""
+_NOTHING = frozenset({"", "(null)", "None", "N/A", "Unknown", "NONE", "n/a"})
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What came of a call. `text`: what it said, or what went wrong, in a line."""
+
+    ok: bool
+    text: str
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What Slurm says of a job now. None: it did not say."""
+
+    state: str
+    reason: str = ""
+    starts_at: float | None = None
+    ends_at: float | None = None
+    """Comes closer when the job is preempted with a grace time."""
+    requeue: bool | None = None
+    batch: bool | None = None
+    """Whether it has a batch script, which alone can be started again."""
+    restarts: int | None = None
+    preempted_at: float | None = None
+    comment: str = ""
+    exclude: list[str] = []
+    require: list[str] = []
+    """Nodes that the user has named; it cannot start without them."""
+    nodes: list[str] = []
+    node_count: int | None = None
+    partition: str = ""
+
+
+class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    state: str
+    """As Slurm writes it: `IDLE`, `MIXED+DRAIN`, `DOWN*`."""
+    reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether Slurm would start something there sooner or later."""
+        words = set(re.split(r"[^A-Z_]+", self.state.upper()))
+        bad = {"DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "NOT_RESPONDING", "UNKNOWN"}
+        return "*" not in self.state and not words & bad
+
+
+def call(*arguments: str, timeout: float = ASK) -> Reply:
+    """Run scontrol. Times in its answer are UTC, whatever the machine's zone is."""
+    program = shutil.which("scontrol")
+    if program is None:
+        return Reply(False, "there is no scontrol here")
+    return _run(["/bin/sh", "-c", _DEAF, "sh", program, *arguments], arguments, timeout)
+
+
+def job_record(label: str, timeout: float = ASK) -> JobRecord | None:
+    """What Slurm says of a job; None if that is not known."""
+    reply = call("show", "job", label, timeout=timeout)
+    return parse_job(reply.text) if reply.ok else None
+
+
+def node_records(nodes: Sequence[str], timeout: float = ASK) -> dict[str, NodeRecord]:
+    """What Slurm says of nodes, by name; one that it says nothing of is missing."""
+    if not nodes:
+        return {}
+    reply = call("show", "node", ",".join(nodes), timeout=timeout)
+    return {one.name: one for one in parse_nodes(reply.text)} if reply.ok else {}
+
+
+def partition_nodes(partition: str, timeout: float = ASK) -> list[str] | None:
+    """All nodes of a partition (or of several, with commas); None if that is not known."""
+    found: list[str] = []
+    for name in partition.split(","):
+        reply = call("show", "partition", name, timeout=timeout)
+        listed = next((one.get("Nodes", "") for one in records(reply.text)), "") if reply.ok else ""
+        if listed in _NOTHING:
+            return None
+        try:
+            found += expand(listed)
+        except ValueError:
+            return None
+    return list(dict.fromkeys(found))
+
+
+def kill_wait(timeout: float = ASK) -> float | None:
+    """Seconds that Slurm leaves between SIGTERM and SIGKILL; None if that is not known."""
+    reply = call("show", "config", timeout=timeout)
+    match = re.search(r"^KillWait\s*=\s*(\d+)", reply.text, re.MULTILINE) if reply.ok else None
+    return float(match[1]) if match else None
+
+
+def set_comment(label: str, comment: str, timeout: float = ASK) -> Reply:
+    return call("update", f"JobId={label}", f"Comment={_line(comment)}", timeout=timeout)
+
+
+def requeue(label: str, changes: Mapping[str, str] = {}, timeout: float = 2 * ASK) -> Reply:
+    """Queue a running job again; Slurm then ends it, and with it whoever calls this from inside of it.
+
+    `changes`: fields that can be set only once the job waits again, such as the nodes to do without. So one
+    process does it all, and hears no signal: the job cannot start anew before the caller has ended, who waits
+    for it. `ok` tells of the requeue; what went wrong with the changes is in the text, else it is empty.
+    """
+    program = shutil.which("scontrol")
+    if program is None:
+        return Reply(False, "there is no scontrol here")
+    fields = [f"{name}={_line(value)}" for name, value in changes.items()]
+    return _run(["/bin/sh", "-c", _REQUEUE, "sh", program, label, *fields], ["requeue", label], timeout)
+
+
+def drain(node: str, reason: str, timeout: float = ASK) -> Reply:
+    """Have Slurm start nothing more on a node; only its operators may."""
+    return call("update", f"NodeName={node}", "State=DRAIN", f"Reason={_line(reason)}", timeout=timeout)
+
+
+# --- reading what it says
+
+
+def records(text: str) -> list[dict[str, str]]:
+    """The records of an answer, as `key=value`, with empty lines between them.
+
+    Of a key that comes twice the first counts: what Slurm says itself stands before what people wrote.
+    """
+    found: list[dict[str, str]] = []
+    for block in re.split(r"\n[ \t]*\n", text):
+        record: dict[str, str] = {}
+        for line in block.splitlines():
+            _read_line(line.strip(), record)
+        if record:
+            found.append(record)
+    return found
+
+
+def _read_line(line: str, record: dict[str, str]) -> None:
+    keys = list(_KEY.finditer(line))
+    for index, key in enumerate(keys):
+        last = key[1] in _TO_THE_END or (index == 0 and key[1] == "Reason")
+        end = len(line) if last or index + 1 == len(keys) else keys[index + 1].start()
+        record.setdefault(key[1], line[key.end() : end].strip())
+        if last:
+            return
+
+
+def parse_job(text: str) -> JobRecord | None:
+    """The first record of `scontrol show job`; None if it is none."""
+    record = next((one for one in records(text) if "JobId" in one and one.get("JobState")), None)
+    if record is None:
+        return None
+    return JobRecord(
+        state=record["JobState"].upper(),
+        reason=_text(record.get("Reason")),
+        starts_at=_time(record.get("StartTime")),
+        ends_at=_end(record),
+        requeue=_flag(record.get("Requeue")),
+        batch=_flag(record.get("BatchFlag")),
+        restarts=_count(record.get("Restarts")),
+        preempted_at=_time(record.get("PreemptTime")),
+        comment=_text(record.get("Comment")),
+        exclude=_names(record.get("ExcNodeList")),
+        require=_names(record.get("ReqNodeList")),
+        nodes=_names(record.get("NodeList")),
+        node_count=_count(record.get("NumNodes", "").partition("-")[0]),
+        partition=_text(record.get("Partition")),
+    )
+
+
+def parse_nodes(text: str) -> list[NodeRecord]:
+    return [
+        NodeRecord(name=one["NodeName"], state=one.get("State", ""), reason=_text(one.get("Reason")))
+        for one in records(text)
+        if "NodeName" in one
+    ]
+
+
+def _end(record: Mapping[str, str]) -> float | None:
+    """When it will be ended. Slurm writes a year from its start for a job without limit."""
+    starts_at, ends_at = _time(record.get("StartTime")), _time(record.get("EndTime"))
+    if record.get("TimeLimit") == "UNLIMITED" and starts_at is not None and ends_at is not None:
+        return ends_at if ends_at - starts_at < ALMOST_A_YEAR else None
+    return ends_at
+
+
+def _text(value: str | None) -> str:
+    return "" if value is None or value in _NOTHING else value
+
+
+def _flag(value: str | None) -> bool | None:
+    return {"0": False, "1": True, "2": True}.get(value or "")
+
+
+def _count(value: str | None) -> int | None:
+    ascii_number = value is not None and value.isascii() and value.isdecimal() and len(value) < 10
+    return int(value) if value is not None and ascii_number else None
+
+
+def _names(value: str | None) -> list[str]:
+    try:
+        return expand(_text(value))
+    except ValueError:
+        return []
+
+
+def _time(value: str | None) -> float | None:
+    try:
+        return float(calendar.timegm(time.strptime(value or "", "%Y-%m-%dT%H:%M:%S")))
+    except (ValueError, OverflowError):
+        return None
+
+
+# --- running it
+
+
+def _line(text: str) -> str:
+    """People's words on one line, so that they cannot look like another field's."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:LONGEST_TEXT]
+
+
+def _run(command: Sequence[str], asked: Sequence[str], timeout: float) -> Reply:
+    environ = {**os.environ, "TZ": "UTC", "LC_ALL": "C.UTF-8", "SLURM_TIME_FORMAT": "standard"}
+    try:
+        # A session of its own, so that all of it can be ended. stderr apart: warnings are not fields.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Reply(False, f"scontrol could not be run: {error}")
+    with process:
+        try:
+            streams = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return Reply(False, f"scontrol {' '.join(asked[:2])} did not answer within {timeout:g} s")
+    out, err = (stream.decode(errors="replace").strip() for stream in streams)
+    if process.returncode != 0:
+        return Reply(False, _line(err or out or f"scontrol ended with code {process.returncode}"))
+    return Reply(True, out)

@@ -1,0 +1,120 @@
+"""When the scheduler ends the job, and the request to stop ahead of that.
+
+Guarantee: never holds anybody up. Slurm is asked by a thread of its own, with a deadline and rarely; limits
+may be changed while a job runs, so it is asked again, and once more before the request is made. What cannot
+be learnt is no limit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from holdfast.cluster import scontrol
+from holdfast.cluster.slurm import SlurmJob
+from holdfast.policy.stopping import Source, StopRequest
+
+EVERY = 60.0
+"""Seconds between two questions at most; one process of a job asks."""
+SOONEST = 5.0
+"""And at least: the closer the end, the more it matters that somebody moved it."""
+TRIES = 6
+"""Questions that soon while no end is known: Slurm does not tell it in the first moments of a job."""
+PATIENCE = 5.0
+"""Seconds that a request is held back for a fresh answer: somebody may have extended the limit."""
+SHARE = 0.5
+"""Of the job's whole time, at most, that the lead may take: else a short job would stop before it did
+anything, and be queued again for ever."""
+
+
+class TimeLimit:
+    """Watches the end of one job."""
+
+    def __init__(self, job: SlurmJob | None, lead: float) -> None:
+        """`lead`: seconds before the end at which to stop (slurm.preempt_time); 0 never."""
+        self._job = job
+        self._wanted = lead
+        self._ends_at = job.ends_at if job is not None else None
+        self._starts_at: float | None = None
+        self._answers = 0
+        """Questions that were answered or given up so far."""
+        self._due: tuple[float, int] | None = None
+        self._ask = threading.Event()
+        self._answered = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if job is not None:
+            self._ask.set()
+            self._thread = threading.Thread(target=self._watch, name="holdfast-time-limit", daemon=True)
+            self._thread.start()
+
+    def due(self, now: float) -> StopRequest | None:
+        """The request, once it is time; cheap enough to be called many times a second."""
+        ends_at, lead = self._ends_at, self.lead
+        if self._job is None or lead <= 0 or ends_at is None or now < ends_at - lead:
+            self._due = None
+            return None
+        if self._due is None:
+            # What is known may be a minute old.
+            self._due = (now, self._answers)
+            self.ask_again()
+        since, answers = self._due
+        if self._answers == answers and now - since < min(PATIENCE, lead / 4):
+            return None
+        left = max(ends_at - now, 0.0)
+        ends = time.strftime("%H:%M:%S", time.localtime(ends_at))
+        return StopRequest(
+            source=Source.TIME_LIMIT,
+            detail=f"Slurm ends job {self._job.label} in {left:.0f} s, at {ends}",
+            node=self._job.node,
+            at=now,
+            lead=left,
+        )
+
+    @property
+    def ends_at(self) -> float | None:
+        """As known best so far, in seconds since 1970."""
+        return self._ends_at
+
+    @property
+    def lead(self) -> float:
+        """Seconds before the end at which it will be due: what was asked for, or less in a short job."""
+        if self._starts_at is None or self._ends_at is None:
+            return self._wanted
+        return min(self._wanted, max(self._ends_at - self._starts_at, 0.0) * SHARE)
+
+    def first_answer(self, timeout: float) -> float | None:
+        """The end, after Slurm's first answer or so many seconds: for whoever wants to tell it at a start."""
+        if self._job is not None:
+            self._answered.wait(timeout)
+        return self._ends_at
+
+    def ask_again(self) -> None:
+        """Have Slurm asked soon: a preempted job's end has come closer. Returns at once."""
+        self._ask.set()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._ask.set()
+        if self._thread is not None:
+            self._thread.join(1.0)  # a question under way has its own deadline, and dies with us
+
+    def _pause(self) -> float:
+        """Seconds to the next question: a tenth of what is left."""
+        if self._ends_at is None:
+            return SOONEST if self._answers < TRIES else EVERY
+        return min(EVERY, max(SOONEST, (self._ends_at - time.time()) / 10))
+
+    def _watch(self) -> None:
+        assert self._job is not None
+        while not self._closed.is_set():
+            self._ask.wait(self._pause())
+            self._ask.clear()
+            if self._closed.is_set():
+                return
+            record = scontrol.job_record(self._job.label)
+            # A job that is queued again already shows its next life's times.
+            if record is not None and record.state.startswith("RUNNING"):
+                self._starts_at, self._ends_at = record.starts_at, record.ends_at or self._ends_at
+            self._answers += 1
+            self._answered.set()

@@ -1,0 +1,170 @@
+"""What a node gives a process: memory, space, shared memory, files, threads, a clock that agrees.
+
+Each function looks at one thing and raises OSError where it cannot; nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.health.storage import nearest, try_storage
+from holdfast.policy.health import (
+    CheckResult,
+    Status,
+    judge_load,
+    judge_memory,
+    judge_open_files,
+    judge_shared_memory,
+    judge_skew,
+    judge_space,
+    judge_threads,
+)
+
+CGROUPS = Path("/sys/fs/cgroup")
+SHARED = Path("/dev/shm")
+_NO_LIMIT = 1 << 60
+"""What version 1 of cgroups writes for no limit is a number about that large."""
+
+
+def check_memory(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> CheckResult:
+    available = _available()
+    found = cgroup_memory(cgroups, own)
+    if found is None:
+        return judge_memory(available, None)
+    limit, used = found
+    return judge_memory(max(0, min(available, limit - used)), limit)
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise OSError("/proc/meminfo does not say how much memory is available")
+
+
+def cgroup_memory(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> tuple[int, int] | None:
+    """The tightest memory limit of the cgroups that this process is in, and what is used of it."""
+    found: list[tuple[int, int]] = []
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            base, names = cgroups, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = base / group.lstrip("/")
+        for place in (folder, *folder.parents):  # a limit above it holds for it too
+            if not place.is_relative_to(base):
+                break
+            limit, used = (_number(place / name) for name in names)
+            if limit is not None and used is not None and limit < _NO_LIMIT:
+                used -= _reclaimable(place)
+                found.append((limit, max(0, used)))
+    return min(found, key=lambda one: one[0] - one[1], default=None)
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of files that the kernel keeps in memory and gives up when somebody needs it.
+
+    Most of what a job that reads its data again and again seems to use is that.
+    """
+    try:
+        pairs = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        told = {name: int(value) for name, value in pairs}
+    except (OSError, ValueError):
+        return 0
+    # Version 1 has both, and only the second counts what is below the group.
+    return sum(told.get(f"total_{name}", told.get(name, 0)) for name in ("inactive_file", "active_file"))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max"
+        return None
+
+
+def check_space(directory: Path, what: str, need: int = 0) -> CheckResult:
+    place = nearest(directory)
+    info = os.statvfs(place)
+    inodes = info.f_favail if info.f_files else None
+    return judge_space(what, str(place), info.f_bavail * info.f_frsize, inodes, need)
+
+
+def check_shared_memory(need: int = 0, shared: Path = SHARED) -> CheckResult:
+    if not shared.is_dir():
+        return CheckResult(
+            name="shared memory",
+            status=Status.WARNING,
+            found=f"there is no {shared}",
+            fix="mount a tmpfs there: data loaders and asynchronous saves need it",
+        )
+    info = os.statvfs(shared)
+    return judge_shared_memory(info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize, need)
+
+
+def check_open_files() -> CheckResult:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return judge_open_files(*(-1 if one == resource.RLIM_INFINITY else one for one in (soft, hard)))
+
+
+def check_threads(cgroups: Path = CGROUPS) -> CheckResult:
+    """The tighter of the cgroup's and the user's limit, where each counts."""
+    group = _own_group(cgroups)
+    limit, used = _number(group / "pids.max"), _number(group / "pids.current")
+    if limit is not None and used is not None:
+        return judge_threads(used, limit, "this container or job")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft == resource.RLIM_INFINITY or os.geteuid() == 0:  # root is not held to it
+        return judge_threads(0, None, "")
+    return judge_threads(_threads_of(os.geteuid()), soft, "this user")
+
+
+def _threads_of(user: int) -> int:
+    count = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it may end while we look
+                if entry.stat().st_uid == user:
+                    count += len(os.listdir(entry / "task"))
+    return count
+
+
+def _own_group(cgroups: Path) -> Path:
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                return cgroups / group.lstrip("/")
+    except (OSError, ValueError):
+        pass
+    return cgroups
+
+
+def check_load() -> CheckResult:
+    return judge_load(os.getloadavg()[0], len(os.sched_getaffinity(0)))
+
+
+def check_clock(directory: Path, what: str = "the shared file system") -> CheckResult:
+    """Against the clock by which the storage of a directory stamps files. Writes one small file there."""
+    tried = try_storage(directory, 1)
+    if tried.skew is None:
+        text = f"no file could be written to {directory}: {tried.problem}"
+        return CheckResult(name="clock", status=Status.UNKNOWN, found=text)
+    return judge_skew(what, tried.skew, tried.uncertain)
+
+
+def check_node(directories: Sequence[tuple[str, Path]] = ()) -> list[CheckResult]:
+    """All of it, for use alone; `directories`: name → where space is needed."""
+    found = [check_memory(), check_shared_memory(), check_open_files(), check_threads(), check_load()]
+    return found + [check_space(path, what) for what, path in directories]

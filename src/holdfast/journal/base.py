@@ -1,0 +1,9 @@
+"""What every event of the journal is; the events themselves are in events.py and cluster_events.py."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Event(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults=True):
+    """Base of all events."""

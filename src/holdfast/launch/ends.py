@@ -1,0 +1,260 @@
+"""How an attempt ends on this node, once its workers are gone: what the notice says, or what was decided.
+
+Guarantee: every end is one of these: another attempt, or a documented exit code that the other nodes and the
+run's memory are told of first. A run that was asked to stop is never started again by its own launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+
+from holdfast.control.attempts import attempt_numbers
+from holdfast.errors import DecisionTimeoutError, HoldfastError
+from holdfast.exit_codes import ExitCode
+from holdfast.journal.events import LeaseLost, Warned
+from holdfast.launch.attempt import Attempt, LeaderLostError, Notice, StopRun
+from holdfast.launch.context import LaunchContext
+from holdfast.launch.endpoints import StoreLostError
+from holdfast.launch.evidence import highest_committed_step
+from holdfast.launch.incident import Incident, lost_nodes
+from holdfast.launch.meeting import MeetingHandler
+from holdfast.launch.recovering import Recovery, report_timeout
+from holdfast.launch.stopping import Stopping
+from holdfast.launch.summary import next_step, say
+from holdfast.policy.classify import Cause
+from holdfast.policy.recovery import Action
+from holdfast.policy.stopping import Source, StopRequest
+
+LEAVE = 5.0
+"""Seconds to wait at the end for the other nodes to have read the decision: the store may live in here."""
+
+
+class Ends:
+    """One for all attempts of an agent."""
+
+    def __init__(
+        self,
+        context: LaunchContext,
+        meeting: MeetingHandler | None,
+        recovery: Recovery,
+        shutdown: Callable[[], None],
+    ) -> None:
+        """`shutdown` ends this node's workers if they still run."""
+        self._context = context
+        self._settings = context.settings
+        self._signals = context.signals
+        self._meeting = meeting
+        self._recovery = recovery
+        self._shutdown = shutdown
+
+    def settle(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> int | None:
+        """End this attempt as the notice says: an exit code, or None for another attempt."""
+        if notice.kind == "finished":
+            attempt.end("finished", exit_code=0, cause="", highest_step=self._steps())
+            return self._leave(attempt, ExitCode.OK)
+        if notice.kind == "lease_lost":
+            attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
+            say(f"attempt {attempt.number} lost the run's lease: {notice.detail}. Its workers were ended")
+            return self._leave(attempt, ExitCode.LEASE_LOST)
+        if notice.kind == "leader_lost":
+            return self._without_leader(attempt, notice, stopping)
+        if notice.kind == "stopped":
+            return self._stop(attempt, notice, stopping)
+        if notice.kind in ("regroup", "left"):
+            return self._regroup(attempt, notice)
+        return self._recover(attempt, notice, stopping)
+
+    # -- on request -----------------------------------------------------------------------------------------
+
+    def _stop(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> int:
+        """The whole run was asked to stop, or a node cannot take part at all."""
+        code = notice.exit_code
+        asked = stopping.request is not None or code in (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
+        if asked and attempt.place.leads:
+            self._await_reports(attempt)
+            attempt.end("stopped", exit_code=code, cause="", highest_step=self._steps())
+            if stopping.request is not None:
+                self._requeue_after(attempt, stopping.request)
+        say(f"attempt {attempt.number} was stopped: {notice.detail}\n  next:       {next_step(code)}")
+        return self._leave(attempt, code)
+
+    def _requeue_after(self, attempt: Attempt, request: StopRequest) -> None:
+        """At the very end of this launch the scheduler may be asked to queue the job again."""
+        context = self._context
+        context.scheduler.after_stop(attempt.number, request, self._steps(), context.excluded_nodes())
+
+    def _regroup(self, attempt: Attempt, notice: Notice) -> int | None:
+        """Nodes join or leave; the others go on at once."""
+        gone = notice.nodes if notice.kind == "left" else []
+        what = f"{', '.join(gone)} was told to leave" if gone else "more nodes joined"
+        say(f"attempt {attempt.number} ends: {what}")
+        self._await_reports(attempt)
+        attempt.end("stopped", exit_code=0, cause="", highest_step=self._steps())
+        meeting = self._meeting
+        if attempt.place.node in gone:
+            if meeting is not None:
+                with contextlib.suppress(StoreLostError):
+                    meeting.leave(notice.detail)
+            return self._leave(attempt, notice.exit_code, wait=False)
+        if meeting is not None:
+            for rank, member in enumerate(meeting.members):
+                if member.node in gone:
+                    meeting.see_gone(rank, notice.detail)
+        attempt.close()
+        return None
+
+    def _await_reports(self, attempt: Attempt) -> None:
+        """Until the workers of all nodes are gone; a signal does not matter to that any more."""
+        if attempt.place.nodes > 1:
+            attempt.await_all("reported", report_timeout(self._settings))
+
+    def interrupted(self, attempt: Attempt | None, number: signal.Signals, stopping: Stopping | None) -> int:
+        """A signal while no workers run here: this node ends, and the run if it cannot do without it."""
+        failed = stopping is not None and stopping.request is not None  # its workers were in no state to save
+        code = int(ExitCode.STOPPED_UNSAVED if failed else ExitCode.STOPPED)
+        context, meeting = self._context, self._meeting
+        elastic = context.min_nodes < context.max_nodes
+        if attempt is not None and attempt.place.nodes > 1 and not attempt.ended:
+            node = attempt.place.node
+            leaves = elastic and not attempt.place.leads
+            detail = f"the agent on {node} got {number.name}"
+            notice = Notice(
+                kind="left" if leaves else "stopped",
+                node=node,
+                nodes=[node] if leaves else [],
+                detail=detail,
+                exit_code=code,
+            )
+            with contextlib.suppress(DecisionTimeoutError):  # no store, nobody to tell
+                attempt.give(notice)
+        self._shutdown()
+        leads = attempt.place.leads if attempt is not None else meeting is not None and meeting.leads
+        if meeting is not None:
+            why = f"its agent got {number.name}"
+            with contextlib.suppress(StoreLostError):
+                if leads or (not elastic and meeting.belongs()):
+                    meeting.finish(code, f"{meeting.node} ends: {why}")
+                else:
+                    meeting.leave(why)
+        if attempt is not None:
+            with contextlib.suppress(DecisionTimeoutError):
+                attempt.count_in("reported")  # or the leader would wait for this node
+            attempt.end("stopped", exit_code=code, cause="", highest_step=self._steps())
+            self._leave(attempt, code, wait=attempt.place.leads)
+        if leads:
+            self._requeue_between(attempt, number)
+        say(f"stopped by {number.name}; start the same command again to resume")
+        return code
+
+    def _requeue_between(self, attempt: Attempt | None, number: signal.Signals) -> None:
+        """A scheduler's signal means the same while no workers run."""
+        context = self._context
+        node = self._meeting.node if self._meeting is not None else ""
+        detail = f"{number.name} to the leading agent, between two attempts"
+        request = StopRequest(
+            source=Source.SIGNAL, detail=detail, signal=number.name, node=node, at=time.time()
+        )
+        newest = attempt.number if attempt is not None else max(attempt_numbers(context.control), default=0)
+        context.scheduler.after_stop(newest, request, self._steps(), context.excluded_nodes())
+
+    # -- failures -------------------------------------------------------------------------------------------
+
+    def _without_leader(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> int | None:
+        """The leader of the next round decides about this one.
+
+        A leader that is still there was stopped or cut off. The others go on without it, and it must not end
+        the run for them: it comes to the meeting, is told that it was taken for gone, and joins anew.
+        """
+        say(f"attempt {attempt.number} ends: {notice.detail}")
+        if stopping.of_all:
+            return self.without_others(attempt, notice.detail)
+        if self._meeting is None:
+            raise LeaderLostError(
+                f"{notice.detail}, and a static rendezvous cannot replace it. Start the same command again, "
+                "or use --rdzv-backend c10d"
+            )
+        if attempt.place.leads:
+            attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
+        else:
+            self._meeting.see_gone(0, notice.detail)
+            self._recovery.lost_leader = lost_nodes(notice)
+        attempt.close()
+        return None
+
+    def without_others(self, attempt: Attempt, why: str) -> int:
+        """The leader or the store was lost during a stop: nobody can say any more what was saved."""
+        self._shutdown()
+        say(f"the stop could not be completed: {why}\n  next:       {next_step(ExitCode.STOPPED_UNSAVED)}")
+        if self._meeting is not None and not self._meeting.lost:
+            with contextlib.suppress(StoreLostError):
+                self._meeting.leave(why)
+        attempt.close()
+        return ExitCode.STOPPED_UNSAVED
+
+    def _recover(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> int | None:
+        request = stopping.request if stopping.of_all else None
+        with contextlib.nullcontext() if request is not None else self._signals.interruptible():
+            incident = self._recovery.settle(attempt, notice, request.detail if request is not None else "")
+        if self._meeting is not None:
+            for rank, why in attempt.lost_nodes().items():
+                self._meeting.see_gone(rank, why)
+        if request is not None and attempt.place.leads:
+            self._requeue_after(attempt, request)
+        return self._act(attempt, incident)
+
+    def _act(self, attempt: Attempt, incident: Incident) -> int | None:
+        """Do what was decided: an exit code, or None for another attempt."""
+        decision = incident.decision
+        self._context.learned_exclusions.extend(decision.exclude)
+        if attempt.place.leads:
+            self._recovery.tell(incident)
+        if decision.action in (Action.STOP, Action.REQUEUE):
+            return self._leave(attempt, decision.exit_code)
+        attempt.close()
+        return None
+
+    # -- taking leave ---------------------------------------------------------------------------------------
+
+    def _leave(self, attempt: Attempt, code: int, *, wait: bool = True) -> int:
+        """The last thing of a launch: let the others read what they need before this process is gone."""
+        if wait and self._meeting is not None:
+            with contextlib.suppress(StoreLostError):
+                self._meeting.finish(code, f"attempt {attempt.number} ended with code {code}")
+        if attempt.place.nodes > 1:
+            with contextlib.suppress(DecisionTimeoutError):  # whoever hosts the store has left already
+                attempt.count_in("leaving")
+                if wait:
+                    attempt.await_all("leaving", LEAVE)
+        attempt.close()
+        return code
+
+    def abandon(self, attempt: Attempt | None, error: BaseException) -> None:
+        """Something around the group broke (the store, the control directory): end what can be ended."""
+        self._shutdown()
+        known = error.code if isinstance(error, StopRun) else getattr(error, "exit_code", None)
+        code = int(known or ExitCode.DECISION_TIMEOUT)
+        self.tell_meeting(code, str(error).partition("\n")[0])
+        if attempt is None or attempt.ended:
+            return
+        try:
+            attempt.end("failed", exit_code=code, cause=Cause.INFRASTRUCTURE, highest_step=self._steps())
+        except HoldfastError as refused:
+            attempt.journal.write(Warned(message=f"attempt {attempt.number} has no end: {refused}"))
+        attempt.close()
+
+    def tell_meeting(self, code: int, why: str) -> None:
+        """The end of the leader's launch is everybody's; another node only takes its leave."""
+        meeting = self._meeting
+        if meeting is None:
+            return
+        with contextlib.suppress(StoreLostError):
+            if meeting.leads:
+                meeting.finish(code, why)
+            else:
+                meeting.leave(why)
+
+    def _steps(self) -> int:
+        return highest_committed_step(self._settings.checkpoint_root(), self._context.control)

@@ -1,0 +1,233 @@
+"""The gate before a node joins: its quick health checks, and what its devices reported during an attempt.
+
+Guarantee: only what is critical keeps a node out, and only with `health.gate = "refuse"`; what could not be
+looked at never does. A node that is kept out is looked at again every while, and joins once it is well. The
+gate never fails itself: a fault in here lets the node take part, and says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from holdfast.config import Settings
+from holdfast.control.attempts import attempt_numbers
+from holdfast.control.device_errors import record_device_errors
+from holdfast.control.devices import visible_devices
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.exclusions import excluded
+from holdfast.errors import ControlError
+from holdfast.exit_codes import ExitCode
+from holdfast.health.examination import GATE_PATIENCE, gpu_check, places_of, quick_checks
+from holdfast.health.gpu import judge_gpus
+from holdfast.health.gpu_facts import Gpus, ask_gpus, names_of, present
+from holdfast.health.kernel_log import read_kernel_log
+from holdfast.health.result import run_checks
+from holdfast.journal.cluster_events import HealthFailed
+from holdfast.journal.writer import JournalWriter
+from holdfast.launch.arrangement import usable_devices
+from holdfast.launch.attempt import StopRun
+from holdfast.policy.evidence import DeviceError
+from holdfast.policy.health import CheckResult, GateAnswer, judge_gate
+
+FRESH = 30.0
+"""Seconds for which an answer holds."""
+AGAIN = 5.0
+"""Seconds after which a node that is kept out is looked at again."""
+EVIDENCE_TIMEOUT = 10.0
+"""Seconds that the driver has, after an attempt, to say what its devices went through."""
+
+
+class Gate:
+    """One for all attempts of an agent."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        control: ControlDirectory,
+        *,
+        say: Callable[[str], None],
+        alone: bool = False,
+        look: Callable[[], list[CheckResult]] | None = None,
+        kernel_log: Path | None = None,
+    ) -> None:
+        """`alone`: no other node could take this one's place, so there is nothing to be parked beside."""
+        self.node = settings.launch.node_name or socket.gethostname()
+        self._mode = settings.health.gate
+        self._control = control
+        self._say = say
+        self._alone = alone
+        self._places = places_of(settings)
+        self._look = look or self._run_checks
+        self._kernel_log = kernel_log
+        self._answer: GateAnswer | None = None
+        self._until = 0.0
+        self._told: tuple[str, ...] = ()
+        self._before: set[tuple[int, str, float]] | None = None
+        self._device_at: dict[str, str] = {}
+        """Address on the bus → name of a device. Kept: one that falls off the bus is not listed any more."""
+        self._uncorrected: dict[str, int] = {}
+        self._asked: tuple[float, Gpus | None] = (0.0, None)
+        self._attempts = 0
+
+    # --- may it take part? ----------------------------------------------------------------------------------
+
+    def why_unfit(self) -> str:
+        """Why this node may not take part, for a person; empty if it may.
+
+        Before the first attempt of a node that has nobody beside it: StopRun, since waiting cures nothing.
+        """
+        answer = self._current()
+        if answer.kept_out and self._alone and not self._attempts:
+            raise StopRun(ExitCode.NO_CAPACITY, f"{self.node} does not take part: {answer.why}")
+        return answer.why if answer.kept_out else ""
+
+    def insist(self) -> None:
+        """Where nodes cannot be parked (a static rendezvous): StopRun if this one may not take part."""
+        answer = self._current()
+        if answer.kept_out:
+            raise StopRun(ExitCode.NO_CAPACITY, f"{self.node} does not take part: {answer.why}")
+
+    def forget(self) -> None:
+        """Something failed here: what was found before says nothing any more."""
+        self._answer = None
+
+    def _current(self) -> GateAnswer:
+        if self._mode == "off":
+            return GateAnswer()
+        if self._answer is None or time.monotonic() >= self._until:
+            try:
+                self._answer = judge_gate(self._look(), self._mode)
+            except Exception as error:  # noqa: BLE001 - a fault in here must not keep a healthy node out
+                self._say(f"warning: the health checks failed themselves ({error!r:.200}); going on without")
+                self._answer = GateAnswer()
+            self._until = time.monotonic() + (AGAIN if self._answer.kept_out else FRESH)
+            self._tell(self._answer)
+        return self._answer
+
+    def _tell(self, answer: GateAnswer) -> None:
+        """In the journal and on the terminal, once for each set of problems."""
+        names = tuple(text.partition(":")[0] for text in answer.told)
+        if names == self._told:
+            return
+        self._told = names
+        if not answer.told:
+            self._say(f"{self.node} is healthy again")
+            return
+        if not answer.kept_out:  # one that is kept out is told by whoever parks or ends it
+            for text in answer.told:
+                self._say(f"warning: health of {self.node}: {text}")
+        number = max(attempt_numbers(self._control), default=0)
+        journal = JournalWriter(self._control.journal, "gate", number)
+        try:
+            journal.write(
+                HealthFailed(
+                    node=self.node, status=answer.status, problems=answer.told, kept_out=answer.kept_out
+                )
+            )
+        finally:
+            journal.close()
+
+    def _run_checks(self) -> list[CheckResult]:
+        """Under a second in sum where all is well; with GPUs, as long as the driver takes to answer."""
+        checks = quick_checks(self._places, patience=GATE_PATIENCE)
+        if self._has_devices():
+            checks.append(dataclasses.replace(gpu_check(), look=self._look_at_gpus))
+        return run_checks(checks)
+
+    def _look_at_gpus(self) -> list[CheckResult]:
+        at, last = self._asked
+        # What was asked for as evidence, after the workers' end, need not be asked again: it takes a while.
+        gpus = last if last is not None and time.monotonic() - at < FRESH else ask_gpus()
+        self._asked, visible = (0.0, None), visible_devices()
+        names = names_of(gpus.devices, visible)
+        for gpu in gpus.devices:
+            if gpu.bus:
+                known = self._device_at.get(gpu.bus, "")  # with one device less its name may not be clear
+                self._device_at[gpu.bus] = names.get(gpu.index) or known
+            if gpu.uncorrected is not None:
+                self._uncorrected[gpu.uuid or str(gpu.index)] = gpu.uncorrected
+        # An excluded device is no reason to keep its node out; and what `/dev` shows may be closed to this
+        # job, so that a count that differs is no proof that one is lost.
+        usable = usable_devices(visible, self.node, excluded(self._control))
+        ours = [gpu for gpu in gpus.devices if names.get(gpu.index) in usable]
+        return judge_gpus(msgspec.structs.replace(gpus, devices=ours), usable, insist=False)
+
+    # --- what the devices went through ----------------------------------------------------------------------
+
+    def begin(self, node: str) -> None:
+        """Workers start: what the devices have reported until now is nothing that they did.
+
+        `node`: what this one is called, now that it has met the others.
+        """
+        self.node = node
+        self._attempts += 1
+        self._before = None
+        if self._mode == "off" or not self._has_devices():
+            return
+        log = read_kernel_log(kmsg=self._kernel_log)
+        self._before = None if log.problem else {error.identity for error in log.errors}
+
+    def keep_device_errors(self, attempt: int) -> None:
+        """After an attempt that failed: what the driver reported since it began, as evidence."""
+        self.forget()
+        if self._mode == "off" or not self._has_devices():
+            return
+        try:
+            record_device_errors(self._control, attempt, self.node, self.device_errors())
+        except (OSError, ControlError) as error:
+            self._say(f"warning: what the devices reported could not be kept: {error}")
+
+    def device_errors(self) -> list[DeviceError]:
+        gpus = ask_gpus(EVIDENCE_TIMEOUT)
+        if not gpus.problem:
+            self._asked = (time.monotonic(), gpus)
+        return [*self._xids(gpus), *self._uncorrectable(gpus)]
+
+    def _xids(self, gpus: Gpus) -> list[DeviceError]:
+        log = read_kernel_log(kmsg=self._kernel_log)
+        if log.problem or self._before is None:
+            return []
+        names = names_of(gpus.devices, visible_devices())
+        known = {gpu.bus: names.get(gpu.index, "") for gpu in gpus.devices if gpu.bus} | self._device_at
+        return [
+            DeviceError(
+                node=self.node,
+                device=known.get(error.bus, ""),
+                at=error.at,
+                xid=error.number,
+                message=error.describe(),
+            )
+            for error in log.errors
+            # What is known, and none of ours, is another job's.
+            if error.identity not in self._before and (error.bus not in known or known[error.bus])
+        ]
+
+    def _uncorrectable(self, gpus: Gpus) -> list[DeviceError]:
+        """Memory errors that ECC could not correct, counted since the last look."""
+        names, found = names_of(gpus.devices, visible_devices()), []
+        for gpu in gpus.devices:
+            key, now = gpu.uuid or str(gpu.index), gpu.uncorrected
+            before = self._uncorrected.get(key)
+            if now is not None:
+                self._uncorrected[key] = now
+            if before is not None and now is not None and now > before and gpu.index in names:
+                text = f"{now - before} memory errors beyond correction on gpu {gpu.index}"
+                found.append(
+                    DeviceError(
+                        node=self.node,
+                        device=names[gpu.index],
+                        at=time.time(),
+                        uncorrectable=True,
+                        message=text,
+                    )
+                )
+        return found
+
+    def _has_devices(self) -> bool:
+        return present() and bool(visible_devices())

@@ -1,0 +1,154 @@
+"""The scheduler as an agent speaks with it: which job this is, when it ends, and whether to queue it again.
+
+Guarantee: without a scheduler everything here is silent and says no. It is asked to queue the job again at
+most once a launch, by the leading agent alone, as the very last thing: a job that is queued again is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from holdfast.cluster.requeueing import Asked, may_requeue, requeue_after_stop, requeue_by_decision
+from holdfast.cluster.slurm import SlurmJob
+from holdfast.cluster.time_limit import TimeLimit
+from holdfast.config import Settings
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.requeues import record_requeue, requeues_without_progress, withdraw_requeue
+from holdfast.errors import ControlError, HoldfastError
+from holdfast.journal.cluster_events import JobFound, RequeueAsked
+from holdfast.journal.text import duration, plural
+from holdfast.journal.writer import JournalWriter
+from holdfast.policy.budgets import MAX_REQUEUES
+from holdfast.policy.stopping import StopRequest
+
+NAME = "Slurm"
+ANSWER = 1.0
+"""Seconds that an attempt's start may wait to be able to say how much time is left."""
+POLL = 0.01
+
+
+class Scheduler:
+    """One for a launch."""
+
+    def __init__(self, control: ControlDirectory, settings: Settings, job: SlurmJob | None) -> None:
+        self.job = job
+        self._lead = settings.slurm.preempt_time
+        self._limit: TimeLimit | None = None
+        self._control = control
+        self._setting = settings.slurm.requeue
+        self._last: Callable[[Callable[[str], None]], None] | None = None
+
+    @property
+    def ends_at(self) -> float | None:
+        """When the job will be ended, as far as it is known here."""
+        if self._limit is not None:
+            return self._limit.ends_at
+        return self.job.ends_at if self.job is not None else None
+
+    def due(self) -> StopRequest | None:
+        """The request to stop ahead of the time limit. For one agent: who calls it asks the scheduler."""
+        return self._watch().due(time.time())
+
+    def _watch(self) -> TimeLimit:
+        if self._limit is None:
+            self._limit = TimeLimit(self.job, self._lead)
+        return self._limit
+
+    def _first_answer(self) -> float | None:
+        """When the job ends; the scheduler has a moment to say so, once a launch."""
+        fresh = self._limit is None
+        limit, deadline = self._watch(), time.monotonic() + (ANSWER if fresh else 0.0)
+        while limit.ends_at is None and time.monotonic() < deadline:
+            time.sleep(POLL)
+        return limit.ends_at
+
+    def found(self, journal: JournalWriter, tell: Callable[[str], None]) -> None:
+        """An attempt of this agent begins: journal the job it runs in, and say so in a line."""
+        job = self.job
+        if job is None:
+            return
+        ends_at = self._first_answer()
+        journal.write(
+            JobFound(
+                scheduler=NAME.lower(),
+                job=job.label,
+                restarts=job.restarts,
+                nodes=list(job.nodes),
+                ends_at=ends_at,
+                partition=job.partition,
+            )
+        )
+        parts = [f"{NAME} job {job.label}"]
+        parts += [f"restart {job.restarts}"] if job.restarts else []
+        parts += [plural(len(job.nodes), "node")] if job.nodes else []
+        parts += [f"{duration(max(0.0, ends_at - time.time()))} left"] if ends_at is not None else []
+        tell(", ".join(parts))
+
+    def can_requeue(self, step: int) -> bool:
+        """Whether the job would be started again, and has not been too often without progress."""
+        if self.job is None or self._stalled(step) >= MAX_REQUEUES:
+            return False
+        return may_requeue(self.job, self._setting)
+
+    def after_stop(self, attempt: int, request: StopRequest, step: int, exclude: Sequence[str]) -> None:
+        """The run stops on request: at the end of this launch it may be queued again."""
+        stalled = self._stalled(step)
+        self._at_last(
+            attempt,
+            step,
+            lambda: requeue_after_stop(
+                self.job, self._setting, request, exclude=list(exclude), stalled=stalled
+            ),
+        )
+
+    def by_decision(self, attempt: int, reason: str, step: int, exclude: Sequence[str]) -> None:
+        """Recovery decided that the job is to be queued again."""
+        self._at_last(
+            attempt,
+            step,
+            lambda: requeue_by_decision(self.job, self._setting, reason, exclude=list(exclude)),
+        )
+
+    def part(self, tell: Callable[[str], None]) -> None:
+        """The last thing of a launch, when nothing else is left to do."""
+        if self._limit is not None:
+            self._limit.close()
+        last, self._last = self._last, None
+        if last is None:
+            return
+        try:
+            last(tell)
+        except (HoldfastError, OSError) as error:  # how the run ended is settled, and must be what is told
+            tell(f"warning: whether job {self.job.label if self.job else ''} is queued again: {error}")
+
+    def _at_last(self, attempt: int, step: int, ask: Callable[[], Asked | None]) -> None:
+        job = self.job
+        if job is None:
+            return
+
+        def last(tell: Callable[[str], None]) -> None:
+            # Before it is asked: that may end this process before anything is written.
+            number = record_requeue(self._control, attempt, step, job.label)
+            done = ask()
+            if done is None or not done.asked:
+                withdraw_requeue(self._control, number, attempt, step)
+            if done is None:
+                return
+            with contextlib.closing(JournalWriter(self._control.journal, "launcher", attempt)) as journal:
+                journal.write(
+                    RequeueAsked(
+                        job=job.label, asked=done.asked, reason=done.reason, exclude=list(done.exclude)
+                    )
+                )
+            asked = "asked" if done.asked else "not asked"
+            tell(f"{NAME} was {asked} to queue job {job.label} again: {done.reason}")
+
+        self._last = last
+
+    def _stalled(self, step: int) -> int:
+        try:
+            return requeues_without_progress(self._control, step)
+        except ControlError:
+            return MAX_REQUEUES

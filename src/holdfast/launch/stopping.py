@@ -1,0 +1,345 @@
+"""An attempt that is asked to stop: all ranks of all nodes after the same step, by a deadline.
+
+The first request counts, whichever agent saw it. Each agent then lets its ranks promise a step, hands on the
+highest promise, and the leading agent names the step (policy/stopping.py, policy/halting.py). Ranks that have
+stopped end by themselves; when those of all nodes have, the leading agent gives the notice of it.
+
+Guarantee: every agent of the attempt learns of the request or of the attempt's end, and nothing here waits:
+`poll` looks and returns. A stop that does not come to its end by the deadline (which the ranks mind
+themselves) ends with the workers killed and code 32, on every node that can still be reached.
+
+With several nodes the words go through the round's store, each key written once:
+`stop/request`, `stop/word/<group rank>`, `stop/agreed`, `stop/leaving/<group rank>`, and how many nodes have
+`stop/said` and `stop/done`, and on how many a rank `stop/halted`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from holdfast.exit_codes import ExitCode
+from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced
+from holdfast.journal.text import duration
+from holdfast.launch.attempt import Attempt, Notice
+from holdfast.launch.context import LaunchContext
+from holdfast.launch.stop_requests import StopRequests
+from holdfast.launch.stop_words import StopWords
+from holdfast.launch.summary import say
+from holdfast.launch.workers import Workers
+from holdfast.policy.halting import Agreed, NodeWord, agree, node_word
+from holdfast.policy.stopping import StopRequest, deadline
+from holdfast.worker.beat_messages import Prepare, StopAt
+
+QUICK = 0.03
+"""Seconds between two looks while something is being agreed on."""
+CROWD = 32
+"""Nodes from which on looks are less quick."""
+QUICK_FOR = 5.0
+"""Seconds for which looks are that quick: after that only a save or a hang takes so long."""
+LEARN = 0.25
+"""Seconds between two looks for another node's request."""
+OVERTIME = 8.0
+"""Seconds beyond the deadline until the agent ends ranks that should have ended themselves by then."""
+LAST_WORDS = 1.0
+"""Seconds for the monitor to read what a rank said before it ended."""
+FINE = (int(ExitCode.OK), int(ExitCode.STOPPED))
+"""Codes of a worker that has stopped as it was asked to."""
+REQUEST, AGREED = "stop/request", "stop/agreed"
+
+
+class Handed(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as it is handed round."""
+
+    request: StopRequest
+    seconds: float | None = None
+    """Until the hard deadline, from the request on; None for none."""
+    why: str = ""
+    """What the deadline rests on."""
+    leaves: str = ""
+    """The node that alone is to leave a group which may shrink; empty if the whole run is to stop."""
+
+
+class Stopping:
+    """The stop of one attempt, as the agent of one node takes part in it."""
+
+    def __init__(self, attempt: Attempt, workers: Workers, context: LaunchContext) -> None:
+        self._attempt = attempt
+        self._workers = workers
+        self._context = context
+        self._requests = StopRequests(attempt, context)
+        self._alone = attempt.place.nodes == 1
+        self._handed: Handed | None = None
+        self._learnt = 0.0
+        self._moved = 0.0
+        self._read = 0.0
+        self._said: NodeWord | None = None
+        self._agreed: Agreed | None = None
+        self._agreed_at = 0.0
+        self._ended_at = 0.0
+        self._prepared: set[int] = set()
+        self._told: set[int] = set()
+        self._leaving = False
+        self._done = False
+        self._forced = False
+
+    @property
+    def request(self) -> StopRequest | None:
+        """The request that counts; None while there is none."""
+        return self._handed.request if self._handed is not None else None
+
+    @property
+    def of_all(self) -> bool:
+        """Whether the whole run is to stop, and not a node of it alone."""
+        return self._handed is not None and not self._handed.leaves
+
+    @property
+    def pause(self) -> float | None:
+        """Seconds to the next look; None if there is no hurry."""
+        if self._handed is None or time.monotonic() - self._moved > QUICK_FOR:
+            return None
+        return QUICK * max(1.0, self._attempt.place.nodes / CROWD)  # all of them ask one store
+
+    def failed(self, ended: Mapping[int, int]) -> bool:
+        """Whether a worker has ended as none should."""
+        fine = FINE if self._handed is not None else (int(ExitCode.OK),)
+        return any(code not in fine for code in ended.values())
+
+    def poll(self, ended: Mapping[int, int]) -> Notice | None:
+        """See to the stop, if there is one: the notice of its end, once there is one."""
+        words = self._context.monitor.stop_words()
+        if self._handed is None and not self._learn(ended, words):
+            return None
+        notice = self._hurried(ended, words) or self._late()
+        if notice is not None or self.failed(ended):
+            return notice
+        self._take_leave()
+        if self._agreed is None:
+            self._prepare()
+            self._speak(ended, words)
+            self._agree()
+        if self._agreed is not None:
+            return self._go_on(self._agreed, ended, words)
+        return None
+
+    # -- the request ----------------------------------------------------------------------------------------
+
+    def _learn(self, ended: Mapping[int, int], words: StopWords) -> bool:
+        """Whether there is a request now: this node's own, unless another one's came first."""
+        found = self._requests.look(ended, words.wishes)
+        mine = self._hand(found) if found is not None else None
+        if self._alone:
+            handed = mine
+        elif mine is not None:
+            raw = self._attempt.fix(REQUEST, msgspec.json.encode(mine).decode())
+            handed = msgspec.json.decode(raw, type=Handed)
+        elif time.monotonic() - self._read < LEARN:
+            return False
+        else:
+            self._read = time.monotonic()
+            there = self._attempt.read([REQUEST]).get(REQUEST)
+            handed = msgspec.json.decode(there, type=Handed) if there else None
+        if handed is None:
+            return False
+        self._handed = handed
+        self._learnt = self._moved = time.monotonic()
+        if handed == mine:
+            request = handed.request
+            self._attempt.journal.write(
+                StopAsked(
+                    source=request.source,
+                    detail=request.detail,
+                    node=request.node,
+                    rank=request.rank,
+                    seconds=handed.seconds,
+                )
+            )
+        what = f"node {handed.leaves} leaves" if handed.leaves else "all ranks save and stop"
+        limit = f", within {duration(handed.seconds)} ({handed.why})" if handed.seconds is not None else ""
+        say(f"asked to stop: {handed.request.detail}; {what}{limit}")
+        return True
+
+    def _hand(self, request: StopRequest) -> Handed:
+        context, place = self._context, self._attempt.place
+        limit = deadline(context.settings.stop.shutdown_timeout_sec, request.lead)
+        elastic = context.min_nodes < context.max_nodes
+        alone = elastic and not place.leads and context.signals.received is not None and request.rank is None
+        return Handed(
+            request=request, seconds=limit.seconds, why=limit.why, leaves=place.node if alone else ""
+        )
+
+    def _left(self) -> float | None:
+        """Seconds until the deadline."""
+        seconds = self._handed.seconds if self._handed is not None else None
+        return None if seconds is None else seconds - (time.monotonic() - self._learnt)
+
+    def _take_leave(self) -> None:
+        """In a group that may go on: who was told to stop itself says so."""
+        handed = self._handed
+        if self._leaving or handed is None or not handed.leaves or self._context.signals.received is None:
+            return
+        self._leaving = True
+        place = self._attempt.place
+        self._attempt.fix(f"stop/leaving/{place.group_rank}", place.node)
+
+    # -- the step -------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Ask every rank that can be asked for its promise."""
+        assert self._handed is not None
+        if not self._context.settings.stop.exit_signal_handler:
+            return
+        monitor, left = self._context.monitor, self._left()
+        seconds = None if left is None else max(0.0, left)
+        prepare = Prepare(self._handed.request.detail, seconds, time.monotonic() - self._learnt)
+        for rank in monitor.hearing().there - self._prepared:
+            if monitor.tell(rank, prepare):
+                self._prepared.add(rank)
+
+    def _speak(self, ended: Mapping[int, int], words: StopWords) -> None:
+        """Hand on what this node's ranks have promised, once."""
+        if self._said is not None:
+            return
+        running = set(self._workers.pids) - set(ended)
+        hearing = self._context.monitor.hearing()
+        asked = self._context.settings.stop.exit_signal_handler
+        there = hearing.there if asked else frozenset[int]()
+        waited = time.monotonic() - self._learnt
+        self._said = node_word(running, there, hearing.done, words.promises, waited)
+        if self._said is None or self._alone:
+            return
+        text = msgspec.json.encode(self._said).decode()
+        self._attempt.fix(f"stop/word/{self._attempt.place.group_rank}", text)
+        self._attempt.count_in("stop/said")
+
+    def _agree(self) -> None:
+        """Name the step if this node leads, and all have spoken; else learn it."""
+        attempt = self._attempt
+        if self._alone:
+            self._agreed = agree([self._said]) if self._said is not None else None
+        elif attempt.place.leads:
+            if self._said is None or attempt.counted("stop/said") < attempt.place.nodes:
+                return
+            keys = [f"stop/word/{rank}" for rank in range(attempt.place.nodes)]
+            said = attempt.read(keys)
+            if len(said) < len(keys):
+                return
+            agreed = agree(msgspec.json.decode(raw, type=NodeWord) for raw in said.values())
+            raw = attempt.fix(AGREED, msgspec.json.encode(agreed).decode())
+            self._agreed = msgspec.json.decode(raw, type=Agreed)
+        else:
+            raw_agreed = attempt.read([AGREED]).get(AGREED)
+            self._agreed = msgspec.json.decode(raw_agreed, type=Agreed) if raw_agreed else None
+        if self._agreed is None:
+            return
+        self._agreed_at = self._moved = time.monotonic()
+        if attempt.place.leads and self._agreed.step is not None:
+            after = self._agreed_at - self._learnt
+            attempt.journal.write(StopAgreed(step=self._agreed.step, after=after))
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    def _go_on(self, agreed: Agreed, ended: Mapping[int, int], words: StopWords) -> Notice | None:
+        if agreed.end:
+            return self._end_them(agreed.code, "its ranks cannot be asked to save")
+        if agreed.step is not None:
+            monitor = self._context.monitor
+            self._prepare()  # who has said hello only now
+            for rank in monitor.hearing().there - self._told:
+                if monitor.tell(rank, StopAt(agreed.step)):
+                    self._told.add(rank)
+            grace = self._context.settings.launch.stop_grace
+            if agreed.step == 0 and time.monotonic() - self._agreed_at > grace:
+                return self._end_them(int(ExitCode.STOPPED), f"nothing was trained within {grace:g} s")
+        return self._finish(ended, words)
+
+    def _end_them(self, code: int, why: str) -> Notice | None:
+        """The workers are ended as they are; on several nodes the leading agent says so."""
+        return self._conclude(code, why) if self._attempt.place.leads else None
+
+    def _finish(self, ended: Mapping[int, int], words: StopWords) -> Notice | None:
+        """When the ranks of all nodes have ended by themselves, the leading agent gives the notice."""
+        attempt = self._attempt
+        halted = bool(words.halted) or int(ExitCode.STOPPED) in ended.values()
+        alive = set(self._workers.pids) - set(ended)
+        if alive and not (halted and alive.isdisjoint(self._told | self._context.monitor.hearing().done)):
+            return None
+        if not halted and self._unread(ended):
+            return None
+        if self._alone:
+            return self._conclude(int(ExitCode.STOPPED)) if halted else self._finished()
+        if not self._done:
+            self._done = True
+            if halted:
+                attempt.count_in("stop/halted")
+            attempt.count_in("stop/done")
+            self._moved = time.monotonic()
+        if not attempt.place.leads or attempt.counted("stop/done") < attempt.place.nodes:
+            return None
+        if attempt.counted("stop/halted"):
+            return self._conclude(int(ExitCode.STOPPED))
+        return self._finished()
+
+    def _unread(self, ended: Mapping[int, int]) -> bool:
+        """Whether a rank that has ended may have said that it halted, and the monitor has not read it."""
+        self._ended_at = self._ended_at or time.monotonic()
+        speaking = self._context.monitor.hearing().there & set(ended)
+        return bool(speaking) and time.monotonic() - self._ended_at < LAST_WORDS
+
+    def _finished(self) -> Notice:
+        """The last step of the run was reached before the stop was."""
+        return self._attempt.give(Notice(kind="finished", node=self._attempt.place.node))
+
+    def _hurried(self, ended: Mapping[int, int], words: StopWords) -> Notice | None:
+        """A second request means now, unless all that was asked for is done."""
+        if len(ended) == len(self._workers.pids) and not self.failed(ended):
+            return None
+        again = self._context.signals.again
+        urgent = next((rank for rank, wish in sorted(words.wishes.items()) if wish.now), None)
+        if again is not None:
+            why = f"{again.name} to the agent on {self._attempt.place.node}, a second signal, means now"
+        elif urgent is not None:
+            why = f"a second signal to rank {urgent} means now"
+        else:
+            return None
+        self._workers.kill()
+        return self._force(why, urgent)
+
+    def _late(self) -> Notice | None:
+        left = self._left()
+        if left is None or left + OVERTIME > 0:
+            return None
+        assert self._handed is not None
+        return self._force(f"not all ranks had ended by the deadline ({self._handed.why})")
+
+    def _force(self, why: str, rank: int | None = None) -> Notice:
+        if not self._forced:
+            self._forced = True
+            self._attempt.journal.write(StopForced(why=why, rank=rank))
+            say(f"the stop is forced: {why}")
+        return self._conclude(int(ExitCode.STOPPED_UNSAVED), why)
+
+    def _conclude(self, code: int, why: str = "") -> Notice:
+        """The notice of the end, the same for all nodes; the others go on if a node only leaves."""
+        handed, attempt = self._handed, self._attempt
+        assert handed is not None
+        detail = f"{handed.request.detail}; {why}" if why else handed.request.detail
+        kind, leavers = "stopped", {}
+        if handed.leaves:
+            keys = {f"stop/leaving/{rank}": rank for rank in range(attempt.place.nodes)}
+            leavers = {keys[key]: node.decode() for key, node in attempt.read(list(keys)).items()}
+            nodes = {*leavers.values(), handed.leaves}
+            if 0 not in leavers and attempt.place.nodes - len(nodes) >= self._context.min_nodes:
+                kind = "left"
+        return attempt.give(
+            Notice(
+                kind=kind,
+                node=handed.leaves or handed.request.node or attempt.place.node,
+                nodes=sorted({*leavers.values(), handed.leaves}) if kind == "left" else [],
+                at=time.time(),
+                detail=detail,
+                exit_code=code,
+            )
+        )

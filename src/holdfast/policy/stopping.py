@@ -1,0 +1,72 @@
+"""Stopping on request: after which step, by when, and what comes of it.
+
+Guarantee: all ranks stop after the same step, without a collective. A rank that is told of the request
+*promises* the step it is in (or will do next): it does not go past it before it knows where all stop. Once
+every rank has promised, the highest promise is that step. Nobody can be past it, and who is short of it goes
+on until it is reached, so no rank waits in a collective for one that has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+import msgspec
+
+MARGIN = 10.0
+"""Seconds before the scheduler's own end at which ranks must be gone, so that what they leave can be told."""
+REPEATED = 3.0
+"""Seconds within which a second signal is the same request on another way: a scheduler signals every process,
+and a batch script forwards what it gets. Later, it means now."""
+
+
+class Source(StrEnum):
+    SIGNAL = "signal"
+    STOP_FILE = "stop_file"
+    OPERATOR = "operator"
+    TIME_LIMIT = "time_limit"
+
+
+class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to stop, as it is handed round; the first of a run's attempt counts."""
+
+    source: Source
+    detail: str
+    """In words: which signal, from whom, why."""
+    signal: str = ""
+    """`SIGTERM` and such; empty unless it was one."""
+    node: str = ""
+    rank: int | None = None
+    at: float = 0.0
+    """Seconds since 1970."""
+    lead: float | None = None
+    """Seconds that the scheduler leaves from then on; None if that is not known."""
+
+
+class Deadline(msgspec.Struct, frozen=True):
+    seconds: float | None
+    """From the request on; None for no limit."""
+    why: str
+
+
+def deadline(shutdown_timeout: float, lead: float | None) -> Deadline:
+    """By when ranks must have ended: the setting (0 is none), or the scheduler's lead less a margin."""
+    limits: list[tuple[float, str]] = []
+    if shutdown_timeout > 0:
+        limits.append((shutdown_timeout, f"stop.shutdown_timeout_sec = {shutdown_timeout:g}"))
+    if lead is not None:
+        left = max(lead - MARGIN, lead / 2, 0.0)
+        limits.append((left, f"the scheduler ends the job in {lead:.0f} s"))
+    if not limits:
+        return Deadline(None, "no limit is set")
+    return Deadline(*min(limits))
+
+
+def stop_step(promises: Iterable[int]) -> int:
+    """After which step all ranks stop, once every one has promised."""
+    return max(promises)
+
+
+def is_repeated(first: float, now: float) -> bool:
+    """Whether a second signal still belongs to the first request."""
+    return now - first < REPEATED

@@ -1,0 +1,1 @@
+"""`holdfast recover`: the recovery runbook as a program."""

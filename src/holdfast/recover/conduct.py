@@ -1,0 +1,216 @@
+"""The whole runbook, from looking to the record: `examine`, then what may be done, then watching it.
+
+Guarantee: without `run`, `yes` or a person's answer nothing is changed but for the record's own file. A run
+that is held by somebody, has no rung, no storage or no nodes is never started, whatever was answered; only a
+stop that recovery decided on can be overruled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from holdfast.checkpoint.resolution import FRESH
+from holdfast.checkpoint.resolver import checkpoint_root
+from holdfast.checkpoint.verify import Progress
+from holdfast.control.attempts import attempt_numbers
+from holdfast.control.directory import ControlDirectory
+from holdfast.errors import ControlError
+from holdfast.exit_codes import ExitCode
+from holdfast.files import explain_os_error, replace_atomic
+from holdfast.policy.resume_check import Agreement, is_correct
+from holdfast.policy.runbook import LIVE, Finding, Mark, Stage
+from holdfast.recover.acting import Started, drain
+from holdfast.recover.examine import ATTEMPTS, examine, timeline
+from holdfast.recover.journalled import recent_lines
+from holdfast.recover.report import Action, Report
+from holdfast.recover.text import Row, check_rows, markdown, rows, verdict
+from holdfast.recover.watching import ResumeWatch
+
+LOOK = 0.5
+"""Seconds between two looks at the journal, and at what was started."""
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for on the command line."""
+
+    run: bool = False
+    yes: bool = False
+    watch: bool | None = None
+    """None: what is started here is watched."""
+    timeout: float = 3600.0
+    """Seconds for which a resume is watched."""
+    record: Path | None = None
+    root: Path | None = None
+    remote: str | None = None
+    ranks: int | None = None
+    quick: bool = False
+    command: Sequence[str] = ()
+    by: str = ""
+    to_stderr: bool = False
+
+
+Show = Callable[[Row], None]
+Ask = Callable[[str], bool | None]
+"""A question to a person; None if there is none to ask."""
+
+
+class Reading(Protocol):
+    """Shows how far the reading of checkpoints has come, while it is open."""
+
+    advance: Progress | None
+
+    def __enter__(self) -> Reading: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def conduct(
+    control: ControlDirectory, wishes: Wishes, show: Show, ask: Ask, reading: Callable[[], Reading]
+) -> Report:
+    """Go through the runbook; the report's `exit_code` is what to end with."""
+    with reading() as shown:
+        report = examine(
+            control,
+            root=wishes.root,
+            remote=wishes.remote,
+            given=wishes.command,
+            ranks=wishes.ranks,
+            quick=wishes.quick,
+            progress=shown.advance,
+        )
+    for row in rows(report):
+        show(row)
+    _drain(control, report, wishes, show, ask)
+    show(Row("", "", report.answer))
+    if report.state in LIVE and wishes.watch:
+        _watch_live(control, report, wishes, show)
+    elif wishes.run and report.state not in (*LIVE, "finished") and _may_start(report, wishes, show, ask):
+        _start(control, report, wishes, show)
+    if _write(control, report, wishes):
+        show(Row("", "", f"the record is in {wishes.record}"))
+    return report
+
+
+def _drain(control: ControlDirectory, report: Report, wishes: Wishes, show: Show, ask: Ask) -> None:
+    if not report.drains:
+        return
+    names = ", ".join(one.describe() for one in report.drains)
+    if wishes.yes or ask(f"Drain {names}?"):
+        report.actions += drain(control, report.drains, wishes.by)
+    else:
+        why = "give --yes to do it"
+        report.actions += [
+            Action(what=f"drain {one.describe()}", done=False, result=why) for one in report.drains
+        ]
+    for action in report.actions:
+        show(
+            Row(
+                "done" if action.done else "not done",
+                "",
+                f"{action.what}: {action.result}".removesuffix(": "),
+            )
+        )
+
+
+def _may_start(report: Report, wishes: Wishes, show: Show, ask: Ask) -> bool:
+    """Whether the command may be run; only a decided stop can be overruled."""
+    blocking = [one for one in report.findings if one.code]
+    if any(one.stage is not Stage.CLASSIFY for one in blocking):
+        show(Row("not run", "bold red", report.answer))
+        return False
+    if report.command is None:
+        report.exit_code = int(ExitCode.USAGE)
+        show(Row("not run", "bold red", "how it was started is not known: give the command after `--`"))
+        return False
+    if report.submit:
+        report.exit_code = int(ExitCode.USAGE)
+        show(Row("not run", "bold red", report.submit))
+        return False
+    if blocking and not (wishes.yes or ask(f"{blocking[0].evidence[0]} Start it all the same?")):
+        show(Row("not run", "bold red", f"{blocking[0].text}. Give --yes to start it all the same"))
+        return False
+    return True
+
+
+def _start(control: ControlDirectory, report: Report, wishes: Wishes, show: Show) -> None:
+    assert report.command is not None
+    assert report.resolution is not None
+    found = report.resolution
+    newest = max(attempt_numbers(control), default=0)
+    expected = "" if found.chosen == FRESH else found.chosen
+    watch = ResumeWatch(control, Path(found.root), after=newest, expected=expected)
+    show(Row("run", "", report.command.shown()))
+    started = Started(report.command, to_stderr=wishes.to_stderr)
+    report.started = True
+    report.actions.append(Action(what="start the run again", done=True))
+    deadline = time.monotonic() + wishes.timeout
+    watching = wishes.watch is not False
+    with started.passing_on():
+        while (code := started.poll()) is None:  # as long as the run lives: it is its own bound
+            started.wait(LOOK)
+            if not watching:
+                continue
+            watch.poll()
+            if watch.over or time.monotonic() >= deadline:
+                _judge(report, watch, show)
+                _write(control, report, wishes)
+                watching = False
+    report.ended_with = code
+    if wishes.watch is not False:
+        watch.poll()
+        _judge(report, watch, show)
+    report.exit_code = code or (int(ExitCode.FAILED) if report.correct is False else 0)
+    report.answer = f"started again, and ended with code {code}"
+    show(Row("", "", report.answer))
+
+
+def _judge(report: Report, watch: ResumeWatch, show: Show) -> None:
+    """Say whether the resume was correct, unless the very same was said before."""
+    points = watch.points()
+    said = [(one.point, one.verdict) for one in report.check]
+    report.check, report.correct = points, is_correct(points)
+    if [(one.point, one.verdict) for one in points] == said:
+        return
+    for row in check_rows(points):
+        show(row)
+    show(Row("", "", verdict(report)))
+    mark = {True: Mark.OK, False: Mark.PROBLEM, None: Mark.UNKNOWN}[report.correct]
+    wrong = [
+        f"{one.point}: expected {one.expected}, found {one.found}"
+        for one in points
+        if one.verdict is Agreement.NOT_CORRECT
+    ]
+    kept = [one for one in report.findings if one.stage is not Stage.RESUME]
+    report.findings = [*kept, Finding(stage=Stage.RESUME, mark=mark, text=verdict(report), evidence=wrong)]
+
+
+def _watch_live(control: ControlDirectory, report: Report, wishes: Wishes, show: Show) -> None:
+    """Judge the resume of the attempt that runs now, started by whomever."""
+    newest = max(attempt_numbers(control), default=0)
+    watch = ResumeWatch(control, wishes.root or checkpoint_root(control), after=newest - 1, expected=None)
+    deadline = time.monotonic() + wishes.timeout
+    while True:
+        watch.poll()
+        if watch.over or time.monotonic() >= deadline:
+            break
+        time.sleep(LOOK)
+    _judge(report, watch, show)
+    if report.correct is not None:
+        report.exit_code = 0 if report.correct else int(ExitCode.FAILED)
+
+
+def _write(control: ControlDirectory, report: Report, wishes: Wishes) -> bool:
+    """Write the record, if one was asked for."""
+    if wishes.record is None:
+        return False
+    report.timeline = timeline(recent_lines(control, attempt_numbers(control)[-ATTEMPTS:]))
+    try:
+        replace_atomic(wishes.record, markdown(report).encode())
+    except OSError as error:
+        raise ControlError(str(explain_os_error(error, "write", wishes.record))) from error
+    return True

@@ -1,0 +1,172 @@
+"""What the records and the journal of a run say of its end, as the runbook's judgements take it. Reads only.
+
+Like the status it always answers: what cannot be read is left out and named under `problems`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from holdfast.control.attempts import AttemptRecord, EndRecord, FailureRecord, attempt_numbers, failures_of
+from holdfast.control.directory import ControlDirectory, read_record
+from holdfast.control.exclusions import Exclusion, excluded
+from holdfast.control.launches import LaunchRecord
+from holdfast.errors import ControlError
+from holdfast.journal.cluster_events import HealthFailed, PingFailed, StopAsked, StopForced, StopSaved
+from holdfast.journal.events import LeaseLost, Line, OperatorActed, SaveFailed, StorageAlarm, Warned
+from holdfast.journal.render import printable, render
+from holdfast.launch.history import past_attempts
+from holdfast.launch.incident_line import Decided
+from holdfast.observe.status import Status
+from holdfast.policy.budgets import episode
+from holdfast.policy.capacity import Cluster
+from holdfast.policy.capacity import Exclusion as KeptOut
+from holdfast.policy.readiness import Suspected
+from holdfast.policy.recovery import describe_end
+from holdfast.policy.runbook import Facts, StopFacts
+
+SHOWN = 8
+"""Failures and notes told one by one."""
+REMEMBERED = 5
+"""Attempts whose nodes are taken to be there still."""
+LAUNCHER_ENDED = "the launcher on "
+"""How the launcher's own warning begins when it ends without a decision."""
+
+T = TypeVar("T")
+
+
+def facts_of(control: ControlDirectory, status: Status, lines: list[Line]) -> Facts:
+    """`lines`: of the newest attempt at least."""
+    number = status.attempt
+    problems = list(status.problems)
+
+    def tried(read: Callable[[], T], default: T) -> T:
+        try:
+            return read()
+        except (ControlError, OSError) as error:
+            problems.append(printable(str(error)))
+            return default
+
+    folder = control.attempt(number)
+    decided = tried(lambda: _decided(control, number), None)
+    end = tried(lambda: read_record(folder / "end.json", EndRecord), None)
+    failures: list[FailureRecord] = tried(lambda: failures_of(control, number), [])
+    told = [
+        f"rank {one.rank} on {printable(one.node)}: {describe_end(one.exit_code)}"
+        + (f": {printable(one.message, 300)}" if one.message else "")
+        for one in failures[:SHOWN]
+    ]
+    if len(failures) > SHOWN:
+        told.append(f"and {len(failures) - SHOWN} more")
+    mine = [line for line in lines if line.attempt == number]
+    incident, reset = status.incident, status.budget_reset
+    return Facts(
+        state=status.state,
+        detail=status.detail,
+        attempt=number,
+        exit_code=status.exit_code,
+        cause=end.cause if end is not None else "",
+        incident=incident.text if incident is not None and incident.attempt == number else "",
+        step=status.step,
+        saved_step=status.save.step if status.save is not None else None,
+        action=decided.action if decided is not None else "",
+        decided_code=decided.exit_code if decided is not None else 0,
+        reason=printable(decided.reason) if decided is not None else "",
+        failures=told,
+        hang=str(folder / "hang") if (folder / "hang").is_dir() else "",
+        stop=_stop(mine),
+        lease=f"{status.lease.holder}, {status.lease.detail}" if status.lease is not None else "",
+        notes=_notes(mine),
+        forgiven=reset is not None and reset.attempt >= number,
+        paused=status.paused.describe() if status.paused is not None else "",
+        problems=problems,
+    )
+
+
+def _decided(control: ControlDirectory, number: int) -> Decided | None:
+    found = read_record(control.attempt(number) / "decisions" / "recovery.json", dict)
+    return Decided.of(found) if found is not None else None
+
+
+def _stop(lines: list[Line]) -> StopFacts | None:
+    asked = next((line.body for line in lines if isinstance(line.body, StopAsked)), None)
+    if asked is None:
+        return None
+    saved = [line.body.checkpoint for line in lines if isinstance(line.body, StopSaved)]
+    forced = [line.body.why for line in lines if isinstance(line.body, StopForced)]
+    return StopFacts(
+        source=asked.source,
+        detail=printable(asked.detail),
+        saved=saved[-1] if saved else "",
+        forced=printable(forced[-1]) if forced else "",
+    )
+
+
+def _notes(lines: list[Line]) -> list[str]:
+    """What else was journalled that may have to do with the end, the last few of each kind."""
+    kinds = (HealthFailed, PingFailed, StorageAlarm, SaveFailed, LeaseLost)
+    found = [render(line.body).text for line in lines if isinstance(line.body, kinds)]
+    ended = [
+        printable(line.body.message)
+        for line in lines
+        if isinstance(line.body, Warned) and line.body.message.startswith(LAUNCHER_ENDED)
+    ]
+    return [*found[-SHOWN:], *ended[-1:]]
+
+
+def suspected(control: ControlDirectory, lines: list[Line], forgiven: int) -> list[Suspected]:
+    """Nodes and devices that attempts without progress speak against, and failed health checks.
+
+    What was said of a node before somebody readmitted it no longer counts.
+    """
+    newest = max(attempt_numbers(control), default=0)
+    readmitted = {
+        line.body.subject: line.at
+        for line in lines
+        if isinstance(line.body, OperatorActed) and line.body.action == "readmit"
+    }
+    found = [
+        Suspected(
+            node=one.culprit_node,
+            device=one.culprit_device or None,
+            why=f"attempt {one.number}: {one.cause or 'failed'} there"
+            + (f", {printable(one.message, 200)}" if one.message else ""),
+            sure=one.named,
+        )
+        for one in episode(past_attempts(control, before=newest + 1), forgiven)
+        if one.culprit_node and one.at >= _readmitted_at(readmitted, one.culprit_node, one.culprit_device)
+    ]
+    for line in lines:
+        body = line.body
+        if not isinstance(body, HealthFailed) or line.at < _readmitted_at(readmitted, body.node):
+            continue
+        if body.status == "critical" or body.kept_out:
+            why = "; ".join(map(printable, body.problems)) or "its health check failed"
+            found.append(Suspected(node=body.node, why=why, sure=True))
+    return found
+
+
+def _readmitted_at(readmitted: Mapping[str, float], node: str, device: str = "") -> float:
+    """When a node, or a device of it, was readmitted last; 0 if never."""
+    as_told = Exclusion(node=node, device=device or None).describe()
+    return max(readmitted.get(node, 0.0), readmitted.get(as_told, 0.0))
+
+
+def cluster_of(control: ControlDirectory, started: LaunchRecord | None) -> Cluster:
+    """The nodes that took part of late, what is kept out, and how many are needed."""
+    numbers = attempt_numbers(control)[-REMEMBERED:]
+    records = [read_record(control.attempt(one) / "attempt.json", AttemptRecord) for one in numbers]
+    nodes = [node for record in reversed(records) if record is not None for node in record.nodes]
+    if not nodes and started is not None:
+        nodes = [started.node]
+    low = started.min_nodes if started is not None else 1
+    high = started.max_nodes if started is not None else 0
+    return Cluster(
+        nodes=list(dict.fromkeys(nodes)),
+        workers_per_node=max(1, started.workers_per_node) if started is not None else 1,
+        min_nodes=low,
+        max_nodes=high,
+        may_shrink=low < high,
+        excluded=[KeptOut(one.node, one.device, one.reason) for one in excluded(control)],
+    )

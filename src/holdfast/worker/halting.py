@@ -1,0 +1,294 @@
+"""A rank's readiness to stop when asked: puts together, for `Run`, the signals, the agreement, how its words
+travel, and the deadline.
+
+Who asks: a signal to this rank; under the launcher its agent, which hears of all the rest; without one the
+stop file and the job's time limit, at which rank 0 looks once a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from holdfast.cluster.slurm import current_job
+from holdfast.cluster.time_limit import TimeLimit
+from holdfast.control.group import Group
+from holdfast.errors import UsageError
+from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopSaved
+from holdfast.journal.events import Event, Warned
+from holdfast.policy.stopping import Source, StopRequest, deadline
+from holdfast.settings import Settings
+from holdfast.settings_cluster import parse_signals
+from holdfast.worker.beat_messages import Prepare
+from holdfast.worker.beats import Beats
+from holdfast.worker.loader_signals import LoaderSignals
+from holdfast.worker.membership import Membership
+from holdfast.worker.saving import Kept
+from holdfast.worker.stop_deadline import StopDeadline
+from holdfast.worker.stop_signals import StopSignals
+from holdfast.worker.stop_store import StopOverStore
+from holdfast.worker.stopping import Stopping
+
+log = logging.getLogger("holdfast")
+
+
+class Halting:
+    """One for a run's process. Everything but `close` may come from any thread."""
+
+    _newest: ClassVar[Halting | None] = None
+    """Whose the signals are: those of the run that was made last."""
+
+    def __init__(self, counter: Callable[[], int]) -> None:
+        self.stopping = Stopping(counter)
+        self.deadline = StopDeadline(self._forced)
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._timeout = 0.0
+        self._patience = 0.0
+        self._signals: StopSignals | None = None
+        self._beats: Beats | None = None
+        self._over_store: StopOverStore | None = None
+        self._member: Membership | None = None
+        self._last_save: Callable[[], float | None] = lambda: None
+        self._wish: StopRequest | None = None
+        self._watched: TimeLimit | None = None
+        self._loaders: LoaderSignals | None = None
+
+    @property
+    def takes_sigterm(self) -> bool:
+        return self._signals is not None and self._signals.takes(signal.SIGTERM)
+
+    # --- getting ready --------------------------------------------------------------------------------------
+
+    def watch(self, settings: Settings) -> None:
+        """Take the signals, as the settings say. From here on one that comes is not lost."""
+        chosen = settings.stop
+        self._timeout, self._patience = chosen.shutdown_timeout_sec, settings.control.decision_timeout
+        earlier, Halting._newest = Halting._newest, self
+        if earlier is not None:
+            earlier.give_signals_back()
+        if chosen.exit_signal_handler_for_dataloader:
+            self._loaders = LoaderSignals(parse_signals(chosen.exit_signal))
+        if chosen.exit_signal_handler:
+            self._signals = StopSignals(
+                parse_signals(chosen.exit_signal),
+                self._on_signal,
+                self._on_second_signal,
+                instead="stop.exit_signal_handler = false",
+            )
+            self._signals.install()
+
+    def heed(self, beats: Beats) -> None:
+        """There may be an agent: what it says of stopping counts, and it is told of this rank's signals."""
+        self._beats = beats
+        if beats.watched and self._wish is not None:
+            beats.wish(self._wish.detail, self._wish.signal)
+
+    def spare(self, loader: object) -> None:
+        """This loader is the run's: its worker processes outlive a request to stop, if that is set."""
+        if self._loaders is not None:
+            self._loaders.spare(loader)
+
+    def joined(
+        self, settings: Settings, group: Group, member: Membership, last_save: Callable[[], float | None]
+    ) -> None:
+        """The attempt is known; where no agent speaks for the group, its ranks speak to each other."""
+        self._member, self._rank, self._last_save = member, group.rank, last_save
+        self.deadline.write_to(member.control.attempt(member.attempt) / "stop" / f"rank_{group.rank}.txt")
+        if self._beats is not None and self._beats.watched:
+            return
+        self._over_store = StopOverStore(
+            self.stopping,
+            group.store,
+            group.rank,
+            group.world_size,
+            heard=self._heard,
+            agreed=self._agreed,
+            unanswered=self._unanswered,
+            look=self._requests(settings) if group.is_coordinator else None,
+        )
+        if self._wish is not None:
+            self._over_store.wish(self._wish)
+
+    def _requests(self, settings: Settings) -> Callable[[], StopRequest | None]:
+        """What rank 0 looks at once a second."""
+        file = settings.stop_file()
+        limit = self._watched = time_limit(settings)
+
+        def look() -> StopRequest | None:
+            if _exists(file):
+                return StopRequest(source=Source.STOP_FILE, detail=f"{file} is there", at=time.time())
+            return limit.due(time.time()) if limit is not None else None
+
+        return look
+
+    # --- being asked ----------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        wish = StopRequest(
+            source=Source.SIGNAL,
+            detail=f"{number.name} to rank {self._rank}",
+            signal=number.name,
+            node=socket.gethostname(),
+            rank=self._rank,
+            at=time.time(),
+        )
+        if not self.stopping.asked:
+            log.warning("holdfast: %s: the run is to save and stop", wish.detail)
+        self.arm(self._timeout)
+        self._wish = wish
+        if self._beats is not None and self._beats.watched:
+            self._beats.wish(wish.detail, wish.signal)
+        elif self._over_store is not None:
+            self._over_store.wish(wish)
+
+    def _on_second_signal(self, number: signal.Signals) -> None:
+        why = f"{number.name} came to rank {self._rank} a second time"
+        if self._beats is not None:
+            self._beats.wish(why, number.name, now=True)
+        self._forced(why, "")
+
+    def arm(self, timeout: float, lead: float | None = None) -> float | None:
+        """Mind the deadline that these make; seconds until it."""
+        self._tell_loaders()
+        limit = deadline(timeout, lead)
+        self.deadline.arm(limit.seconds, limit.why)
+        return limit.seconds
+
+    def prepare(self, asked: Prepare) -> int:
+        """The agent says that the run is to stop: what this rank promises."""
+        promise = self.stopping.prepare(asked.why, asked.ago)
+        self._tell_loaders()
+        self.deadline.arm(asked.seconds, f"{asked.seconds or 0.0:.0f} s after the agent said: {asked.why}")
+        # Not here: the journal's disk may be slow, and all wait for the promise.
+        threading.Thread(target=self._judge, args=(asked.seconds,), daemon=True).start()
+        return promise
+
+    def _tell_loaders(self) -> None:
+        if self._loaders is not None:
+            self._loaders.asked()
+
+    def agree(self, step: int) -> None:
+        """The agent names the step."""
+        self.stopping.agreed(step)
+
+    def _heard(self, request: StopRequest) -> None:
+        """A request counts for the group, and no agent journals it."""
+        seconds = self.arm(self._timeout, request.lead)
+        if self._rank == 0:
+            log.warning(
+                "holdfast: asked to stop: %s; %s",
+                request.detail,
+                "no deadline is set" if seconds is None else f"{seconds:.0f} s until the hard deadline",
+            )
+            self._write(
+                StopAsked(
+                    source=str(request.source),
+                    detail=request.detail,
+                    node=request.node,
+                    rank=request.rank,
+                    seconds=seconds,
+                )
+            )
+        self._judge(seconds)
+
+    def _agreed(self, step: int) -> None:
+        self._write(StopAgreed(step=step, after=round(self.stopping.seconds, 3)))
+
+    def _unanswered(self, who: str) -> None:
+        """No agreement will come: who waits for it, or in a collective for the one that is gone, ends."""
+        self.deadline.arm(0.0, f"{who}, so there is no step after which all ranks stop")
+
+    def _judge(self, seconds: float | None) -> None:
+        """Rank 0 says so when a save takes longer than there is time."""
+        took = self._last_save() if self._rank == 0 else None
+        if took is not None and seconds is not None and took > seconds:
+            told = (
+                f"the last save took {took:.1f} s, and {seconds:.0f} s are left until the hard deadline of "
+                "the stop: the state may not be saved. Set stop.shutdown_timeout_sec, or the scheduler's "
+                "warning time, to more than one save takes"
+            )
+            self._write(Warned(message=told))
+            log.warning("holdfast: %s", told)
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    def reached(self, step: int) -> bool:
+        """Whether the loop is to stop here; see `Stopping.reached`."""
+        left = self.deadline.left
+        return self.stopping.reached(step, self._patience if left is None else left + self._patience)
+
+    def saved(self, kept: Kept, step: int) -> None:
+        """The state of the last step is safe."""
+        self.deadline.saved()
+        if self._rank == 0:
+            after = round(self.stopping.seconds, 3)
+            self._write(
+                StopSaved(
+                    step=step,
+                    checkpoint=str(kept.name) if kept.name is not None else "",
+                    already=kept.already,
+                    seconds=round(kept.seconds, 3),
+                    after=after,
+                )
+            )
+            what = f"{kept.name} holds the state" if kept.name is not None else "there was nothing to save"
+            log.warning("holdfast: stopped after step %d, %.1f s after it was asked: %s", step, after, what)
+
+    def close(self, outcome: str, step: int) -> None:
+        """The run is over: `finished`, stopped as `asked`, or in another way, and then the deadline stays."""
+        if self._over_store is not None:
+            self._over_store.close(step, failed=outcome == "failed")
+        if self._watched is not None:
+            with contextlib.suppress(Exception):
+                self._watched.close()
+        if outcome == "asked":
+            return  # a signal that is repeated must not end this process in another way
+        self.give_signals_back()
+        if outcome == "finished" or not self.stopping.asked:
+            self.deadline.disarm()
+
+    def give_signals_back(self) -> None:
+        if self._signals is not None:
+            self._signals.close()
+
+    # --- telling --------------------------------------------------------------------------------------------
+
+    def _forced(self, why: str, stacks: str) -> None:
+        self._write(StopForced(why=why, rank=self._rank, stacks=stacks))
+
+    def _write(self, event: Event) -> None:
+        if self._member is not None:
+            self._member.journal.write(event)
+
+
+def refuse_stop_file(settings: Settings) -> None:
+    """A stop file that is there before the start would end the run at once; somebody forgot it."""
+    file = settings.stop_file()
+    if _exists(file):
+        raise UsageError(
+            f"the stop file {file} is there already, so this run would stop before it trains. Remove it "
+            "when the run is to go on, then start again"
+        )
+
+
+def time_limit(settings: Settings, environ: Mapping[str, str] = os.environ) -> TimeLimit | None:
+    """The job's time limit, where a scheduler has one."""
+    if "SLURM_JOB_ID" not in environ or not settings.slurm.preempt_time:
+        return None
+    job = current_job(environ)
+    return TimeLimit(job, settings.slurm.preempt_time) if job is not None else None
+
+
+def _exists(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:
+        return False

@@ -1,0 +1,71 @@
+"""Stand-ins for machines that are ill: an `nvidia-smi` that says what a test wants, mounts of their own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+ROW = {
+    "index": "0",
+    "uuid": "GPU-aaaa",
+    "pci.bus_id": "00000000:3B:00.0",
+    "name": "NVIDIA H200",
+    "memory.total": "143771",
+    "memory.used": "4",
+    "temperature.gpu": "31",
+    "ecc.errors.uncorrected.volatile.total": "0",
+    "ecc.errors.uncorrected.aggregate.total": "0",
+    "retired_pages.pending": "[N/A]",
+    "clocks_event_reasons.active": "0x0000000000000001",
+}
+SECOND = {"index": "1", "uuid": "GPU-bbbb", "pci.bus_id": "00000000:5E:00.0"}
+
+
+def nvidia_smi(
+    folder: Path,
+    rows: list[dict[str, str]],
+    *,
+    remapped: dict[str, tuple[str, str]] | None = None,
+    unknown: tuple[str, ...] = (),
+    fails: str = "",
+    hangs: bool = False,
+) -> dict[str, str]:
+    """A program of that name, first in PATH: the environment that has it. Rows are changes to `ROW`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "nvidia-smi"
+    program.write_text(
+        f"""#!{sys.executable}
+import sys, time
+rows = {[ROW | row for row in rows]!r}
+remapped = {remapped or {}!r}
+asked = sys.argv[1]
+if {hangs!r}:
+    time.sleep(300)
+if {fails!r}:
+    print({fails!r})
+    sys.exit(9)
+name, _, fields = asked.partition("=")
+fields = fields.split(",")
+for field in fields:
+    if field in {unknown!r}:
+        print(f'Field "{{field}}" is not a valid field to query.')
+        sys.exit(2)
+if name == "--query-gpu":
+    for row in rows:
+        print(", ".join(row.get(field, row["clocks_event_reasons.active"]) for field in fields))
+else:
+    for row in rows:
+        if row["uuid"] in remapped:
+            print(", ".join([row["uuid"], *remapped[row["uuid"]]]))
+"""
+    )
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def inside_mounts(setup: str, command: list[str]) -> list[str]:
+    """The command line that runs `setup` (shell) in a mount namespace of its own, and then the command."""
+    script = f"{setup} && exec {shlex.join(command)}"
+    return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
