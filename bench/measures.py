@@ -21,6 +21,7 @@ import msgspec
 import node_loss
 import replicate
 import resume
+import stragglers
 import torch.distributed.checkpoint as dcp
 from torch.distributed import TCPStore
 from workload import Weights
@@ -223,6 +224,12 @@ def checked(work: Path, size_mib: int, repeat: int) -> Samples:
     """Milliseconds of a step of about 10 ms with its loss and gradients checked, and without."""
     del size_mib
     return checks.checked(work, repeat)
+
+
+def sections(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Microseconds that a section of the straggler detector adds, and those of a `with` that does nothing."""
+    del work, size_mib
+    return stragglers.sections(repeat)
 
 
 def restarted(work: Path, size_mib: int, repeat: int) -> Samples:

@@ -165,6 +165,14 @@ BENCHMARKS = {
         1.03,
         "ratio",
     ),
+    "stragglers": Benchmark(
+        "one section measured for the straggler detector",
+        measures.sections,
+        "a with that does nothing",
+        "us",
+        5.0,
+        "ours",
+    ),
     "monitor": Benchmark(
         "signs of life to the agent, cost of a step in the rank",
         measures.monitor,

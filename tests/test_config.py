@@ -103,6 +103,17 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "health.gate": ("off", "warn", "refuse", "off"),
     "health.nccl_health_check_interval": (0, 1, 100, 999_999_999_999),
     "health.nccl_health_check_timeout": (0.5, 1.0, 10.0, 60.0),
+    "straggler.enabled": (True, False, True, False),
+    "straggler.report_time_interval": (0.5, 60.0, 300.0, 3600.0),
+    "straggler.calc_relative_gpu_perf": (False, True, False, True),
+    "straggler.calc_individual_gpu_perf": (False, True, False, True),
+    "straggler.gpu_relative_perf_threshold": (0.1, 0.5, 0.7, 1.0),
+    "straggler.gpu_individual_perf_threshold": (0.1, 0.5, 0.7, 1.0),
+    "straggler.num_gpu_perf_scores_to_print": (0, 1, 5, 10_000),
+    "straggler.profiling_interval": (1, 2, 10, 1_000_000),
+    "straggler.enable_logging": (False, True, False, True),
+    "straggler.stop_if_detected": (True, False, True, False),
+    "straggler.exclude_if_detected": (True, False, True, False),
     "journal.step_flush": (0.0, 0.5, 5.0, 10.0),
 }
 

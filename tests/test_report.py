@@ -22,7 +22,9 @@ from holdfast.journal.events import (
     Verdict,
     Warned,
 )
+from holdfast.journal.straggler_events import StragglerFound, StragglersReported
 from holdfast.observe.chart import Chart, draw, nice_ticks, thin
+from holdfast.observe.heat_map import draw as draw_heat
 from holdfast.observe.losses import AttemptLosses, LossPoint, losses
 from holdfast.observe.report import report_html, write_report
 from journals import ALTERED, Journal, killed_and_corrupted, loss_of, name_of
@@ -256,3 +258,54 @@ def test_ticks_span_the_values(one: float, other: float) -> None:
     assert ticks[0] <= low + margin
     assert ticks[-1] >= high - margin
     assert ticks[-1] > ticks[0]
+
+
+# --- stragglers
+
+
+def compared(world: int, per_node: int, *, slow: int = 3) -> StragglersReported:
+    usual = {"input": 0.004, "compute": 0.04, "</svg>": 0.01, "other": 0.006}
+    sections = {name: [seconds] * world for name, seconds in usual.items()}
+    sections["compute"][slow] += 0.03
+    return StragglersReported(
+        step=500,
+        steps=100,
+        seconds=300.0,
+        step_seconds=0.1,
+        ranks=list(range(world)),
+        nodes=[f"n{rank // per_node}" for rank in range(world)],
+        sections=sections,
+        waiting=[0.0 if rank == slow else 0.03 for rank in range(world)],
+        relative=[1.0] * world,
+        individual=[None] * world,
+    )
+
+
+def test_the_heat_map_shows_every_rank_and_section_and_darkens_the_late_one() -> None:
+    """Issue: a heat map per rank and section in the report."""
+    journal = Journal().start()
+    journal.write(compared(8, 4))
+    journal.write(
+        StragglerFound(step=500, kind="compute", section="compute", why="rank 3 <b>is</b> slow", rank=3)
+    )
+    page = Page(report_html(journal.lines, title="x"))
+    svgs = [one for one in page.all("svg") if "heat" in (one["aria-labelledby"] or "")]
+    assert len(svgs) == 2
+    cells = [one["class"] for one in page.all("rect") if (one["class"] or "").startswith("h")]
+    assert len(cells) == 2 * 8 * 5
+    assert [shade for shade in cells if shade != "h0"] == ["h3", "h3"]  # once for wide, once for narrow
+    for words in ("rank 3 on n0, compute: 70 ms", "rank 7 on n1, waiting: 30 ms", "rank 3 <b>is</b> slow"):
+        assert words in page.text
+    assert "Most is lost by rank 3 on n0 in compute: 30 ms a step." in page.text
+
+
+def test_many_ranks_are_shown_by_node() -> None:
+    text = draw_heat(compared(512, 8), width=1040, name="wide")
+    page = Page(text)
+    assert len(page.all("rect")) == 64 * 5
+    assert "node n0, the worst of 8 rows, compute: 70 ms" in page.text
+    assert "node n0, the worst of 8 rows, waiting: 0 ms" in page.text  # who is late waits least
+
+
+def test_a_run_that_looked_for_no_stragglers_has_no_such_part(page: str) -> None:
+    assert "Stragglers" not in Page(page).text

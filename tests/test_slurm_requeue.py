@@ -168,6 +168,7 @@ def test_what_a_person_asked_for_is_not_even_asked_of_slurm(fake: Fake) -> None:
     for source, name in (
         (Source.STOP_FILE, ""),
         (Source.OPERATOR, ""),
+        (Source.STRAGGLER, ""),
         (Source.SIGNAL, "SIGINT"),
         (Source.SIGNAL, "SIGHUP"),
     ):

@@ -398,6 +398,21 @@ def test_a_device_that_the_ranks_accuse_is_excluded_or_the_run_stops() -> None:
     assert decide(accuse, cluster=known).action is Action.RESTART
 
 
+def test_a_slow_device_is_excluded_only_where_a_spare_takes_its_place_and_never_stops_the_run() -> None:
+    """F2: what is slow is right all the same."""
+    slow = rejected(1, kind=Kind.DEVICE, accused=Place("a", "1"), optional=True)
+    spare = msgspec.structs.replace(TWO, devices={"a": ["0", "1", "2"]})
+    decision = decide(slow, cluster=spare)
+    assert decision.action is Action.EXCLUDE
+    assert [(one.node, one.device) for one in decision.exclude] == [("a", "1")]
+    kept = decide(slow)
+    assert (kept.action, kept.exclude, kept.exit_code) == (Action.RESTART, [], 0)
+    assert "Nothing could take its place" in kept.reason
+    smaller = Cluster(nodes=["a", "b"], workers_per_node=1, min_nodes=1, max_nodes=2, may_shrink=True)
+    whole = rejected(1, kind=Kind.DEVICE, accused=Place("a"), optional=True, node_count=2)
+    assert decide(whole, cluster=smaller).action is Action.RESTART, "a slow node is better than none"
+
+
 def test_with_no_restart_left_a_verdict_ends_as_failed_validation_and_stays_known() -> None:
     accuse = rejected(1, kind=Kind.DEVICE, accused=Place("a", "1"))
     spare = msgspec.structs.replace(TWO, devices={"a": ["0", "1", "2"]})

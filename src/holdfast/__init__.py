@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from holdfast.worker.batches import GlobalBatches
     from holdfast.worker.nan_detector import NaNDetector
     from holdfast.worker.shutdown_handler import ShutdownHandler
+    from holdfast.worker.straggler_detector import StragglerDetector
 
 __all__ = [
     "ExitCode",
@@ -35,6 +36,7 @@ __all__ = [
     "ShutdownHandler",
     "SlurmJob",
     "Stopped",
+    "StragglerDetector",
     "__version__",
     "check_gpus",
     "check_node",
@@ -50,6 +52,7 @@ _HOMES = {
     "Run": "holdfast.run",
     "ShutdownHandler": "holdfast.worker.shutdown_handler",
     "SlurmJob": "holdfast.cluster.slurm",
+    "StragglerDetector": "holdfast.worker.straggler_detector",
     "check_gpus": "holdfast.health.gpu",
     "check_node": "holdfast.health.node",
     "check_storage": "holdfast.health.storage",

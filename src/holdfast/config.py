@@ -24,19 +24,10 @@ import xxhash
 from holdfast.errors import ConfigError
 from holdfast.files import read_regular
 from holdfast.settings import (
-    ALERT_URL,
-    ASYNC_SAVE,
-    CKPT_FORMAT,
     FIELDS,
-    KEEP_LAST,
-    LOCAL_DIR,
-    LOCAL_TYPE,
     OTHER_FORMATS,
-    RESUME_FROM,
-    SECTION_TIMEOUTS,
     CheckpointSettings,
     ControlSettings,
-    Field,
     JournalSettings,
     LaunchSettings,
     MonitorSettings,
@@ -45,6 +36,17 @@ from holdfast.settings import (
     parse_section_timeouts,
 )
 from holdfast.settings_cluster import EXIT_SIGNAL, HealthSettings, SlurmSettings, StopSettings, parse_signals
+from holdfast.settings_fields import (
+    ALERT_URL,
+    ASYNC_SAVE,
+    CKPT_FORMAT,
+    KEEP_LAST,
+    LOCAL_DIR,
+    LOCAL_TYPE,
+    RESUME_FROM,
+    SECTION_TIMEOUTS,
+    Field,
+)
 from holdfast.settings_validation import (
     DEFERRED,
     DEFERRED_ALLOWS,

@@ -34,6 +34,7 @@ from holdfast.control.handover import LaunchInfo, one_config
 from holdfast.errors import HoldfastError, LeaseLostError, Stopped, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, RunFinished
+from holdfast.policy.stopping import Source
 from holdfast.policy.timeouts import CHECKPOINTING, LOADING, SETUP, STEP
 from holdfast.worker.beats import Beats
 from holdfast.worker.crash import install_crash_hook
@@ -45,6 +46,8 @@ from holdfast.worker.membership import Membership
 from holdfast.worker.pinging import Pinging
 from holdfast.worker.saving import Saving
 from holdfast.worker.simulated import SimulatedFault
+from holdfast.worker.stragglers import Stragglers
+from holdfast.worker.straggling import make_stragglers, refuse_straggler_settings
 from holdfast.worker.validating import refuse_contradictions
 from holdfast.worker.validation import Validation
 from holdfast.worker.watched import judge_collectives, simulated_fault, start_beats
@@ -71,6 +74,7 @@ class Run:
         )
         self.settings = self._effective.settings
         refuse_contradictions(self._effective, self._launched)
+        refuse_straggler_settings(self._effective, self._launched)
         if self._launched is None:
             refuse_stop_file(self.settings)  # else the launcher has looked
         root = CheckpointRoot(self.settings.checkpoint_root().absolute())
@@ -87,6 +91,7 @@ class Run:
         self._halting.heed(self._beats)
         self._fault: SimulatedFault | None = None
         self._pinging: Pinging | None = None
+        self._stragglers: Stragglers | None = None
         self._group: Group | None = None
         self._lost = ""
         self._closed = False
@@ -131,6 +136,8 @@ class Run:
             # Loading has a deadline of its own, and its failure must be told before it counts as a hang.
             with self._beats.section(LOADING, at_least=chosen.checkpoint.timeout + 2 * EXCHANGE_SLACK):
                 self._resume()
+            if chosen.straggler.enabled:
+                self._find_stragglers()
             if self._beats.watched:
                 self._fault = simulated_fault(self._effective, self._group, self._member)
                 judge_collectives(self._effective, self._group, self._member)
@@ -142,6 +149,19 @@ class Run:
 
     def _resume(self) -> None:
         self._parts.resume(*self._joined())
+
+    def _find_stragglers(self) -> None:
+        self._stragglers = make_stragglers(
+            self.settings,
+            *self._joined(),
+            self._launched,
+            self._tracked,
+            stop=lambda why: self._halting.ask(Source.STRAGGLER, why),
+            save=lambda reason: self.save(reason=reason),
+        )
+        if self._parts.feed is not None:
+            self._parts.feed.timed = self._stragglers.input
+        self._stragglers.begin_step()
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -184,7 +204,11 @@ class Run:
         """
         if self._validation is None:
             raise UsageError("compute() before start(): the run has not resumed yet")
-        result: T = self._validation.compute(function, args, kwargs)
+        stragglers = self._stragglers
+        timed = stragglers.around(function) if stragglers is not None else function
+        result: T = self._validation.compute(timed, args, kwargs)
+        if stragglers is not None:
+            stragglers.arrived()
         if isinstance(result, float) or (isinstance(result, torch.Tensor) and result.numel() == 1):
             self._meter.record(loss=result)
         return result
@@ -224,6 +248,8 @@ class Run:
         if not self._in_step:
             raise UsageError("end_step() without begin_step()")
         self._in_step = False
+        if self._stragglers is not None:
+            self._stragglers.end_step()
         self._meter.end_step()
         self._beats.step_done(self.step)
         if self._fault is not None:
@@ -236,6 +262,8 @@ class Run:
         assert self._validation is not None
         self._validation.completed(self.step)
         self._saving.at_boundary()
+        if self._stragglers is not None and not last:
+            self._stragglers.meet(self.step)
         if self._halting.stopping.asked and not last:
             self._stop_if_reached()
         due = self._schedule.due(self.step)
@@ -247,10 +275,15 @@ class Run:
                 self._schedule.after_save(self.step, self._meter.windows().step_seconds, due)
         elif self._meter.flush_due():
             self._meter.flush(self._joined()[1].journal)
+        if self._stragglers is not None:
+            self._stragglers.begin_step()
 
     def section(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A named span of the loop, watched by its own limit in monitor.rank_section_timeouts, if any."""
-        return self._beats.section(name)
+        """A named span of the loop: watched by its own limit in monitor.rank_section_timeouts, if it has one,
+        and measured where stragglers are looked for. It should not wait for other ranks."""
+        if self._stragglers is None:
+            return self._beats.section(name)
+        return self._stragglers.section(name, self._beats.section(name))
 
     def beat(self) -> None:
         """A sign of life in work that is long and gives none, such as one batch of an evaluation."""
@@ -283,6 +316,8 @@ class Run:
 
     def _checkpointing(self, *, waits: bool = False) -> contextlib.AbstractContextManager[None]:
         """The section of a save. Waiting for a writer process has a deadline of its own, a long one."""
+        if self._stragglers is not None:
+            self._stragglers.spoil()
         chosen = self.settings.checkpoint
         at_least = 2 * (chosen.timeout + EXCHANGE_SLACK) if waits and chosen.async_save else 0.0
         return self._beats.section(CHECKPOINTING, at_least=at_least, learn=not chosen.async_save)
@@ -363,6 +398,8 @@ class Run:
         self._closed = True
         if self._fault is not None:
             self._fault.disarm()
+        if self._stragglers is not None:
+            self._stragglers.close()
         ending = "failed" if unseen else outcome
         self._halting.close("asked" if code is ExitCode.STOPPED else ending, self.step)
         # From here on every wait is bounded, and what the script does afterwards is its own affair; but an

@@ -7,24 +7,18 @@ Building these classes by hand checks nothing; `holdfast.config.load` does.
 
 from __future__ import annotations
 
-import json
 import re
-import typing
 from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from holdfast.settings_cluster import (
-    EXIT_SIGNAL,
-    HealthSettings,
-    SlurmSettings,
-    StopSettings,
-)
-from holdfast.settings_validation import INJECTION_DEVICE, INJECTION_RANKS, ValidationSettings
+from holdfast.settings_cluster import HealthSettings, SlurmSettings, StopSettings
+from holdfast.settings_fields import Field, read_fields
+from holdfast.settings_straggler import StragglerSettings
+from holdfast.settings_validation import ValidationSettings
 
 LARGEST_COUNT = 10**12 - 1
 """Twelve digits, as many as a checkpoint's name holds for its step."""
@@ -34,17 +28,6 @@ LONGEST_WAIT = 31_536_000.0
 _SECTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
-RESUME_FROM = "checkpoint.resume_from"
-LOCAL_TYPE = "checkpoint.non_persistent_ckpt_type"
-LOCAL_DIR = "checkpoint.non_persistent_local_ckpt_dir"
-ASYNC_SAVE = "checkpoint.async_save"
-KEEP_LAST = "checkpoint.keep_last"
-REMOTE_ROOT = "checkpoint.remote_root"
-NODE_NAME = "launch.node_name"
-ALERT_COMMAND = "launch.alert_command"
-ALERT_URL = "launch.alert_url"
-CKPT_FORMAT = "checkpoint.ckpt_format"
-SECTION_TIMEOUTS = "monitor.rank_section_timeouts"
 OTHER_FORMATS = {
     "torch": "one file written by one rank cannot be saved asynchronously, nor resharded",
     "zarr": "it cannot be saved asynchronously, and PyTorch no longer reads it",
@@ -381,6 +364,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopSettings = msgspec.field(default_factory=StopSettings)
     slurm: SlurmSettings = msgspec.field(default_factory=SlurmSettings)
     health: HealthSettings = msgspec.field(default_factory=HealthSettings)
+    straggler: StragglerSettings = msgspec.field(default_factory=StragglerSettings)
     journal: JournalSettings = msgspec.field(default_factory=JournalSettings)
 
     def checkpoint_root(self) -> Path:
@@ -402,98 +386,5 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return getattr(getattr(self, section), name)
 
 
-class Field(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one setting, read off the classes above."""
-
-    section: str
-    name: str
-    kind: type
-    annotation: object
-    """The type with its bounds, as msgspec checks it."""
-    bounds: Meta
-    default: object
-    description: str
-    """What it does and when to change it."""
-    word: str = ""
-    """The one word that a number may be instead."""
-    words: tuple[str, ...] = ()
-    """The words that a text may be, where it is one of a few."""
-
-    @property
-    def key(self) -> str:
-        return f"{self.section}.{self.name}"
-
-    @property
-    def environment(self) -> str:
-        return f"HOLDFAST_{self.section}_{self.name}".upper()
-
-    @property
-    def keyword(self) -> str:
-        return f"{self.section}_{self.name}"
-
-    @property
-    def allowed(self) -> str:
-        """What the value may be, in words."""
-        if self.key == RESUME_FROM:
-            return 'text: "auto", "fresh", a step number, a path or a URL'
-        if self.key == REMOTE_ROOT:
-            return "text: a URL as s3://bucket/prefix or file:///path, or empty"
-        if self.key == NODE_NAME:
-            return "text: a name, or empty"
-        if self.key == ALERT_COMMAND:
-            return "text: a command for /bin/sh, or empty"
-        if self.key == EXIT_SIGNAL:
-            return "text: signals as SIGTERM,SIGUSR1"
-        if self.key == ALERT_URL:
-            return "text: an http:// or https:// URL, or empty"
-        if self.key == KEEP_LAST:
-            return f"a whole number, 0 or 2 or more, at most {self.bounds.le:.0f}"
-        if self.key == SECTION_TIMEOUTS:
-            return "text: sections with their seconds, as setup:600,step:180, or empty"
-        if self.key == INJECTION_RANKS:
-            return "text: ranks as 0,3, or empty"
-        if self.key == INJECTION_DEVICE:
-            return "text: a device, or node/device, or empty"
-        if self.words:
-            return f"text: {', '.join(json.dumps(word) for word in self.words)}"
-        if self.kind is str:
-            return "text: a path, not empty" if self.bounds.min_length else "text: a path, or empty"
-        if self.kind is bool:
-            return "true or false"
-        number = "a whole number" if self.kind is int else "a number"
-        low, more_than = self.bounds.ge, self.bounds.gt
-        lowest = f"{low:g} or more" if low is not None else f"more than {more_than:g}"
-        allowed = f"{number}, {lowest}, at most {self.bounds.le:.0f}"
-        return f'{allowed}, or "{self.word}"' if self.word else allowed
-
-
-def _read_fields() -> dict[str, Field]:
-    found: dict[str, Field] = {}
-    for section, cls in typing.get_type_hints(Settings).items():
-        annotations = typing.get_type_hints(cls, include_extras=True)
-        for field in msgspec.structs.fields(cls):
-            kind, *notes = typing.get_args(annotations[field.name])
-            word, words = "", ()
-            if typing.get_origin(kind) is Literal:
-                kind, words = str, typing.get_args(kind)
-            if typing.get_origin(kind) in (UnionType, typing.Union):  # a number, or one word instead
-                number, literal = typing.get_args(kind)
-                kind, *bounds = typing.get_args(number)
-                notes, word = [*bounds, *notes], typing.get_args(literal)[0]
-            entry = Field(
-                section=section,
-                name=field.name,
-                kind=kind,
-                annotation=annotations[field.name],
-                bounds=next((note for note in notes if isinstance(note, Meta)), Meta()),
-                default=field.default,
-                description=next(note for note in notes if isinstance(note, str)),
-                word=word,
-                words=words,
-            )
-            found[entry.key] = entry
-    return found
-
-
-FIELDS: Mapping[str, Field] = _read_fields()
+FIELDS: Mapping[str, Field] = read_fields(Settings)
 """Every setting by its dotted key, in the order of the classes."""

@@ -34,6 +34,7 @@ def test_a_run_on_the_gpu_that_is_asked_to_stop_goes_on_exactly(
             "CUDA_RUN": f"run-{name}",
             "CUDA_DIE_AT": str(die_at),
             "CUDA_DIE_BY": "SIGTERM",
+            "CUDA_UNTIL": "500",  # a step takes 4 ms, and the agent looks ten times a second
             "HOLDFAST_CHECKPOINT_ASYNC_SAVE": background,
         }
         launch = holdfast("run", "--nproc-per-node", "1", "--run-dir", f"run-{name}", SCRIPT)

@@ -18,7 +18,7 @@ import holdfast
 OUT = Path(os.environ["CUDA_OUT"])
 DIE_AT = int(os.environ.get("CUDA_DIE_AT", "0"))
 DIE_BY = os.environ.get("CUDA_DIE_BY", "SIGKILL")
-UNTIL = 40
+UNTIL = int(os.environ.get("CUDA_UNTIL", "40"))
 
 
 def main() -> None:

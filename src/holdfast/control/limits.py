@@ -12,7 +12,8 @@ from holdfast.config import Effective
 from holdfast.control.timeouts import read_ft_state
 from holdfast.errors import ConfigError
 from holdfast.policy.timeouts import Limits, Timeouts, Value, apply, contradictions
-from holdfast.settings import SECTION_TIMEOUTS, parse_section_timeouts
+from holdfast.settings import parse_section_timeouts
+from holdfast.settings_fields import SECTION_TIMEOUTS
 
 NCCL_WATCHDOG = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 _NAMES = {

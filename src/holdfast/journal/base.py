@@ -1,4 +1,4 @@
-"""What every event of the journal is; the events themselves are in events.py and cluster_events.py."""
+"""What every event of the journal is; the events are in events.py, cluster_events.py, straggler_events.py."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from holdfast.journal.cluster_events import (
     StopForced,
     StopSaved,
 )
+from holdfast.journal.straggler_events import StragglerFound, StragglersReported
 
 JOURNAL_VERSION = 1
 
@@ -444,6 +445,8 @@ AnyEvent = (
     | RequeueAsked
     | HealthFailed
     | PingFailed
+    | StragglersReported
+    | StragglerFound
     | RunFinished
     | OperatorActed
     | Warned

@@ -54,6 +54,7 @@ from holdfast.journal.events import (
     decode_loss,
 )
 from holdfast.journal.render_cluster import ClusterEvent, render_cluster
+from holdfast.journal.render_stragglers import StragglerEvent, render_stragglers
 from holdfast.journal.text import MAX_TEXT as MAX_TEXT
 from holdfast.journal.text import Rendered as Rendered
 from holdfast.journal.text import duration as duration
@@ -142,6 +143,8 @@ def render(body: AnyEvent | Unknown) -> Rendered:
     """What an event says."""
     if isinstance(body, ClusterEvent):
         return render_cluster(body)
+    if isinstance(body, StragglerEvent):
+        return render_stragglers(body)
     match body:
         case RunCreated():
             return Rendered(

@@ -53,7 +53,8 @@ class StopRequests:
         node = self._attempt.place.node
         for rank, wish in sorted(wishes.items()):
             told = f"{wish.why} on {node}"
-            return self._request(Source.SIGNAL, told, signal=wish.signal, node=node, rank=rank)
+            source = Source(wish.source) if wish.source in set(Source) else Source.SIGNAL
+            return self._request(source, told, signal=wish.signal, node=node, rank=rank)
         for rank, code in sorted(ended.items()):
             if code in BY_ITSELF:
                 detail = f"rank {rank} on {node} ended with code {code}: it was asked to stop"

@@ -22,6 +22,7 @@ from holdfast.observe.losses import losses
 from holdfast.observe.markup import clock, table, text, when
 from holdfast.observe.report_results import BAD, judged, standing, standings
 from holdfast.observe.report_style import STYLE
+from holdfast.observe.straggler_part import straggler_part
 from holdfast.observe.tables import cost
 
 MAX_TIMELINE = 5000
@@ -76,6 +77,7 @@ def report_html(
             _facts(lines, life, facts),
             _chart(lines, life, found, reference or []),
             _ledger(ledger),
+            straggler_part(lines),
             _incidents(found, began),
             judged(lines, began),
             _checkpoints(life, standings(lines), began),

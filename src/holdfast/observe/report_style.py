@@ -78,6 +78,13 @@ figure { margin: 0; } figcaption { margin-top: 14px; }
 .chart .fault circle { fill: var(--card); stroke: var(--fault); stroke-width: 1.5; }
 .chart .fault text { fill: var(--fault); font-weight: 700; }
 .chart .commit { fill: var(--ink); stroke: var(--card); stroke-width: 1.5; }
+.named { margin-top: 12px; }
+.chart .h0 { fill: var(--rule); fill-opacity: 0.45; }
+.chart .h1 { fill: var(--down); fill-opacity: 0.15; } .chart .h2 { fill: var(--down); fill-opacity: 0.3; }
+.chart .h3 { fill: var(--down); fill-opacity: 0.5; } .chart .h4 { fill: var(--down); fill-opacity: 0.75; }
+.chart .h5 { fill: var(--down); }
+.chart .cell { fill: var(--ink); } .chart .c3, .chart .c4, .chart .c5 { font-weight: 700; }
+.chart .mid { text-anchor: middle; } .chart .end { text-anchor: end; }
 .chart .cross { stroke: var(--fault); stroke-width: 2.5; }
 .s0 { --c: var(--s0); } .s1 { --c: var(--s1); } .s2 { --c: var(--s2); }
 .s3 { --c: var(--s3); } .s4 { --c: var(--s4); } .s5 { --c: var(--s5); }

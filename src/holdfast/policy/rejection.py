@@ -76,6 +76,8 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     window: Window | None = None
     """The data that it was computed from; None if the run does not own the data."""
     accused: Place | None = None
+    optional: bool = False
+    """Whether the run can as well go on with what is accused: it is slow, and what it computed is right."""
     diagnostic: str = ""
     """The diagnostic save, or why there is none."""
 

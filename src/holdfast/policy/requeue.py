@@ -42,6 +42,8 @@ def after_stop(setting: str, request: StopRequest, facts: JobFacts | None, stall
     """
     if request.source in (Source.STOP_FILE, Source.OPERATOR):
         return Verdict(False, f"a person asked for the stop: {request.detail}")
+    if request.source is Source.STRAGGLER:
+        return Verdict(False, f"on the same nodes it would be as slow again: {request.detail}")
     against = _against(setting, facts)
     if against is not None or facts is None:
         return against or Verdict(False, "")

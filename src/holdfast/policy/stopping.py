@@ -25,6 +25,7 @@ class Source(StrEnum):
     STOP_FILE = "stop_file"
     OPERATOR = "operator"
     TIME_LIMIT = "time_limit"
+    STRAGGLER = "straggler"
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -125,8 +125,15 @@ class _Inquiry:
     def _accuse(self, places: Iterable[Place], why: str) -> Judgement:
         asked, accused = self._asked, sorted(places, key=lambda place: (place.node, place.device))
         what = " and ".join(describe_place(place) for place in accused) or "a device that is not known"
+        optional = self._rejection.optional
         reason = f"step {self._rejection.step} was rejected because of {what}: {why}"
+        if optional:
+            reason = f"the others wait for {what}: {why}"
         kept = keep_out(asked.cluster, asked.wanted, [(one.node, one.device) for one in accused], reason)
+        if optional and (not accused or kept is None or not asked.cluster.nodes or kept[1].shrinks):
+            return self._judged(
+                Action.RESTART, f"{reason}. Nothing could take its place, so it stays", DEVICE
+            )
         if not accused or kept is None or not asked.cluster.nodes:
             return self._stop(f"{reason}. It cannot be done without", DEVICE)
         exclude, found = kept

@@ -77,6 +77,8 @@ class Wish(msgspec.Struct, frozen=True, array_like=True, tag="wish"):
     """Whether it was asked a second time: without a save."""
     signal: str = ""
     """`SIGTERM` and such."""
+    source: str = "signal"
+    """One of policy.stopping.Source. What is no signal concerns the whole job, never one node."""
 
 
 class Promise(msgspec.Struct, frozen=True, array_like=True, tag="promise"):

@@ -234,9 +234,9 @@ class Beats:
         self._tell_seen(time.monotonic())
         self._send(Bye(time.monotonic()), PARTING)
 
-    def wish(self, why: str, number: str, *, now: bool = False) -> None:
+    def wish(self, why: str, number: str, *, now: bool = False, source: str = "signal") -> None:
         """This rank was asked to stop. From any thread."""
-        self._send(Wish(why, now, number), URGENT)
+        self._send(Wish(why, now, number, source), URGENT)
 
     def halted(self, step: int) -> None:
         """This rank has stopped as agreed."""

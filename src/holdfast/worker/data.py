@@ -14,6 +14,7 @@ been used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class DataFeed:
         self._told: Callable[[Skip], None] | None = None
         self._passed: list[Skip] = []
         self._window: tuple[int, Window] | None = None
+        self.timed: Callable[[], AbstractContextManager[None]] | None = None
+        """What measures how long a batch takes, if anything does."""
 
     def __iter__(self) -> Iterator[Any]:
         while (batch := self._next_of_epoch()) is not None:
@@ -62,6 +65,12 @@ class DataFeed:
 
     def _next_of_epoch(self) -> tuple[Any] | None:
         """The epoch's next batch in a 1-tuple; None once, at its end."""
+        if self.timed is None:
+            return self._draw()
+        with self.timed():
+            return self._draw()
+
+    def _draw(self) -> tuple[Any] | None:
         if self._iterator is None:
             self._open()
         assert self._iterator is not None

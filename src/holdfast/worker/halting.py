@@ -155,6 +155,18 @@ class Halting:
             self._beats.wish(why, number.name, now=True)
         self._forced(why, "")
 
+    def ask(self, source: Source, detail: str) -> None:
+        """Something in this rank itself asks for the stop. From any thread."""
+        if self._wish is not None:
+            return  # it stops already
+        self._wish = StopRequest(
+            source=source, detail=detail, node=socket.gethostname(), rank=self._rank, at=time.time()
+        )
+        if self._beats is not None and self._beats.watched:
+            self._beats.wish(detail, "", source=str(source))
+        elif self._over_store is not None:
+            self._over_store.wish(self._wish)
+
     def arm(self, timeout: float, lead: float | None = None) -> float | None:
         """Mind the deadline that these make; seconds until it."""
         self._tell_loaders()

@@ -1,0 +1,132 @@
+"""What the straggler detector costs a GPU's step of 50 ms: `PYTHONPATH=src python3 bench/gpu_stragglers.py`.
+
+Half a minute. Steps of one model take turns in blocks, with the detector (input, compute, one section, the
+mark of the last gradient) and without; seconds are by the host's clock, with the device idle before and after
+a block. The last line is what it takes of the host, which runs ahead of the device.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from holdfast.control.group import join_group
+from holdfast.settings_straggler import StragglerSettings
+from holdfast.worker.gradient_mark import GradientMark
+from holdfast.worker.stragglers import Actions, Stragglers
+
+WIDTH, LAYERS, ROWS = 4096, 12, 8192
+STEP = 0.050
+BLOCK, BLOCKS = 10, 16
+TARGET = 0.1
+
+
+def untold(event: object) -> None:
+    """Nobody keeps a journal here."""
+    del event
+
+
+class Training:
+    def __init__(self) -> None:
+        device = torch.device("cuda", 0)
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*layers).to(device, torch.bfloat16)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.batch = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
+        chosen = StragglerSettings(enabled=True, report_time_interval=10.0)
+        self.found = Stragglers(chosen, join_group(60.0), device=device, actions=Actions(tell=untold))
+        # A rank alone waits for nobody and has no mark; here it costs what it costs others.
+        self.found._mark = GradientMark([self.model], self.found._times.mark)
+        self.passes = 1
+        self.steps = 0
+
+    def calibrate(self) -> None:
+        for _ in range(3):
+            self.block(measured=False)
+        self.passes = max(1, round(STEP / self.block(measured=False)))
+
+    def block(self, *, measured: bool) -> float:
+        """Seconds of a step, from a block of them."""
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(BLOCK):
+            self.step(measured=measured)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / BLOCK
+
+    def step(self, *, measured: bool) -> None:
+        self.steps += 1
+        if not measured:
+            self.work()
+            self.update()
+            return
+        self.found.begin_step()
+        with self.found.input():
+            pass
+        self.found.around(self.work)()
+        self.found.arrived()
+        with self.found.section("update"):
+            self.update()
+        self.found.end_step()
+        self.found.meet(self.steps)
+
+    def work(self) -> None:
+        for _ in range(self.passes):
+            self.model(self.batch).float().square().mean().backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def main() -> None:
+    training = Training()
+    training.calibrate()
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(BLOCKS + 1):
+        for measured in (True, False) if turn % 2 else (False, True):
+            seconds = training.block(measured=measured)
+            if turn:
+                found[measured].append(seconds)
+    each = [ours / plain - 1 for ours, plain in zip(found[True], found[False], strict=True)]
+    over = 100 * (statistics.median(found[True]) / statistics.median(found[False]) - 1)
+    print(
+        json.dumps(
+            {
+                "step ms without": round(statistics.median(found[False]) * 1e3, 3),
+                "step ms with": round(statistics.median(found[True]) * 1e3, 3),
+                "over %": round(over, 3),
+                "target %": TARGET,
+                "block by block %": [round(100 * value, 3) for value in sorted(each)],
+            }
+        )
+    )
+    times = training.found._times.take()
+    compute = [step["compute"] for step in times if "compute" in step]
+    print(
+        json.dumps(
+            {
+                "steps read": len(compute),
+                "compute ms": round(1e3 * statistics.median(own for own, _, _ in compute), 3),
+                "after the mark ms": round(1e3 * statistics.median(wait for _, wait, _ in compute), 3),
+            }
+        )
+    )
+    training.passes = 0
+    training.work = lambda: None  # type: ignore[method-assign]
+    training.update = lambda: None  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(200):
+        training.step(measured=True)
+    print(json.dumps({"host us a step": round((time.perf_counter() - began) / 200 * 1e6, 1)}))
+    training.found.close()
+
+
+if __name__ == "__main__":
+    main()

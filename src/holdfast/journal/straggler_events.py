@@ -1,0 +1,57 @@
+"""Events of the straggler detector."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.journal.base import Event
+
+
+class StragglersReported(Event, tag="stragglers_reported"):
+    """What the ranks measured since the last report. The lists have one entry a row: a rank, or a node."""
+
+    step: int
+    """The last one measured."""
+    steps: int
+    """How many were, on the rank with the fewest."""
+    seconds: float
+    """Since the last report."""
+    step_seconds: float
+    """Of a step, the median of the ranks."""
+    ranks: list[int]
+    """The rank of each row; of a node its slowest."""
+    nodes: list[str] = msgspec.field(default_factory=list)
+    sections: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    """Seconds of an average step by section until the rank arrived."""
+    waiting: list[float] = msgspec.field(default_factory=list)
+    """Seconds of it that it is known to have waited for others."""
+    relative: list[float | None] = msgspec.field(default_factory=list)
+    """Speed against the other ranks: 1 is as quick as they are."""
+    individual: list[float | None] = msgspec.field(default_factory=list)
+    """Speed against its own best."""
+    by_node: bool = False
+    """Whether a row is a node: there are too many ranks to list."""
+    group_slower: bool = False
+    """Most ranks lost speed at once, so nobody could be named."""
+
+
+class StragglerFound(Event, tag="straggler_found"):
+    """A rank, or a node, that the others wait for."""
+
+    step: int
+    kind: str
+    """compute, input, section, other or node."""
+    section: str
+    """Where most of the time goes."""
+    why: str
+    """In words, with the figures."""
+    rank: int | None = None
+    """None for a whole node."""
+    node: str = ""
+    device: str = ""
+    relative: float | None = None
+    individual: float | None = None
+    seconds: float = 0.0
+    """That a step takes longer because of it."""
+    then: str = "told"
+    """told, stop (the run saves and stops) or exclude (it goes on without that device)."""

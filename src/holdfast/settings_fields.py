@@ -1,0 +1,122 @@
+"""What is known of each setting, read off the classes of the tree in `settings.py`: its type, range, default,
+description, and the names it has in files, in the environment and as a keyword.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from types import UnionType
+from typing import Literal
+
+import msgspec
+from msgspec import Meta
+
+from holdfast.settings_cluster import EXIT_SIGNAL
+from holdfast.settings_validation import INJECTION_DEVICE, INJECTION_RANKS
+
+RESUME_FROM = "checkpoint.resume_from"
+LOCAL_TYPE = "checkpoint.non_persistent_ckpt_type"
+LOCAL_DIR = "checkpoint.non_persistent_local_ckpt_dir"
+ASYNC_SAVE = "checkpoint.async_save"
+KEEP_LAST = "checkpoint.keep_last"
+REMOTE_ROOT = "checkpoint.remote_root"
+NODE_NAME = "launch.node_name"
+ALERT_COMMAND = "launch.alert_command"
+ALERT_URL = "launch.alert_url"
+CKPT_FORMAT = "checkpoint.ckpt_format"
+SECTION_TIMEOUTS = "monitor.rank_section_timeouts"
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one setting, read off the classes of the tree."""
+
+    section: str
+    name: str
+    kind: type
+    annotation: object
+    """The type with its bounds, as msgspec checks it."""
+    bounds: Meta
+    default: object
+    description: str
+    """What it does and when to change it."""
+    word: str = ""
+    """The one word that a number may be instead."""
+    words: tuple[str, ...] = ()
+    """The words that a text may be, where it is one of a few."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def environment(self) -> str:
+        return f"HOLDFAST_{self.section}_{self.name}".upper()
+
+    @property
+    def keyword(self) -> str:
+        return f"{self.section}_{self.name}"
+
+    @property
+    def allowed(self) -> str:
+        """What the value may be, in words."""
+        if self.key == RESUME_FROM:
+            return 'text: "auto", "fresh", a step number, a path or a URL'
+        if self.key == REMOTE_ROOT:
+            return "text: a URL as s3://bucket/prefix or file:///path, or empty"
+        if self.key == NODE_NAME:
+            return "text: a name, or empty"
+        if self.key == ALERT_COMMAND:
+            return "text: a command for /bin/sh, or empty"
+        if self.key == EXIT_SIGNAL:
+            return "text: signals as SIGTERM,SIGUSR1"
+        if self.key == ALERT_URL:
+            return "text: an http:// or https:// URL, or empty"
+        if self.key == KEEP_LAST:
+            return f"a whole number, 0 or 2 or more, at most {self.bounds.le:.0f}"
+        if self.key == SECTION_TIMEOUTS:
+            return "text: sections with their seconds, as setup:600,step:180, or empty"
+        if self.key == INJECTION_RANKS:
+            return "text: ranks as 0,3, or empty"
+        if self.key == INJECTION_DEVICE:
+            return "text: a device, or node/device, or empty"
+        if self.words:
+            return f"text: {', '.join(json.dumps(word) for word in self.words)}"
+        if self.kind is str:
+            return "text: a path, not empty" if self.bounds.min_length else "text: a path, or empty"
+        if self.kind is bool:
+            return "true or false"
+        number = "a whole number" if self.kind is int else "a number"
+        low, more_than = self.bounds.ge, self.bounds.gt
+        lowest = f"{low:g} or more" if low is not None else f"more than {more_than:g}"
+        allowed = f"{number}, {lowest}, at most {self.bounds.le:.0f}"
+        return f'{allowed}, or "{self.word}"' if self.word else allowed
+
+
+def read_fields(tree: type) -> dict[str, Field]:
+    """Every setting of a tree of sections by its dotted key, in the order of the classes."""
+    found: dict[str, Field] = {}
+    for section, cls in typing.get_type_hints(tree).items():
+        annotations = typing.get_type_hints(cls, include_extras=True)
+        for field in msgspec.structs.fields(cls):
+            kind, *notes = typing.get_args(annotations[field.name])
+            word, words = "", ()
+            if typing.get_origin(kind) is Literal:
+                kind, words = str, typing.get_args(kind)
+            if typing.get_origin(kind) in (UnionType, typing.Union):  # a number, or one word instead
+                number, literal = typing.get_args(kind)
+                kind, *bounds = typing.get_args(number)
+                notes, word = [*bounds, *notes], typing.get_args(literal)[0]
+            entry = Field(
+                section=section,
+                name=field.name,
+                kind=kind,
+                annotation=annotations[field.name],
+                bounds=next((note for note in notes if isinstance(note, Meta)), Meta()),
+                default=field.default,
+                description=next(note for note in notes if isinstance(note, str)),
+                word=word,
+                words=words,
+            )
+            found[entry.key] = entry
+    return found

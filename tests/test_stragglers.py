@@ -1,0 +1,436 @@
+"""The straggler detector in real ranks: who is named, what comes of it, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast
+from harness import REPO, Result, finish
+from harness import holdfast as command_of
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.exclusions import excluded
+from holdfast.control.group import join_group
+from holdfast.errors import ConfigError, Stopped, UsageError
+from holdfast.exit_codes import ExitCode
+from holdfast.journal.cluster_events import StopAsked, StopSaved
+from holdfast.journal.events import Resumed, Warned
+from holdfast.journal.reader import read_journal
+from holdfast.journal.straggler_events import StragglerFound, StragglersReported
+from holdfast.policy.straggler_times import COMPUTE, INPUT, OTHER
+from holdfast.settings_straggler import StragglerSettings
+from holdfast.worker import section_times
+from holdfast.worker.gradient_mark import GradientMark
+from holdfast.worker.section_times import MOST_STEPS, HostTimes, Section
+from holdfast.worker.stragglers import Actions, Stragglers, other_detector
+from straggling import train
+from tiny import checkpoints
+from together import together
+
+
+def found(directory: Path) -> list[StragglerFound]:
+    return [
+        line.body for line in read_journal(directory / "journal") if isinstance(line.body, StragglerFound)
+    ]
+
+
+def reports(directory: Path) -> list[StragglersReported]:
+    return [
+        line.body for line in read_journal(directory / "journal") if isinstance(line.body, StragglersReported)
+    ]
+
+
+# --- measuring
+
+
+class Clock:
+    """Time that passes when told to; `busy` is the part of it on a core."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.worked = 0.0
+        fake = types.SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.worked)
+        monkeypatch.setattr(section_times, "time", fake)
+
+    def passes(self, seconds: float, busy: float = 0.0) -> None:
+        self.now += seconds
+        self.worked += busy
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_section_has_what_was_spent_in_it_and_not_in_those_inside_it(clock: Clock) -> None:
+    times = HostTimes()
+    times.begin()
+    clock.passes(1)
+    with Section(times, "outer"):
+        clock.passes(2, busy=1)
+        with Section(times, "inner"):
+            clock.passes(4, busy=3)
+        clock.passes(8)
+    times.end()
+    assert times.take() == [{OTHER: [1, 0, 0], "outer": [10, 0, 1], "inner": [4, 0, 3]}]
+
+
+def test_what_comes_after_the_mark_is_waiting_until_the_section_ends(clock: Clock) -> None:
+    times = HostTimes()
+    times.begin()
+    times.enter(COMPUTE)
+    clock.passes(1)
+    times.mark()
+    clock.passes(2)
+    times.leave(waiting=True)
+    clock.passes(4)
+    times.arrived()
+    clock.passes(8)
+    times.end()
+    assert times.take() == [{OTHER: [8, 4, 0], COMPUTE: [1, 2, 0]}]
+
+
+def test_with_several_backwards_only_what_comes_after_the_last_is_waiting(clock: Clock) -> None:
+    times = HostTimes()
+    times.begin()
+    times.enter(COMPUTE)
+    for _ in range(3):
+        clock.passes(5)
+        times.mark()
+    clock.passes(2)
+    times.leave()
+    times.end()
+    assert times.take()[0][COMPUTE] == [15, 2, 0]
+
+
+def test_a_report_keeps_a_bounded_number_of_steps() -> None:
+    times = HostTimes()
+    for _ in range(3 * MOST_STEPS):
+        times.begin()
+        times.end()
+    assert MOST_STEPS / 2 <= len(times.take()) <= MOST_STEPS
+    assert times.take() == []
+
+
+def test_time_between_two_steps_belongs_to_none() -> None:
+    times = HostTimes()
+    times.begin()
+    times.end()
+    with Section(times, "eval"):
+        pass
+    times.begin()
+    times.end()
+    assert all("eval" not in step for step in times.take())
+
+
+def test_the_last_gradient_of_a_backward_is_the_mark() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    seen: list[list[bool]] = []
+
+    def told() -> None:
+        seen.append([parameter.grad is not None for parameter in model.parameters()])
+
+    mark = GradientMark([model], told)
+    for _ in range(5):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        mark.end_step()
+    assert len(seen) == 3 == mark.seen  # two steps to find out which one it is
+    assert all(all(there) for there in seen)
+    mark.close()
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(seen) == 3
+
+
+# --- who is named
+
+
+CASES = [
+    ("sleep", "compute", COMPUTE),
+    ("input", "input", INPUT),
+    pytest.param("burn", "compute", COMPUTE, marks=pytest.mark.drill),
+    pytest.param("section", "section", "augment", marks=pytest.mark.drill),
+    pytest.param("other", "other", OTHER, marks=pytest.mark.drill),
+    pytest.param("plain", "other", OTHER, marks=pytest.mark.drill),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "section"), CASES)
+def test_the_rank_that_is_late_is_named_and_by_default_only_told(
+    tmp_path: Path, how: str, kind: str, section: str
+) -> None:
+    """Scenario 19: one rank sleeps → flagged relative to the others; the run goes on."""
+    assert together(tmp_path, 2, lambda rank: train(rank, tmp_path / "run", how)) == [50, 50]
+    seen = found(tmp_path / "run")
+    assert {(one.rank, one.kind, one.section, one.then) for one in seen} == {(1, kind, section, "told")}
+    assert "rank 1" in seen[0].why
+    report = reports(tmp_path / "run")[-1]
+    assert report.ranks == [0, 1]
+    relative = report.relative
+    assert relative[0] == 1.0
+    assert relative[1] is not None
+    assert relative[1] < 0.5
+    assert report.waiting[0] > report.waiting[1]  # the victim is the one that waits
+
+
+@pytest.mark.parametrize("how", ["none", "hidden"])
+def test_nobody_is_named_where_nobody_is_late_or_nobody_can_know(tmp_path: Path, how: str) -> None:
+    """A rank that waits inside a section, unseen, is a victim and not named."""
+    until = 40 if how == "hidden" else 250
+    together(tmp_path, 2, lambda rank: train(rank, tmp_path / "run", how, until=until))
+    assert reports(tmp_path / "run")
+    assert found(tmp_path / "run") == []
+
+
+def test_stop_if_detected_saves_and_stops_all_ranks(tmp_path: Path) -> None:
+    """Scenario 19, F2: with stop → one save, and every rank exits with 31."""
+
+    def work(rank: int) -> Any:
+        try:
+            train(rank, tmp_path / "run", "sleep", until=2000, straggler_stop_if_detected=True)
+        except Stopped as stopped:
+            return stopped.code
+        return "went on"
+
+    assert together(tmp_path, 2, work) == [int(ExitCode.STOPPED)] * 2
+    bodies = [line.body for line in read_journal(tmp_path / "run" / "journal")]
+    (asked,) = [body for body in bodies if isinstance(body, StopAsked)]
+    assert asked.source == "straggler"
+    assert "rank 1" in asked.detail
+    (saved,) = [body for body in bodies if isinstance(body, StopSaved)]
+    assert saved.checkpoint
+    assert [path.name for path in checkpoints(tmp_path / "run")] == [saved.checkpoint]
+    assert [one.then for one in found(tmp_path / "run")] == ["stop"]
+
+
+def journal_of(place: Path) -> list[Any]:
+    return [line.body for line in read_journal(place / "run" / "journal")]
+
+
+def launched(place: Path, slow: str, until: int, devices: str, *given: str) -> Result:
+    """`holdfast run` of two ranks that really are processes, with DDP."""
+    script = REPO / "tests" / "scripts" / "train_straggling.py"
+    command = command_of("run", "--run-dir", "run", "--nproc-per-node", "2", "--no-preload", str(script))
+    given = ("run", "sleep", slow, "0.05", str(until), *given)
+    return finish([*command, *given], cwd=place, env={"CUDA_VISIBLE_DEVICES": devices}, timeout=240)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(300)
+def test_under_the_launcher_a_straggler_stops_the_whole_run(tmp_path: Path) -> None:
+    """Scenario 19, F2: saved once, code 31."""
+    done = launched(tmp_path, "1", 3000, "", "straggler_stop_if_detected=true")
+    assert done.code == ExitCode.STOPPED, done.text
+    (saved,) = [body for body in journal_of(tmp_path) if isinstance(body, StopSaved)]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == [saved.checkpoint]
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(300)
+def test_a_slow_device_is_excluded_and_a_spare_one_takes_its_place(tmp_path: Path) -> None:
+    """F2: the run saves, goes on from there on the other device, and nothing is named any more."""
+    done = launched(tmp_path, "device-1", 150, "0,1,2", "straggler_exclude_if_detected=true")
+    assert done.code == 0, done.text
+    control = ControlDirectory.open(tmp_path / "run")
+    assert [(out.device, out.by) for out in excluded(control)] == [("1", "recovery")]
+    assert [(one.rank, one.device, one.then) for one in found(tmp_path / "run")] == [(1, "1", "exclude")]
+    starts = [body for body in journal_of(tmp_path) if isinstance(body, Resumed)]
+    assert len(starts) == 2
+    assert starts[1].step > 0
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(300)
+def test_where_nothing_can_take_its_place_the_run_goes_on_and_does_not_ask_again(tmp_path: Path) -> None:
+    done = launched(tmp_path, "device-1", 150, "0,1", "straggler_exclude_if_detected=true")
+    assert done.code == 0, done.text
+    assert excluded(ControlDirectory.open(tmp_path / "run")) == []
+    assert [one.then for one in found(tmp_path / "run")] == ["exclude", "told"]
+    assert "tried before" in found(tmp_path / "run")[1].why
+
+
+def test_the_detector_works_without_a_run(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        model = nn.Linear(8, 8)
+        told: list[str] = []
+        with holdfast.StragglerDetector(
+            models=[model],
+            node="here",
+            on_found=lambda named: told.append(named.describe()),
+            report_time_interval=0.1,
+        ) as detector:
+            for _ in range(40):
+                detector.begin_step()
+                with detector.section("input"):
+                    time.sleep(0.02 if rank == 1 else 0.0)
+                with detector.compute():
+                    model(torch.ones(4, 8)).sum().backward()
+                    dist.all_reduce(model.weight.grad)
+                detector.end_step()
+            named = [one.rank for one in detector.finding.named] if detector.finding else None
+        return [told, named]
+
+    first, second = together(tmp_path, 2, work)
+    assert len(first[0]) == 1
+    assert first[0][0].startswith("rank 1 (here) is slow in getting its input")
+    assert first[1] == [1]
+    assert second == [[], None]
+
+
+def test_a_report_that_fails_costs_the_report_and_not_the_run(tmp_path: Path) -> None:
+    chosen = StragglerSettings(enabled=True, report_time_interval=1e-9)
+    group = join_group(5.0)
+
+    def refuse(event: object) -> None:
+        raise OSError("no space")
+
+    stragglers = Stragglers(chosen, group, actions=Actions(tell=refuse))
+    for step in range(40):
+        stragglers.begin_step()
+        stragglers.end_step()
+        stragglers.meet(step)
+    assert stragglers.finding is not None
+    stragglers.close()
+
+
+# --- never two at once
+
+
+def test_a_second_detector_of_our_own_is_refused(tmp_path: Path) -> None:
+    """Scenario 24: two straggler detectors → the second fails at start-up, by name."""
+    first = holdfast.StragglerDetector()
+    try:
+        with pytest.raises(UsageError, match=r"two detectors.*another Run or StragglerDetector of Holdfast"):
+            holdfast.StragglerDetector()
+        with pytest.raises(UsageError, match=r"straggler\.enabled = false"):
+            holdfast.Run(run_dir=tmp_path / "run", straggler_enabled=True)
+        assert not (tmp_path / "run").exists()
+    finally:
+        first.close()
+    holdfast.StragglerDetector().close()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) -> None:
+    module = types.ModuleType(name)
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_of_two_runs_in_a_process_the_second_is_refused_at_its_start(tmp_path: Path) -> None:
+    """Scenario 24: both were made before either was at work."""
+    model = nn.Linear(2, 2)
+    first, second = (
+        holdfast.Run(run_dir=tmp_path / name, straggler_enabled=True, stop_exit_signal_handler=False)
+        for name in ("one", "two")
+    )
+    for run in (first, second):
+        run.track(model=model)
+    first.start()
+    try:
+        with pytest.raises(UsageError, match="two detectors of stragglers at once: another Run"):
+            second.start()
+    finally:
+        first.close()
+        second.close()
+
+
+ON = types.SimpleNamespace(initialized=True)
+
+
+class _Configured:
+    """As Megatron's is: one instance, on or off."""
+
+    _configured = True
+    _instance = types.SimpleNamespace(_off=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "attributes"),
+    [
+        ("nvidia_resiliency_ext.straggler", {"Detector": types.SimpleNamespace(initialized=True)}),
+        (
+            "nvidia_resiliency_ext.attribution.straggler",
+            {"Detector": types.SimpleNamespace(initialized=True)},
+        ),
+        ("megatron.core.utils", {"StragglerDetector": _Configured}),
+    ],
+)
+def test_another_librarys_detector_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, attributes: dict[str, object]
+) -> None:
+    """Scenario 24."""
+    pretend(monkeypatch, module, **attributes)
+    with pytest.raises(UsageError, match=module.replace(".", r"\.")):
+        holdfast.Run(run_dir=tmp_path / "run", straggler_enabled=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_detector_that_is_there_and_off_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "nvidia_resiliency_ext.straggler", Detector=types.SimpleNamespace(initialized=False))
+    off = types.SimpleNamespace(_configured=True, _instance=types.SimpleNamespace(_off=True))
+    pretend(monkeypatch, "megatron.core.utils", StragglerDetector=off)
+    assert other_detector() == ""
+
+
+def test_one_that_comes_later_switches_ours_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = StragglerSettings(enabled=True, report_time_interval=1e-9)
+    told: list[object] = []
+    stragglers = Stragglers(chosen, join_group(5.0), actions=Actions(tell=told.append))
+    pretend(monkeypatch, "nvidia_resiliency_ext.straggler", Detector=types.SimpleNamespace(initialized=True))
+    for step in range(40):
+        stragglers.begin_step()
+        stragglers.end_step()
+        stragglers.meet(step)
+    assert told == []
+    stragglers.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"straggler_stop_if_detected": True}, "nothing is detected"),
+        ({"straggler_enabled": True, "straggler_exclude_if_detected": True}, "needs the launcher"),
+        (
+            {
+                "straggler_enabled": True,
+                "straggler_exclude_if_detected": True,
+                "straggler_stop_if_detected": True,
+            },
+            "either stops or goes on",
+        ),
+        (
+            {
+                "straggler_enabled": True,
+                "straggler_calc_relative_gpu_perf": False,
+                "straggler_calc_individual_gpu_perf": False,
+            },
+            "nothing is compared",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        holdfast.Run(run_dir=tmp_path / "run", **settings)
+
+
+def test_an_unknown_setting_of_the_detector_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"reporting_interval.*report_time_interval"):
+        holdfast.StragglerDetector(reporting_interval=3)
+    with pytest.raises(UsageError, match="report_time_interval"):
+        holdfast.StragglerDetector(report_time_interval=-1)
+
+
+def test_a_run_without_the_detector_measures_nothing(tmp_path: Path) -> None:
+    assert train(0, tmp_path / "run", "none", until=12, straggler_enabled=False) == 12
+    assert reports(tmp_path / "run") == []
+    assert not [line for line in read_journal(tmp_path / "run" / "journal") if isinstance(line.body, Warned)]
