@@ -17,7 +17,7 @@ from holdfast.journal.reader import JournalReader
 from slurm_cluster import ENDED, SlurmCluster
 
 EXAMPLE = REPO / "examples" / "train_gpt.py"
-STEPS = 100
+STEPS = 60
 RANKS = 3
 SETTINGS = (
     "checkpoint.interval=1000", "journal.step_flush=0.2", "launch.node_timeout=10", "control.lease_ttl=15",

@@ -109,6 +109,7 @@ def test_a_device_that_names_itself_stays_out_until_it_is_readmitted(place: Plac
     assert (told["node"], told["device"], told["by"]) == ("n", "0", "alice")
 
 
+@pytest.mark.drill
 def test_a_node_with_too_few_devices_left_parks_and_a_spare_takes_its_place(place: Place) -> None:
     with cluster(place.cwd, "1") as group:
         flags = ("--no-preload", "--nproc-per-node", "2")

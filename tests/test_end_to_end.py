@@ -84,6 +84,7 @@ def test_ranks_killed_and_failing_in_one_run_end_bitwise_equal(
     "kill",
     ["0:12", pytest.param("1:1", marks=pytest.mark.drill), pytest.param("0:40", marks=pytest.mark.drill)],
 )
+@pytest.mark.drill
 def test_a_rank_killed_inside_a_save_ends_bitwise_equal(
     tmp_path: Path, reference: dict[str, object], kill: str
 ) -> None:

@@ -319,6 +319,7 @@ def test_a_signal_to_one_nodes_agent_stops_a_job_of_fixed_size_on_all_nodes(tmp_
     assert not [one for one in journalled(tmp_path, Decision) if one.about == "recovery"]
 
 
+@pytest.mark.drill
 def test_a_node_that_leaves_a_group_that_may_shrink_saves_with_it_and_the_others_go_on(
     tmp_path: Path,
 ) -> None:

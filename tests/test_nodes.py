@@ -84,6 +84,7 @@ def test_a_node_that_is_told_to_stop_leaves_and_the_others_go_on(tmp_path: Path)
     assert restarts_without_progress(past_attempts(run, before=3)) == 0
 
 
+@pytest.mark.drill
 def test_a_stopped_agent_is_lost_after_its_timeout(tmp_path: Path) -> None:
     """Nothing closes when a node hangs or is cut off; its silence has to do. Its workers are fenced off."""
     with cluster(tmp_path, "1:2") as group:

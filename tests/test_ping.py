@@ -107,6 +107,7 @@ def test_a_lost_peer_is_named_within_the_timeout(tmp_path: Path, how: signal.Sig
         assert not (tmp_path / "rank_1.json").exists()
 
 
+@pytest.mark.drill
 def test_the_stop_of_the_stores_host_is_noticed_within_the_timeout(tmp_path: Path) -> None:
     """Scenario 25: a store whose host is stopped never answers some calls; the ping does not wait for it."""
     with ranks(tmp_path, 2, 5, 5.0, stop_before=2, host="0") as group:

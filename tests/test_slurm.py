@@ -174,11 +174,12 @@ def test_a_comment_of_several_lines_changes_nothing_either() -> None:
     assert (record.state, record.requeue, record.ends_at) == ("RUNNING", True, STARTED + 300)
 
 
-def test_the_year_that_slurm_writes_for_a_job_without_limit_is_no_end() -> None:
-    year = parse_job(changed(TimeLimit="UNLIMITED", EndTime="2027-11-15T18:24:48"))
+@pytest.mark.parametrize("limit", ["UNLIMITED", "365-00:00:00"])
+def test_the_year_that_slurm_writes_for_a_job_without_limit_is_no_end(limit: str) -> None:
+    year = parse_job(changed(TimeLimit=limit, EndTime="2027-11-15T18:24:48"))
     assert year is not None
     assert year.ends_at is None
-    preempted = parse_job(changed(TimeLimit="UNLIMITED"))  # its grace time ends it after all
+    preempted = parse_job(changed(TimeLimit=limit))  # its grace time ends it after all
     assert preempted is not None
     assert preempted.ends_at == STARTED + 300
 

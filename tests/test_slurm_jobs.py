@@ -179,6 +179,7 @@ def test_tasks_of_an_array_keep_apart_and_a_signal_to_one_script_alone_stops_and
         assert [event.outcome for event in task.events(AttemptEnded)][-1] == "finished"
 
 
+@pytest.mark.drill
 def test_a_second_job_on_a_live_run_is_refused_and_sigterm_to_one_rank_stops_them_all(
     slurm: SlurmCluster, tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
@@ -187,7 +188,7 @@ def test_a_second_job_on_a_live_run_is_refused_and_sigterm_to_one_rank_stops_the
     run.submit(nodes=2, steps=100_000)
     run.await_step(10)
     second = SlurmRun(slurm, tmp_path)
-    second.submit(nodes=2)
+    second.submit(nodes=1)
     assert slurm.wait_for(second.job, "FAILED") == "FAILED"
     assert slurm.exit_code(second.job) == ExitCode.RUN_IS_LIVE
     assert f"job {run.job}" in slurm.output(second.job)

@@ -238,6 +238,7 @@ def test_a_signal_to_the_script_alone_reaches_every_agent_and_kills_none(
     assert slurm.restarts(job) == 0
 
 
+@pytest.mark.drill
 def test_a_job_comes_back_on_other_nodes_with_the_reason_in_its_comment(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -259,6 +260,7 @@ def test_a_job_comes_back_on_other_nodes_with_the_reason_in_its_comment(
     assert found["ExcNodeList"] == "n1"
 
 
+@pytest.mark.drill
 def test_a_job_comes_back_once_whoever_asks_for_it_and_a_cancelled_one_never(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -286,6 +288,7 @@ def test_a_job_comes_back_once_whoever_asks_for_it_and_a_cancelled_one_never(
     assert slurm.restarts(cancelled) == 0
 
 
+@pytest.mark.drill
 def test_ranks_without_agents_fail_together_but_stop_each_in_its_time(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -305,6 +308,7 @@ def test_ranks_without_agents_fail_together_but_stop_each_in_its_time(
     assert {"rank 0 ends", "rank 1 ends"} <= set(slurm.output(stopped).splitlines())
 
 
+@pytest.mark.drill
 def test_one_task_of_an_array_comes_back_and_the_other_goes_on(slurm: SlurmCluster, tmp_path: Path) -> None:
     """The last task has the array's number: asked by that, Slurm would take them all."""
     array = submit(slurm, tmp_path, "--array", "0-1")

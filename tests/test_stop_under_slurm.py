@@ -114,7 +114,7 @@ def test_a_signal_of_a_person_queues_nothing_again_and_the_job_is_named_to_who_c
 def test_recovery_gives_the_job_back_when_these_nodes_cannot_do_it(place: Place) -> None:
     """Code 27, and the scheduler is asked: excluded nodes are named in the job's comment."""
     env = place.environment(**slurm(place, left=7200))
-    command = place.launch("--max-restarts", "20", acts="kill")
+    command = place.launch("--max-restarts", "20", acts="kill", name="n1")
     with job(command, cwd=place.cwd, env=env) as running:
         result = running.wait(90)
     assert result.code == ExitCode.REQUEUE_WANTED, result.text
@@ -123,7 +123,7 @@ def test_recovery_gives_the_job_back_when_these_nodes_cannot_do_it(place: Place)
     (told,) = place.journalled(RequeueAsked)
     assert told.asked
     comment = next(line for line in (place.cwd / "asked").read_text().splitlines() if "Comment=" in line)
-    assert "without n" in comment
+    assert comment.endswith("without n1")
     assert len(place.journalled(JobFound)) == len(place.attempts()), "at the start of every attempt"
 
 

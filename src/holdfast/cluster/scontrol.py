@@ -228,11 +228,10 @@ def parse_nodes(text: str) -> list[NodeRecord]:
 
 
 def _end(record: Mapping[str, str]) -> float | None:
-    """When it will be ended. Slurm writes a year from its start for a job without limit."""
+    """When it will be ended. For a job without limit Slurm writes a year from its start."""
     starts_at, ends_at = _time(record.get("StartTime")), _time(record.get("EndTime"))
-    if record.get("TimeLimit") == "UNLIMITED" and starts_at is not None and ends_at is not None:
-        return ends_at if ends_at - starts_at < ALMOST_A_YEAR else None
-    return ends_at
+    endless = starts_at is not None and ends_at is not None and ends_at - starts_at > ALMOST_A_YEAR
+    return None if endless else ends_at
 
 
 def _text(value: str | None) -> str:
