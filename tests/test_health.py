@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.health import gpu, node, storage
+from holdfast.health.examination import Place, quick_checks
 from holdfast.health.gpu_facts import Gpu, Gpus, ask_nvidia_smi, names_of
 from holdfast.health.kernel_log import check_kernel_log, normal_bus, read_kernel_log
 from holdfast.health.result import Check, ask, run_checks
@@ -215,9 +216,15 @@ def test_space_is_looked_at_where_a_directory_will_be(tmp_path: Path) -> None:
     assert needs.status is Status.WARNING
 
 
+def of_place(path: Path) -> list[CheckResult]:
+    """What the one file that is written to a place tells: of the storage, and of the clock."""
+    told = quick_checks([Place(what="the root", path=path)], [])[-1].look()
+    return told if isinstance(told, list) else [told]
+
+
 def test_the_clock_agrees_with_the_file_systems(tmp_path: Path) -> None:
-    assert node.check_clock(tmp_path).status is Status.OK
-    assert node.check_clock(tmp_path / "none").status is Status.UNKNOWN
+    assert [one.status for one in of_place(tmp_path)] == [Status.OK, Status.OK]
+    assert len(of_place(tmp_path / "none")) == 1, "no file, no stamp to compare with"
     assert not list(tmp_path.iterdir())
 
 
@@ -225,7 +232,7 @@ def test_a_clock_that_is_off_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """E7: this machine's clock, moved; the file system stamps with the real one."""
     real = time.time
     monkeypatch.setattr(storage.time, "time", lambda: real() + 60.0)
-    found = node.check_clock(tmp_path)
+    _, found = of_place(tmp_path)
     assert found.status is Status.WARNING
     assert re.search(r"(59|60)\.\d+ s ahead", found.found)
 

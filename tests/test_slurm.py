@@ -34,7 +34,7 @@ from holdfast.cluster.hostlist import MOST, expand
 from holdfast.cluster.scontrol import JobRecord, parse_job, parse_nodes
 from holdfast.cluster.slurm import SlurmJob, current_job
 from holdfast.cluster.time_limit import TimeLimit
-from slurm_cluster import KILL_WAIT, SlurmCluster
+from slurm_cluster import SlurmCluster
 
 
 @pytest.fixture
@@ -236,7 +236,6 @@ def test_without_scontrol_everything_is_unknown_and_nothing_fails(
     assert scontrol.job_record("1") is None
     assert scontrol.node_records(["n1"]) == {}
     assert scontrol.partition_nodes("low") is None
-    assert scontrol.kill_wait() is None
     assert not scontrol.drain("n1", "why").ok
     assert not requeueing.may_requeue(JOB, "auto")
     asked = requeueing.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=[], stalled=0)
@@ -371,7 +370,7 @@ print(json.dumps({
     "restarts": record.restarts, "exclude": record.exclude, "partition": record.partition,
     "may": [may_requeue(SlurmJob(job_id=int(one)), "auto") for one in (job, held)],
     "drained": drained.ok, "usable": {name: node.usable for name, node in nodes.items()},
-    "reason": nodes["n4"].reason, "all": scontrol.partition_nodes("low,high"), "wait": scontrol.kill_wait(),
+    "reason": nodes["n4"].reason, "all": scontrol.partition_nodes("low,high"),
     "missing": [scontrol.job_record("99999"), scontrol.partition_nodes("none"), scontrol.drain("no", "x").ok],
 }))
 """
@@ -391,6 +390,6 @@ def test_a_real_slurm_is_understood(slurm: SlurmCluster, tmp_path: Path) -> None
     assert told == {
         "state": "RUNNING", "nodes": slurm.nodes_of(job), "comment": "my lr=3 Requeue=0", "restarts": 0,
         "exclude": ["n3"], "partition": "low", "may": [True, False], "drained": True,
-        "usable": {"n1": True, "n4": False}, "all": ["n1", "n2", "n3", "n4"], "wait": float(KILL_WAIT),
+        "usable": {"n1": True, "n4": False}, "all": ["n1", "n2", "n3", "n4"],
         "missing": [None, None, False],
     }  # fmt: skip

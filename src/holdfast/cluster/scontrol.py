@@ -138,13 +138,6 @@ def partition_nodes(partition: str, timeout: float = ASK) -> list[str] | None:
     return list(dict.fromkeys(found))
 
 
-def kill_wait(timeout: float = ASK) -> float | None:
-    """Seconds that Slurm leaves between SIGTERM and SIGKILL; None if that is not known."""
-    reply = call("show", "config", timeout=timeout)
-    match = re.search(r"^KillWait\s*=\s*(\d+)", reply.text, re.MULTILINE) if reply.ok else None
-    return float(match[1]) if match else None
-
-
 def set_comment(label: str, comment: str, timeout: float = ASK) -> Reply:
     return call("update", f"JobId={label}", f"Comment={_line(comment)}", timeout=timeout)
 

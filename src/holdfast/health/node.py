@@ -11,7 +11,7 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.health.storage import nearest, try_storage
+from holdfast.health.storage import nearest
 from holdfast.policy.health import (
     CheckResult,
     Status,
@@ -19,7 +19,6 @@ from holdfast.policy.health import (
     judge_memory,
     judge_open_files,
     judge_shared_memory,
-    judge_skew,
     judge_space,
     judge_threads,
 )
@@ -153,15 +152,6 @@ def _own_group(cgroups: Path) -> Path:
 
 def check_load() -> CheckResult:
     return judge_load(os.getloadavg()[0], len(os.sched_getaffinity(0)))
-
-
-def check_clock(directory: Path, what: str = "the shared file system") -> CheckResult:
-    """Against the clock by which the storage of a directory stamps files. Writes one small file there."""
-    tried = try_storage(directory, 1)
-    if tried.skew is None:
-        text = f"no file could be written to {directory}: {tried.problem}"
-        return CheckResult(name="clock", status=Status.UNKNOWN, found=text)
-    return judge_skew(what, tried.skew, tried.uncertain)
 
 
 def check_node(directories: Sequence[tuple[str, Path]] = ()) -> list[CheckResult]:

@@ -26,7 +26,6 @@ from holdfast.policy.stopping import StopRequest
 NAME = "Slurm"
 ANSWER = 1.0
 """Seconds that an attempt's start may wait to be able to say how much time is left."""
-POLL = 0.01
 
 
 class Scheduler:
@@ -59,10 +58,7 @@ class Scheduler:
     def _first_answer(self) -> float | None:
         """When the job ends; the scheduler has a moment to say so, once a launch."""
         fresh = self._limit is None
-        limit, deadline = self._watch(), time.monotonic() + (ANSWER if fresh else 0.0)
-        while limit.ends_at is None and time.monotonic() < deadline:
-            time.sleep(POLL)
-        return limit.ends_at
+        return self._watch().first_answer(ANSWER if fresh else 0.0)
 
     def found(self, journal: JournalWriter, tell: Callable[[str], None]) -> None:
         """An attempt of this agent begins: journal the job it runs in, and say so in a line."""
