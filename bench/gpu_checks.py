@@ -12,26 +12,20 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
+from gpu_workload import BLOCK, STEP, build
 
 from holdfast.checkpoint.state import Tracked
 from holdfast.settings_validation import ValidationSettings
 from holdfast.worker.checking import Checks
 from holdfast.worker.deferring import Deferred
 
-WIDTH, LAYERS, ROWS = 4096, 12, 8192
-STEP = 0.050
-BLOCK, BLOCKS = 10, 12
+BLOCKS = 12
 
 
 class Training:
     def __init__(self) -> None:
         device = torch.device("cuda", 0)
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
-        self.model = nn.Sequential(*layers).to(device, torch.bfloat16)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
-        self.batch = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
+        self.model, self.optimizer, self.batch = build(device)
         tracked = Tracked()
         tracked.add("model", self.model)
         self.checks = Checks(ValidationSettings(), tracked)

@@ -12,16 +12,14 @@ import statistics
 import time
 
 import torch
-from torch import nn
+from gpu_workload import BLOCK, STEP, build
 
 from holdfast.control.group import join_group
 from holdfast.settings_straggler import StragglerSettings
 from holdfast.worker.gradient_mark import GradientMark
 from holdfast.worker.stragglers import Actions, Stragglers
 
-WIDTH, LAYERS, ROWS = 4096, 12, 8192
-STEP = 0.050
-BLOCK, BLOCKS = 10, 16
+BLOCKS = 16
 TARGET = 0.1
 
 
@@ -33,11 +31,7 @@ def untold(event: object) -> None:
 class Training:
     def __init__(self) -> None:
         device = torch.device("cuda", 0)
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
-        self.model = nn.Sequential(*layers).to(device, torch.bfloat16)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
-        self.batch = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
+        self.model, self.optimizer, self.batch = build(device)
         chosen = StragglerSettings(enabled=True, report_time_interval=10.0)
         self.found = Stragglers(chosen, join_group(60.0), device=device, actions=Actions(tell=untold))
         # A rank alone waits for nobody and has no mark; here it costs what it costs others.

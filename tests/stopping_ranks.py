@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,7 @@ from holdfast.checkpoint import manifest as manifests
 from holdfast.control.directory import ControlDirectory
 from holdfast.journal.events import Event
 from holdfast.journal.reader import read_journal
-from tiny import build
+from tiny import build, end_with
 
 LIMIT = 60.0
 
@@ -176,8 +175,7 @@ def _become(
     work: Callable[[int], None] | None,
     how: dict[str, Any],
 ) -> None:
-    code = 70
-    try:
+    def be_a_rank() -> None:
         os.setsid()
         with (place / f"err{rank}").open("ab") as file:
             os.dup2(file.fileno(), 2)
@@ -196,16 +194,8 @@ def _become(
             work(rank)
         else:
             train(place, rank, world, **how)
-        code = 0
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
-    except holdfast.HoldfastError as error:
-        traceback.print_exc()
-        code = int(error.exit_code)
-    except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+
+    end_with(be_a_rank)
 
 
 def events(place: Path, *kinds: type[Event]) -> list[Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -91,20 +91,25 @@ def forked(work: Callable[[], None], timeout: float = 60.0) -> int:
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        code = 70
-        try:
-            work()
-            code = 0
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        except holdfast.HoldfastError as error:
-            traceback.print_exc()
-            code = int(error.exit_code)
-        except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+        end_with(work)
     return await_child(pid, timeout)
+
+
+def end_with(work: Callable[[], None]) -> NoReturn:
+    """In a forked child: do this, and end with the code that a script would end with; 70 for an error."""
+    code = 70
+    try:
+        work()
+        code = 0
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    except holdfast.HoldfastError as error:
+        traceback.print_exc()
+        code = int(error.exit_code)
+    except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def die() -> None:
