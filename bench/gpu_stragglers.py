@@ -13,19 +13,16 @@ import time
 
 import torch
 from gpu_workload import BLOCK, STEP, build
+from stragglers import untold
 
 from holdfast.control.group import join_group
 from holdfast.settings_straggler import StragglerSettings
 from holdfast.worker.gradient_mark import GradientMark
-from holdfast.worker.stragglers import Actions, Stragglers
+from holdfast.worker.straggler_actions import Actions
+from holdfast.worker.stragglers import Stragglers
 
 BLOCKS = 16
 TARGET = 0.1
-
-
-def untold(event: object) -> None:
-    """Nobody keeps a journal here."""
-    del event
 
 
 class Training:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import checks
+import inprocess
 import msgspec
 import node_loss
 import replicate
@@ -39,6 +40,8 @@ STEPS = 20_000
 CHILD_DEADLINE = 600
 RANKS = 10_000
 RANKS_PER_NODE, SHARDS = 8, 4
+PARTS = 8
+"""Smaller problems beside which a large one shows how it grows."""
 
 
 def alternate(repeat: int, ours: Callable[[], float], baseline: Callable[[], float]) -> Samples:
@@ -239,6 +242,20 @@ def restarted(work: Path, size_mib: int, repeat: int) -> Samples:
     return [restart for _, restart in ours], [restart for _, restart in baseline]
 
 
+def restarted_in_place(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds from an exception on one of two ranks until both have made a step again."""
+    del size_mib
+    found = inprocess.restarts(work, repeat)
+    return found["in place"], found["torchrun"]
+
+
+def restarted_in_job(work: Path, size_mib: int, repeat: int) -> Samples:
+    """The same script, with processes started again by `holdfast run`."""
+    del size_mib
+    found = inprocess.restarts(work, repeat)
+    return found["in job"], found["torchrun"]
+
+
 def launched(work: Path, size_mib: int, repeat: int) -> Samples:
     """Seconds from the command until both workers have met and summed a number."""
     del size_mib
@@ -381,10 +398,19 @@ def stop(work: Path, size_mib: int, repeat: int) -> Samples:
 def assembled(work: Path, size_mib: int, repeat: int) -> Samples:
     """Seconds in which one of 10,000 ranks plans its resume from what all hold; of 1,250, eight times."""
     del work, size_mib
-    parts = 8
-    ours = _planner(RANKS)
-    fewer = [_planner(RANKS // parts) for _ in range(parts)]  # apart, so that caches help neither side more
-    return alternate(repeat, ours, lambda: sum(plan() for plan in fewer))
+    return _grown(repeat, _planner)
+
+
+def judged(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds in which rank 0 judges a straggler report of 10,000 ranks; of 1,250, eight times."""
+    del work, size_mib
+    return _grown(repeat, lambda ranks: stragglers.judging(ranks, RANKS_PER_NODE))
+
+
+def _grown(repeat: int, prepare: Callable[[int], Callable[[], float]]) -> Samples:
+    ours = prepare(RANKS)
+    fewer = [prepare(RANKS // PARTS) for _ in range(PARTS)]  # apart, so that caches help neither side more
+    return alternate(repeat, ours, lambda: sum(part() for part in fewer))
 
 
 def _planner(ranks: int) -> Callable[[], float]:

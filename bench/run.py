@@ -119,6 +119,22 @@ BENCHMARKS = {
         0.25,
         "ratio",
     ),
+    "in-process": Benchmark(
+        "an exception on one rank of two: until both step again, in the same processes",
+        measures.restarted_in_place,
+        "torchrun",
+        "s",
+        0.1,
+        "ratio",
+    ),
+    "in-process-job": Benchmark(
+        "the same script, processes started again by holdfast run",
+        measures.restarted_in_job,
+        "torchrun",
+        "s",
+        None,
+        "ratio",
+    ),
     "launch": Benchmark(
         "two workers launched: until their first all-reduce", measures.launched, "torchrun", "s", 1.0, "ratio"
     ),
@@ -172,6 +188,15 @@ BENCHMARKS = {
         "us",
         5.0,
         "ours",
+    ),
+    "stragglers-report": Benchmark(
+        "a straggler report of 10,000 ranks, judged by rank 0",
+        measures.judged,
+        "eight times the same for 1,250",
+        "s",
+        2.0,
+        "ours",
+        shows_growth=True,
     ),
     "monitor": Benchmark(
         "signs of life to the agent, cost of a step in the rank",

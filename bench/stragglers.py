@@ -1,17 +1,26 @@
-"""What measuring a section for the straggler detector costs on the host: one `with`, as a loop has it.
+"""What the straggler detector costs on the host: a section, one `with`, as a loop has it; and a report.
 
 Thousands of sections in steps of ten; microseconds of one, by the time that the thread had a core, in the
-fastest of several rounds: whoever else uses the machine only adds.
+fastest of several rounds: whoever else uses the machine only adds. Of a report what rank 0 does, from the
+letters of all ranks to the names and the journal's event.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import random
 import time
+from collections.abc import Callable
 
 from holdfast.control.group import join_group
+from holdfast.policy.straggler_times import COMPUTE, INPUT, OTHER, Limits, RankTimes, Span
+from holdfast.policy.stragglers import Judge
 from holdfast.settings_straggler import StragglerSettings
-from holdfast.worker.stragglers import Actions, Stragglers
+from holdfast.worker.straggler_actions import Actions
+from holdfast.worker.straggler_letters import letter_of, read_letter
+from holdfast.worker.straggler_report import event_of
+from holdfast.worker.stragglers import Stragglers
 
 STEPS, SECTIONS, ROUNDS = 300, 10, 5
 
@@ -57,3 +66,39 @@ def _bare() -> float:
         with nothing:
             pass
     return (time.thread_time() - began) / STEPS / SECTIONS * 1e6
+
+
+def judging(ranks: int, ranks_per_node: int) -> Callable[[], float]:
+    """Seconds of a report of so many ranks, one of which is slow, after those that have named it."""
+    chance = random.Random(0)
+    letters = []
+    for rank in range(ranks):
+        compute = 0.08 if rank == ranks // 2 else chance.uniform(0.039, 0.041)
+        spans = {
+            INPUT: Span(0.004),
+            COMPUTE: Span(compute, 0.09 - compute),
+            "augment": Span(0.01),
+            OTHER: Span(0.006),
+        }
+        times = RankTimes(rank=rank, node=f"n{rank // ranks_per_node}", steps=100, noise=1e-4, sections=spans)
+        letters.append(letter_of(times))
+    judge = Judge(Limits())
+
+    def measured() -> float:
+        gc.collect()
+        gc.disable()  # a collection goes through all of torch, whenever it happens to come
+        try:
+            started = time.perf_counter()
+            found = [read_letter(letter, rank) for rank, letter in enumerate(letters)]
+            finding = judge.judge(found)
+            event_of(found, finding, 100, 300.0)
+            taken = time.perf_counter() - started
+        finally:
+            gc.enable()
+        if [one.rank for one in finding.named] != [ranks // 2]:
+            raise RuntimeError(f"of {ranks} ranks {[one.key for one in finding.named]} are named")
+        return taken
+
+    for _ in range(2):
+        judge.judge([read_letter(letter, rank) for rank, letter in enumerate(letters)])
+    return measured

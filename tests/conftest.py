@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from slurm_cluster import missing as missing_slurm
+from machines import mount_namespaces
 from slurm_cluster import slurm, slurm_session
+from untested import pytest_terminal_summary
 
-__all__ = ["slurm", "slurm_session"]
+__all__ = ["mount_namespaces", "pytest_terminal_summary", "slurm", "slurm_session"]
 
 # A red test must mean that the change under test broke something, so `make test` tries the same examples
 # every time; `make drill` searches for new ones (a find becomes an @example of its test).
@@ -48,11 +49,3 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run_dir(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "run"))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Skips are easily overlooked; this one leaves a whole promise untested."""
-    skipped = terminalreporter.stats.get("skipped", [])
-    if any("NO REAL SLURM" in str(report.longrepr) for report in skipped):
-        terminalreporter.section("not tested", sep="!", red=True)
-        terminalreporter.line(missing_slurm())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,6 +35,12 @@ def wait_until(condition: Callable[[], T], timeout: float, what: str) -> T:
         if time.monotonic() >= deadline:
             raise AssertionError(f"{what}: not within {timeout:g} s")
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    """One that nobody listened on a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def await_child(pid: int, timeout: float) -> int:

@@ -1,10 +1,11 @@
-"""Builds journals for tests: lines with a clock that the test moves, as if a run had written them."""
+"""Journals for tests: what a run has written, and lines with a clock that the test moves, as if one had."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,7 @@ from holdfast.journal.events import (
     WorkersStarted,
     encode_loss,
 )
+from holdfast.journal.reader import read_journal
 
 START = 1_763_000_000.0
 ALTERED = "altered __0_0.distcp: its digest does not match"
@@ -39,6 +41,11 @@ def loss_of(step: int) -> float:
 
 def name_of(step: int, attempt: int = 1) -> str:
     return str(CheckpointName(step, derive_id("run", attempt, step, 0)))
+
+
+def journalled(place: Path, *kinds: type[Event]) -> list[Any]:
+    """What the run in `place`/run has written of these kinds, in order."""
+    return [line.body for line in read_journal(place / "run" / "journal") if isinstance(line.body, kinds)]
 
 
 class Journal:

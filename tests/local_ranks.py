@@ -127,7 +127,7 @@ class Nodes:
         (self.shared / log).mkdir(exist_ok=True)
         ranks = [node for node in nodes for _ in range(self.per_node)]
         torch.set_num_threads(1)
-        keeper, port = _store()
+        keeper, port = store_process()
         children = []
         for rank, node in enumerate(ranks):
             sys.stdout.flush()
@@ -201,7 +201,7 @@ class Nodes:
         return {step: [by_rank[rank] for rank in sorted(by_rank)] for step, by_rank in sorted(found.items())}
 
 
-def _store() -> tuple[int, int]:
+def store_process() -> tuple[int, int]:
     """A store in a process of its own (its pid, its port): a fork of one that has its threads may hang."""
     reading, writing = os.pipe()
     pid = os.fork()

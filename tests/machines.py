@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+
+MNT_DETACH = 2
 
 ROW = {
     "index": "0",
@@ -65,7 +76,39 @@ else:
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+@contextmanager
+def hung_mount(path: Path, longest: float = 60.0) -> Iterator[None]:
+    """A file system there whose server never answers: whoever looks at it waits until this is over."""
+    if os.geteuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("a file system that hangs needs root and /dev/fuse")
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/dev/fuse").open("r+b", buffering=0) as server:
+        options = f"fd={server.fileno()},rootmode=40000,user_id=0,group_id=0"
+        if libc.mount(b"hangs", os.fsencode(path), b"fuse", 0, options.encode()):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+        # Whoever still waits when it is closed gets an error, so that a test that hangs on it fails instead.
+        limit = threading.Timer(longest, server.close)
+        limit.start()
+        try:
+            yield
+        finally:
+            limit.cancel()
+            libc.umount2(os.fsencode(path), MNT_DETACH)
+
+
 def inside_mounts(setup: str, command: list[str]) -> list[str]:
     """The command line that runs `setup` (shell) in a mount namespace of its own, and then the command."""
     script = f"{setup} && exec {shlex.join(command)}"
     return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+
+
+@pytest.fixture(scope="session")
+def mount_namespaces() -> None:
+    """For tests that use `inside_mounts`: skips them where that cannot be."""
+    why = "unshare not found"
+    if shutil.which("unshare") is not None:
+        probe = inside_mounts(f"mount -t tmpfs tmpfs {shlex.quote(tempfile.gettempdir())}", ["true"])
+        done = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=30)
+        why = (done.stderr.strip() or f"unshare ended with {done.returncode}") if done.returncode else ""
+    if why:
+        pytest.skip(f"NO MOUNT NAMESPACES: {why}; bad storage and kernel logs are not tested")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-from harness import REPO, Job, holdfast, job, wait_until
+from harness import REPO, Job, free_port, holdfast, job, wait_until
 
 STEP = str(REPO / "tests" / "scripts" / "launch_step.py")
 
 
 def free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 class Cluster:

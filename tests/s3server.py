@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from harness import wait_until
+from harness import free_port, wait_until
 from holdfast.launch.orphan_guard import guarded
 
 CREDENTIALS = {
@@ -27,12 +27,6 @@ CREDENTIALS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def answers(port: int) -> bool:

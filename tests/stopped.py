@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from harness import REPO, Job, Result, holdfast, wait_until
 from holdfast.control.attempts import ends_of
 from holdfast.control.directory import ControlDirectory
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopSaved
-from holdfast.journal.reader import read_journal
+from journals import journalled
 from tiny import checkpoints
 
 SCRIPT = str(REPO / "tests" / "scripts" / "train_stop.py")
@@ -45,10 +44,6 @@ def await_step(running: Job, cwd: Path, step: int, ranks: int = 2) -> None:
 
     wait_until(lambda: there() or running.process.poll() is not None, 90, f"step {step} on {ranks} ranks")
     assert there(), running.output().text
-
-
-def journalled(cwd: Path, kind: type[Any]) -> list[Any]:
-    return [line.body for line in read_journal(cwd / "run" / "journal") if isinstance(line.body, kind)]
 
 
 def ends(cwd: Path) -> list[tuple[str, int] | None]:

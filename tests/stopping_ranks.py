@@ -22,12 +22,11 @@ import xxhash
 import holdfast
 from harness import await_child, wait_until
 from holdfast.checkpoint import manifest as manifests
-from holdfast.control.directory import ControlDirectory
-from holdfast.journal.events import Event
-from holdfast.journal.reader import read_journal
+from journals import journalled
 from tiny import build, end_with
 
 LIMIT = 60.0
+events = journalled
 
 Hook = Callable[[holdfast.Run, int, int], None]
 """(run, rank, step), called in the middle of every step."""
@@ -141,7 +140,7 @@ def ranks(
     `meet`: in a process group, before anything else.
     """
     torch.set_num_threads(1)  # a fork has none of its parent's threads
-    _warm_up()
+    warm_up()
     for mark in [*place.glob("waiting*"), place / "go"]:
         mark.unlink(missing_ok=True)
     store = place / f"store-{time.monotonic_ns()}"
@@ -160,7 +159,7 @@ def ranks(
 
 
 @functools.cache
-def _warm_up() -> None:
+def warm_up() -> None:
     """What torch imports at first use is imported once, and not in every fork."""
     model, optimizer, _, _ = build()
     model(torch.zeros(4, 6)).sum().backward()
@@ -196,11 +195,6 @@ def _become(
             train(place, rank, world, **how)
 
     end_with(be_a_rank)
-
-
-def events(place: Path, *kinds: type[Event]) -> list[Any]:
-    control = ControlDirectory.open(place / "run")
-    return [line.body for line in read_journal(control.journal) if isinstance(line.body, kinds)]
 
 
 def reasons(place: Path) -> dict[int, list[str]]:

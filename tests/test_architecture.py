@@ -17,6 +17,7 @@ ROOMS = [
     "observe",
     "launch",
     "run",
+    "inprocess",
     "worker",
     "checkpoint",
     "health",

@@ -114,6 +114,21 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "straggler.enable_logging": (False, True, False, True),
     "straggler.stop_if_detected": (True, False, True, False),
     "straggler.exclude_if_detected": (True, False, True, False),
+    "inprocess.enabled": (True, False, True, False),
+    "inprocess.granularity": ("rank", "node", "rank", "node"),
+    "inprocess.active_world_size": (1, "all", 64, 10_000_000),
+    "inprocess.min_world_size": (1, "active", 32, 10_000_000),
+    "inprocess.assign": ("", "mine.places:assign", "a.b:c", "x:y"),
+    "inprocess.max_iterations": (1, "budget", 10, 1_000_000),
+    "inprocess.max_rank_faults": (0, "any", 3, 1_000_000),
+    "inprocess.soft_timeout": (0.5, 5.0, 60.0, 120.5),
+    "inprocess.hard_timeout": (0.5, 5.0, 90.0, 180.5),
+    "inprocess.heartbeat_interval": (0.5, 1.0, 30.0, 60.5),
+    "inprocess.heartbeat_timeout": (0.5, 5.0, 60.0, 120.5),
+    "inprocess.barrier_timeout": (0.5, 10.0, 120.0, 240.5),
+    "inprocess.completion_timeout": (0.5, 10.0, 120.0, 240.5),
+    "inprocess.empty_cuda_cache": (False, True, False, True),
+    "inprocess.monitor_process_logdir": ("", "/var/log/keepers", "./logs", "x/y z"),
     "journal.step_flush": (0.0, 0.5, 5.0, 10.0),
 }
 
@@ -219,7 +234,7 @@ def test_a_link_to_a_settings_file_is_followed(tmp_path: Path) -> None:
 
 
 def test_the_launchers_hand_over_is_not_taken_for_a_setting() -> None:
-    assert load(environ={"HOLDFAST_LAUNCH": "{}"}).settings == Settings()
+    assert load(environ={"HOLDFAST_LAUNCH": "{}", "HOLDFAST_RESTART": "{}"}).settings == Settings()
     assert load(environ={"HOLDFAST_ALERT_KIND": "stop"}).settings == Settings(), "an alert command's own"
 
 

@@ -52,6 +52,7 @@ def test_a_wanted_rerun_gets_other_devices_and_ends_as_failed_validation(place: 
     assert [one.chosen for one in place.decisions()] == ["rotate", "restart", "stop"]
 
 
+@pytest.mark.drill
 def test_a_wanted_rerun_without_another_device_runs_here_again_and_ends_too(place: Place) -> None:
     """Two workers that share the only device are no reason to wait for more devices."""
     result = place.finish(
@@ -83,6 +84,7 @@ def test_with_one_device_a_node_a_rerun_changes_the_ranks_nodes(place: Place) ->
 # -- devices and nodes at fault -----------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_a_device_that_names_itself_stays_out_until_it_is_readmitted(place: Place) -> None:
     acts = f"1@{ECC};exit:17;go?ok;ok"
     command = place.launch("--nproc-per-node", "2", acts=acts)
@@ -130,7 +132,8 @@ def test_a_node_with_too_few_devices_left_parks_and_a_spare_takes_its_place(plac
     assert place.outcomes() == ["failed", "finished"]
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.drill, id="the leader")])
+@pytest.mark.drill
+@pytest.mark.parametrize("rank", [1, pytest.param(0, id="the leader")])
 def test_a_node_at_fault_twice_makes_place_for_a_spare_and_may_come_back_as_one(
     place: Place, rank: int
 ) -> None:
@@ -208,6 +211,7 @@ def test_a_hundred_restarts_do_not_mean_a_hundred_cycles(place: Place) -> None:
 # -- a lower rung -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_an_error_that_repeats_after_a_resume_is_met_one_rung_lower(place: Place) -> None:
     """The newest checkpoint may be the cause: the next attempt leaves it out, and says so."""
     flags = ("--max-restarts", "100", "--set", "launch.node_name=n")

@@ -325,7 +325,10 @@ def test_an_earlier_demo_is_replaced_unless_something_was_put_beside_it(tmp_path
         pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+DRILLED = [pytest.param(number, marks=pytest.mark.drill) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, *DRILLED])
 def test_however_the_demo_ends_no_process_is_left(tmp_path: Path, number: signal.Signals) -> None:
     with job(holdfast("demo", "--json", "--dir=d"), cwd=tmp_path) as running:
 

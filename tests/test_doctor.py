@@ -144,6 +144,7 @@ def test_all_nodes_of_a_real_job_are_asked(slurm: SlurmCluster, tmp_path: Path) 
     assert not list(tmp_path.rglob(".holdfast-probe*"))
 
 
+@pytest.mark.drill
 def test_a_node_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_job(tmp_path / "bin", monkeypatch, answers=["n1"], then="time.sleep(60)")
     monkeypatch.setattr(all_nodes.ask_all_nodes, "__defaults__", (6.0,))
@@ -160,6 +161,17 @@ def test_outside_of_a_job_there_are_no_nodes_to_ask(tmp_path: Path, monkeypatch:
     shown = command("doctor", tmp_path, "--all-nodes")
     assert shown.code == 2
     assert "this is no Slurm job" in shown.err
+
+
+def test_a_job_whose_nodes_are_not_known_is_not_called_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = pretend_job(tmp_path / "bin", monkeypatch, answers=[], then="sys.exit(0)")
+    monkeypatch.delenv("SLURM_JOB_NODELIST")
+    shown = command("doctor", tmp_path, "--all-nodes", "--quick")
+    assert shown.code == 2, shown.text
+    assert "which nodes job 77 has is not known" in shown.err
+    assert not asked.exists(), "nobody was asked, and nobody was reported"
 
 
 def test_clocks_of_two_nodes_that_differ_are_told() -> None:

@@ -98,7 +98,7 @@ def test_a_rank_killed_inside_a_save_ends_bitwise_equal(
 @pytest.mark.parametrize(
     ("number", "code", "step"),
     [
-        (signal.SIGKILL, -9, 6),
+        pytest.param(signal.SIGKILL, -9, 6, marks=pytest.mark.drill),
         pytest.param(signal.SIGTERM, int(ExitCode.STOPPED), 8, marks=pytest.mark.drill),
     ],
 )

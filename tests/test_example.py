@@ -1,9 +1,11 @@
-"""examples/train_gpt.py: short, with little of Holdfast in it, and working in all the ways it says."""
+"""The examples: short, with little of Holdfast in them, and working in all the ways they say."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
 
 from harness import REPO, finish, holdfast, python
 from holdfast.drill.compare import timeline
@@ -11,6 +13,7 @@ from holdfast.journal.events import AttemptStarted, Resumed
 from holdfast.journal.reader import read_journal
 
 EXAMPLE = REPO / "examples" / "train_gpt.py"
+IN_PLACE = REPO / "examples" / "restart_in_place.py"
 SMALL = ["--layers", "1", "--dim", "32", "--device", "cpu"]
 
 
@@ -34,6 +37,7 @@ def test_under_plain_python_it_trains_and_a_second_start_goes_on(tmp_path: Path)
     assert [line.body.step for line in lines if isinstance(line.body, Resumed)] == [0, 4]
 
 
+@pytest.mark.drill
 def test_under_holdfast_run_it_trains_with_fsdp(tmp_path: Path) -> None:
     command = holdfast("run", "--nproc-per-node=2", "--run-dir=r", str(EXAMPLE), *SMALL, "--steps=3")
     ended = finish([*command, "--parallel=fsdp"], cwd=tmp_path)
@@ -41,3 +45,21 @@ def test_under_holdfast_run_it_trains_with_fsdp(tmp_path: Path) -> None:
     lines = read_journal(tmp_path / "r" / "journal")
     assert len(timeline(lines)) == 6
     assert [line.body.world_size for line in lines if isinstance(line.body, AttemptStarted)] == [2]
+
+
+@pytest.mark.drill
+def test_a_function_that_starts_again_in_place_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    said: dict[str, list[str]] = {}
+    for fail_at in ("0", "12"):
+        place = tmp_path / fail_at
+        place.mkdir()
+        command = python(IN_PLACE, "--steps=20", f"--fail-at={fail_at}")
+        ended = finish(command, cwd=place, env={"HOLDFAST_INPROCESS_ENABLED": "true"})
+        assert ended.code == 0, ended.text
+        said[fail_at] = ended.out.splitlines()
+    undisturbed, restarted = said["0"], said["12"]
+    processes = [line.rpartition(" ")[2] for line in restarted if line.startswith("rank 0 of 1: call")]
+    assert len(processes) == 2
+    assert len(set(processes)) == 1, "the same process"
+    assert undisturbed[-1].endswith("1 calls")
+    assert restarted[-1] == undisturbed[-1].replace("1 calls", "2 calls"), "the same loss"

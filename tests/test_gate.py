@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,34 +15,22 @@ from holdfast.control.device_errors import device_errors_of, record_device_error
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import exclude, excluded
 from holdfast.exit_codes import ExitCode
-from holdfast.health.result import CheckResult, Status
 from holdfast.journal import events
 from holdfast.journal.cluster_events import HealthFailed
-from holdfast.journal.reader import read_journal
 from holdfast.launch import gate as gate_module
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.gate import Gate
 from holdfast.policy.evidence import DeviceError
+from holdfast.policy.health import CheckResult, Status
+from journals import journalled
 from machines import SECOND, inside_mounts, nvidia_smi
 from nodes import STEP, cluster
 
 XID_RANK = str(REPO / "tests" / "scripts" / "xid_rank.py")
 
 
-def journalled(run: Path, kind: type[Any]) -> list[Any]:
-    return [line.body for line in read_journal(run / "journal") if isinstance(line.body, kind)]
-
-
 def few_files(command: list[str]) -> list[str]:
     return ["prlimit", "--nofile=100:4096", *command]
-
-
-def mounts() -> str:
-    done = subprocess.run(inside_mounts("true", ["true"]), capture_output=True, text=True, check=False)
-    return f"no mount namespaces here: {done.stderr.strip()}" if done.returncode else ""
-
-
-NO_MOUNTS = mounts()
 
 
 # --- real agents --------------------------------------------------------------------------------------------
@@ -57,7 +44,7 @@ def test_a_node_with_a_tiny_file_limit(tmp_path: Path, gate: str) -> None:
         "launch.node_name=only", STEP, "ok", "log",
     )  # fmt: skip
     result = finish(few_files(command), cwd=tmp_path, timeout=120)
-    (failed,) = journalled(tmp_path / "run", HealthFailed)
+    (failed,) = journalled(tmp_path, HealthFailed)
     assert (failed.node, failed.status, failed.kept_out) == ("only", "critical", gate == "refuse")
     assert "open files: a limit of 100, at most 4096" in failed.problems[0]
     if gate == "warn":
@@ -70,10 +57,20 @@ def test_a_node_with_a_tiny_file_limit(tmp_path: Path, gate: str) -> None:
     assert "`ulimit -n 1024` or more" in result.err
     assert "holdfast doctor" in result.err
     assert not (tmp_path / "log").exists()
-    assert not journalled(tmp_path / "run", events.AttemptStarted)
+    assert not journalled(tmp_path, events.AttemptStarted)
 
 
-@pytest.mark.skipif(bool(NO_MOUNTS), reason=NO_MOUNTS)
+def test_a_node_of_a_slurm_job_has_slurms_name_everywhere(tmp_path: Path) -> None:
+    """By which alone it can be drained: in the journal, in what the launch leaves, and in words."""
+    command = holdfast("run", "--run-dir", "run", "--no-preload", STEP, "ok", "log")
+    result = finish(few_files(command), cwd=tmp_path, env={"SLURMD_NODENAME": "n7"}, timeout=120)
+    assert result.code == ExitCode.NO_CAPACITY, result.text
+    assert "n7 does not take part" in result.err
+    assert [one.node for one in journalled(tmp_path, HealthFailed)] == ["n7"]
+    assert [path.name for path in (tmp_path / "run" / "launches").iterdir()] == ["n7.json"]
+
+
+@pytest.mark.usefixtures("mount_namespaces")
 @pytest.mark.parametrize("kind", ["full", pytest.param("read-only", marks=pytest.mark.drill)])
 def test_a_node_whose_checkpoint_root_takes_nothing(tmp_path: Path, kind: str) -> None:
     """Scenario 25: a real file system that is full, or mounted read-only."""
@@ -93,6 +90,7 @@ def test_a_node_whose_checkpoint_root_takes_nothing(tmp_path: Path, kind: str) -
     assert not list(tmp_path.rglob(".holdfast-probe*"))
 
 
+@pytest.mark.drill
 def test_a_node_that_is_kept_out_is_parked_and_joins_once_it_is_well(tmp_path: Path) -> None:
     """Scenario 25: the others see why it does not come; nothing runs on it until what failed is mended."""
     with cluster(tmp_path, "2") as group:
@@ -106,10 +104,10 @@ def test_a_node_that_is_kept_out_is_parked_and_joins_once_it_is_well(tmp_path: P
             assert ended.code == 0, ended.text
         assert group.begun(1) == 2
         assert "b is healthy again" in group.agents["b"].output().err
-    assert [one.node for one in journalled(tmp_path / "run", HealthFailed)] == ["b"]
+    assert [one.node for one in journalled(tmp_path, HealthFailed)] == ["b"]
 
 
-@pytest.mark.skipif(bool(NO_MOUNTS), reason=NO_MOUNTS)
+@pytest.mark.usefixtures("mount_namespaces")
 @pytest.mark.parametrize("xid", [79, pytest.param(31, marks=pytest.mark.drill)])
 def test_an_xid_during_the_attempt_accuses_the_device(tmp_path: Path, xid: int) -> None:
     """A10: the driver's own words are evidence. XID 79 is the hardware's; 31 a program's bug causes too."""
@@ -126,7 +124,7 @@ def test_an_xid_during_the_attempt_accuses_the_device(tmp_path: Path, xid: int) 
     control = ControlDirectory.open(tmp_path / "run")
     (error,) = device_errors_of(control, 1)
     assert (error.node, error.device, error.xid) == ("here", "0", xid)
-    (decision,) = journalled(control.path, events.Decision)
+    (decision,) = journalled(control.path.parent, events.Decision)
     assert any(f"XID {xid}" in text for text in decision.evidence), decision.evidence
     begun = (tmp_path / "log").read_text().split()
     if xid == 79:
@@ -184,7 +182,7 @@ def test_a_node_that_is_kept_out_is_looked_at_again(tmp_path: Path, monkeypatch:
     look.results = []
     assert gate.why_unfit() == ""
     assert said == [f"{gate.node} is healthy again"]
-    assert len(journalled(tmp_path / "run", HealthFailed)) == 1, "told once, not at every look"
+    assert len(journalled(tmp_path, HealthFailed)) == 1, "told once, not at every look"
 
 
 def test_only_what_is_critical_keeps_a_node_out(tmp_path: Path) -> None:
@@ -203,7 +201,9 @@ def test_a_gate_that_is_off_looks_at_nothing(tmp_path: Path) -> None:
     assert (look.times, said) == (0, [])
 
 
-def test_a_fault_of_the_gate_itself_lets_the_node_take_part(tmp_path: Path) -> None:
+def test_a_fault_of_the_gate_itself_lets_the_node_take_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Principle 7: never worse than without it."""
 
     def broken() -> list[CheckResult]:
@@ -212,6 +212,17 @@ def test_a_fault_of_the_gate_itself_lets_the_node_take_part(tmp_path: Path) -> N
     gate, said = make_gate(tmp_path, broken)
     assert gate.why_unfit() == ""
     assert "a bug" in said[0]
+    monkeypatch.setattr(gate, "_has_devices", broken)
+    gate.begin("here")
+    gate.keep_device_errors(1)
+    assert len(said) == 3
+
+
+def test_a_gate_that_cannot_journal_a_bad_node_keeps_it_out_all_the_same(tmp_path: Path) -> None:
+    gate, said = make_gate(tmp_path, Looking(BAD))
+    (tmp_path / "run" / "attempts").write_text("no directory")
+    assert "a limit of 8" in gate.why_unfit()
+    assert "attempts" in said[0]
 
 
 def test_a_node_alone_ends_at_once_but_waits_between_attempts(tmp_path: Path) -> None:
@@ -301,6 +312,10 @@ def test_device_errors_are_kept_per_node_and_bounded(tmp_path: Path) -> None:
     found = device_errors_of(control, 3)
     assert [error.xid for error in found if error.node == "c"] == [48]
     assert sum(error.node == "a/b" for error in found) == 50
+    (tmp_path / "run" / "attempts" / "000003" / "devices" / "c.json").write_text("{")
+    assert {error.node for error in device_errors_of(control, 3)} == {"a/b"}, (
+        "one that is damaged costs itself"
+    )
 
 
 def test_the_gate_takes_less_than_a_second(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,14 +17,15 @@ from holdfast.control.attempts import failures_of
 from holdfast.control.directory import ControlDirectory
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopSaved
-from holdfast.journal.events import Decision
+from holdfast.journal.events import Decision, Warned
+from holdfast.policy.stopping import REPEATED
+from journals import journalled
 from nodes import cluster, free_endpoint
 from stopped import (
     SCRIPT,
     await_end,
     await_step,
     ends,
-    journalled,
     launch,
     pid_of,
     steps,
@@ -32,6 +34,8 @@ from stopped import (
 from tiny import checkpoints
 
 drill = pytest.mark.drill
+A_WHILE = REPEATED + 0.2
+"""Seconds after which a second signal is no longer the first one on another way."""
 
 
 def to_ranks(number: signal.Signals, *ranks: int) -> Callable[[Job, Path], None]:
@@ -54,8 +58,21 @@ def to_everybody(running: Job, cwd: Path) -> None:
 
 
 def stop_file(running: Job, cwd: Path) -> None:
+    """Where nobody could look for it for a while, as on a file server that is gone: nothing ends by that."""
     del running
+    point_to(cwd, "x" * 300)  # longer than a name may be
+    wait_until(
+        lambda: [one for one in journalled(cwd, Warned) if "cannot be looked for" in one.message],
+        20,
+        "it is told that the file cannot be looked for",
+    )
+    point_to(cwd, "run")
     (cwd / "run" / "stop").touch()
+
+
+def point_to(cwd: Path, name: str) -> None:
+    (cwd / "link").unlink(missing_ok=True)
+    (cwd / "link").symlink_to(name)
 
 
 def operator(running: Job, cwd: Path) -> None:
@@ -68,8 +85,8 @@ def operator(running: Job, cwd: Path) -> None:
     ("ask", "source", "words"),
     [
         pytest.param(to_ranks(signal.SIGTERM, 1), "signal", "SIGTERM to rank 1", id="one rank"),
-        pytest.param(to_everybody, "signal", "SIGTERM", id="everybody"),
-        pytest.param(stop_file, "stop_file", "stop file", id="stop file"),
+        pytest.param(to_everybody, "signal", "SIGTERM", id="everybody", marks=drill),
+        pytest.param(stop_file, "stop_file", "stop file", id="stop file", marks=drill),
         pytest.param(operator, "operator", "alice: maintenance", id="an operator", marks=drill),
         pytest.param(to_agent(signal.SIGUSR1), "signal", "SIGUSR1", id="USR1 to the agent", marks=drill),
         pytest.param(to_agent(signal.SIGTERM), "signal", "SIGTERM to the agent", id="agent", marks=drill),
@@ -83,7 +100,9 @@ def test_however_it_is_asked_all_ranks_stop_after_one_step_with_one_save(
     tmp_path: Path, ask: Callable[[Job, Path], None], source: str, words: str
 ) -> None:
     """Scenario 17; cases Lightning#20806, #8130, pytorch#154849: the same outcome wherever it was asked."""
-    with job(launch(), cwd=tmp_path) as running:
+    point_to(tmp_path, "run")
+    command = launch("--set", "stop.stop_file=link/stop")
+    with job(command, cwd=tmp_path) as running:
         await_step(running, tmp_path, 3)
         asked = time.monotonic()
         ask(running, tmp_path)
@@ -93,12 +112,13 @@ def test_however_it_is_asked_all_ranks_stop_after_one_step_with_one_save(
     if source != "stop_file":
         return
     assert (tmp_path / "run" / "stop").exists(), "it is not ours to delete"
-    refused = finish(launch(), cwd=tmp_path)
+    refused = finish(command, cwd=tmp_path)
     assert refused.code == ExitCode.USAGE, refused.text
-    assert "the stop file run/stop is there" in refused.err
+    assert "the stop file link/stop is there already" in refused.err
     assert ends(tmp_path) == [("stopped", ExitCode.STOPPED)], "nothing was started"
 
 
+@pytest.mark.drill
 def test_an_operators_stop_ends_one_launch_and_is_shown_meanwhile(tmp_path: Path) -> None:
     """A new launch is not stopped by an old record; status tells of the stop, then of what was saved."""
     env = {"STOP_WAIT": "0:4"}
@@ -126,6 +146,7 @@ def test_an_operators_stop_ends_one_launch_and_is_shown_meanwhile(tmp_path: Path
     assert steps(tmp_path)[1] == [step + 1, step + 2], "it went on where it was stopped"
 
 
+@pytest.mark.drill
 def test_a_rank_stuck_beside_a_collective_is_ended_by_the_deadline_with_its_stacks(tmp_path: Path) -> None:
     """E1: rank 1 is caught outside, rank 0 waits for it in an all-reduce; nobody waits for ever."""
     flags = ("--set", "stop.shutdown_timeout_sec=2")
@@ -137,9 +158,10 @@ def test_a_rank_stuck_beside_a_collective_is_ended_by_the_deadline_with_its_stac
     assert result.code == ExitCode.STOPPED_UNSAVED, result.text
     assert [one.step for one in journalled(tmp_path, StopAgreed)] == [4]
     forced = journalled(tmp_path, StopForced)
-    assert forced
-    texts = [path.read_text() for path in (tmp_path / "run" / "attempts" / "000001" / "stop").iterdir()]
-    assert any("all_reduce" in text or "in wait" in text for text in texts), texts
+    assert sorted(one.rank for one in forced) == [0, 1]
+    for rank, doing in ((0, r"line \d+ in all_reduce"), (1, r'train_stop\.py", line \d+ in wait')):
+        text = (tmp_path / "run" / "attempts" / "000001" / "stop" / f"rank_{rank}.txt").read_text()
+        assert re.search(doing, text), text
     assert ends(tmp_path) == [("stopped", ExitCode.STOPPED_UNSAVED)]
     assert failures_of(ControlDirectory.open(tmp_path / "run"), 1), "the evidence is kept"
     (decision,) = [one for one in journalled(tmp_path, Decision) if one.about == "recovery"]
@@ -155,7 +177,7 @@ def test_a_second_signal_means_now_and_one_right_after_the_first_does_not(tmp_pa
         running.signal(signal.SIGTERM)
         wait_until(lambda: journalled(tmp_path, StopAgreed), 20, "the step is agreed on")
         running.signal(signal.SIGTERM)
-        deadline = time.monotonic() + 3.2  # policy.stopping.REPEATED, and a little
+        deadline = time.monotonic() + A_WHILE
         while time.monotonic() < deadline:
             assert running.process.poll() is None, running.output().text
             time.sleep(0.05)
@@ -169,6 +191,7 @@ def test_a_second_signal_means_now_and_one_right_after_the_first_does_not(tmp_pa
     assert not checkpoints(tmp_path / "run")
 
 
+@pytest.mark.drill
 def test_a_second_ctrl_c_means_now_at_once(tmp_path: Path) -> None:
     with job(launch(), cwd=tmp_path, env={"STOP_WAIT": "1:4"}) as running:
         wait_until((tmp_path / "waiting1").exists, 60, f"step 4: {running.output().text}")
@@ -190,7 +213,7 @@ def test_a_second_signal_to_a_rank_means_now_for_all(tmp_path: Path) -> None:
         wait_until((tmp_path / "waiting1").exists, 60, f"step 4: {running.output().text}")
         os.kill(pid_of(tmp_path, 0), signal.SIGUSR2)
         wait_until(lambda: journalled(tmp_path, StopAgreed), 20, "the step is agreed on")
-        deadline = time.monotonic() + 3.5  # policy.stopping.REPEATED, and a little
+        deadline = time.monotonic() + A_WHILE
         while time.monotonic() < deadline:
             assert running.process.poll() is None, running.output().text
             time.sleep(0.05)
@@ -216,6 +239,7 @@ def test_a_script_that_keeps_its_signals_gets_them_from_the_launcher(tmp_path: P
     assert not journalled(tmp_path, StopAgreed)
 
 
+@pytest.mark.drill
 def test_a_rank_killed_during_the_stop_ends_it_unsaved_and_starts_nothing(tmp_path: Path) -> None:
     with job(launch("--max-restarts", "3"), cwd=tmp_path, env={"STOP_WAIT": "1:4"}) as running:
         wait_until((tmp_path / "waiting1").exists, 60, f"step 4: {running.output().text}")
@@ -304,6 +328,7 @@ def leader_and_others(cwd: Path, names: str) -> tuple[str, str]:
     return leader, names.replace(leader, "")
 
 
+@pytest.mark.drill
 def test_a_signal_to_one_nodes_agent_stops_a_job_of_fixed_size_on_all_nodes(tmp_path: Path) -> None:
     with cluster(tmp_path, "2") as group:
         for name in "ab":

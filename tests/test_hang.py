@@ -248,6 +248,7 @@ def test_a_registration_alone_is_not_believed(ranks: Ranks) -> None:
     assert ranks.all_live()
 
 
+@pytest.mark.drill
 def test_a_main_thread_that_waits_in_the_kernel_is_shown_by_another_thread(
     ranks: Ranks, c_library: Path
 ) -> None:

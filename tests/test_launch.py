@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,8 +21,8 @@ from holdfast.control.directory import ControlDirectory, create_record
 from holdfast.control.lease import Claim, current_epoch, read_beat, read_claim
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
-from holdfast.journal.reader import read_journal
 from holdfast.launch import attempt as attempts
+from journals import journalled
 
 STEP = str(REPO / "tests" / "scripts" / "launch_step.py")
 GLOO = str(REPO / "tests" / "scripts" / "launch_gloo.py")
@@ -48,10 +47,6 @@ def control(cwd: Path) -> ControlDirectory:
 
 def ends(cwd: Path) -> list[EndRecord | None]:
     return [end for _, end in ends_of(control(cwd))]
-
-
-def journalled(cwd: Path, kind: type[Any]) -> list[Any]:
-    return [line.body for line in read_journal(cwd / "run" / "journal") if isinstance(line.body, kind)]
 
 
 def alive(pid: int) -> bool:
@@ -93,6 +88,7 @@ def test_the_script_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
     assert [end and end.outcome for end in ends(tmp_path)] == ["finished"]
 
 
+@pytest.mark.drill
 def test_gloo_works_after_each_of_three_restarts(tmp_path: Path) -> None:
     """Stock torchrun reuses one store: its restarted gloo ranks read dead addresses and fail."""
     args = ("--log", "log", "--fail", "kill,raise,kill", "--rank", "1")
@@ -123,6 +119,7 @@ def test_gloo_works_after_each_of_three_restarts(tmp_path: Path) -> None:
     assert len(masters) == 4, "every attempt has a store of its own"
 
 
+@pytest.mark.drill
 def test_the_budget_is_durable_and_refunded_by_progress_only(tmp_path: Path) -> None:
     """Cases pytorch#147064 and Megatron-LM#5281: restarts are bounded job-wide, not per launch."""
     acts = "kill,torn,kill,kill,commit:50,kill,kill,kill"
@@ -164,6 +161,7 @@ def test_what_fails_at_once_on_all_ranks_is_not_tried_again(tmp_path: Path, act:
         assert "No module named 'data'" in result.err
 
 
+@pytest.mark.drill
 def test_an_incurable_code_stops_the_run_with_that_code(tmp_path: Path) -> None:
     """Scenario 13."""
     result = finish(launch("--max-restarts", "50", args=("exit:17", "log")), cwd=tmp_path)
@@ -171,6 +169,7 @@ def test_an_incurable_code_stops_the_run_with_that_code(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "log")) == 1
 
 
+@pytest.mark.drill
 def test_a_second_launcher_is_refused_and_a_dead_ones_run_is_taken_over(tmp_path: Path) -> None:
     """SIGKILL of the agent leaves no worker behind, and the next launch need not wait for the lease."""
     command = launch("--nproc-per-node", "2", args=("wait,ok", "log"))
@@ -197,6 +196,7 @@ def test_a_second_launcher_is_refused_and_a_dead_ones_run_is_taken_over(tmp_path
     assert [end and end.outcome for end in ends(tmp_path)] == [None, "finished"]
 
 
+@pytest.mark.drill
 def test_sigterm_stops_everything_cleanly_within_the_grace(tmp_path: Path) -> None:
     """Case pytorch#119856: the grace is the configured one, also for workers that ignore SIGTERM."""
     command = launch("--set", "launch.stop_grace=0.5", args=("wait,ok", "log"))
@@ -238,6 +238,7 @@ def test_a_lost_lease_ends_the_workers_at_once(tmp_path: Path) -> None:
     assert ends(tmp_path) == [None], "an attempt that was fenced off writes nothing"
 
 
+@pytest.mark.drill
 def test_two_agents_restart_together_after_a_worker_of_one_is_killed(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"localhost:{free.getsockname()[1]}"
@@ -261,6 +262,7 @@ def test_two_agents_restart_together_after_a_worker_of_one_is_killed(tmp_path: P
     ]
 
 
+@pytest.mark.drill
 def test_nodes_that_do_not_see_the_same_run_directory_end_at_once(tmp_path: Path) -> None:
     """The control directory must be shared, and the random run id in it proves whether it is."""
     with socket.create_server(("127.0.0.1", 0)) as free:

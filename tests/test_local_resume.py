@@ -20,6 +20,7 @@ from holdfast.checkpoint.local_tier import CopyFile, CopyRecord, LocalTier
 from holdfast.checkpoint.manifest import read as read_manifest
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.exit_codes import ExitCode
+from holdfast.health.storage import Tried
 from holdfast.journal.events import (
     CopyQuarantined,
     CopyReplaced,
@@ -114,6 +115,7 @@ def as_never_interrupted(nodes: Nodes, trained: Nodes) -> bool:
     return nodes.steps() == trained.reference
 
 
+@pytest.mark.drill
 def test_every_node_has_its_own_copy_and_nothing_is_asked_of_others(four: Nodes, trained: Nodes) -> None:
     localise(four, {node: [rank] for rank, node in enumerate(NODES)})
     assert four.train(NODES, END) == [0] * 4
@@ -232,6 +234,7 @@ def test_shards_come_from_nodes_and_the_global_tier_together(four: Nodes, traine
     assert as_never_interrupted(four, trained)
 
 
+@pytest.mark.drill
 def test_copies_of_another_step_under_this_ones_name_do_not_count(four: Nodes, trained: Nodes) -> None:
     """Case dlrover#1146 and its kind: a file name decides nothing."""
     localise(four, pairs(NODES))
@@ -281,6 +284,7 @@ def test_more_nodes_reshard_from_fewer(trained: Nodes, four: Nodes) -> None:
     assert _samples(four.steps()[END]) == _samples(trained.reference[END])
 
 
+@pytest.mark.drill
 def test_a_node_that_comes_back_with_old_copies_is_judged_by_the_lineage(four: Nodes, trained: Nodes) -> None:
     """Scenario 27: the run went back below step 4 and on another way; the old step 4 is nobody's rung."""
     localise(four, pairs(NODES))
@@ -297,6 +301,7 @@ def test_a_node_that_comes_back_with_old_copies_is_judged_by_the_lineage(four: N
     assert any("abandoned" in why for r in chosen.rejected if r.option == str(old) for why in r.why)
 
 
+@pytest.mark.drill
 def test_all_copies_lost_is_no_reason_to_refuse_a_fresh_start(four: Nodes) -> None:
     """What only the local tier had was never meant to last; what the global tier had was."""
     for path in checkpoints(four.run_dir):
@@ -331,7 +336,8 @@ def test_storage_that_fails_the_probe_is_not_read_any_further(
 ) -> None:
     """Scenario 23: refuse to continue blindly, though a third checkpoint might do."""
     monkeypatch.setattr("holdfast.checkpoint.storage_probe.SIZE", 0)
-    monkeypatch.setattr("holdfast.checkpoint.storage_probe._try", lambda _: "it gives back other bytes")
+    tried = Tried(problem="it gives back other bytes")
+    monkeypatch.setattr("holdfast.checkpoint.storage_probe.try_storage", lambda *_: tried)
     assert (
         four.train(NODES, END, checkpoint_interval=2, checkpoint_non_persistent_ckpt_type="none") == [0] * 4
     )

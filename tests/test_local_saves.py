@@ -223,6 +223,7 @@ def test_a_diagnostic_save_and_a_save_that_is_asked_for(tmp_path: Path, shm: Pat
 # --- bytes never change under a record ----------------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_bytes_never_change_while_a_record_stands(tmp_path: Path, shm: Path) -> None:
     """200 saves, and a reader that leases, verifies every digest and lets go, all the time."""
     run_dir, stop = tmp_path / "run", threading.Event()

@@ -70,6 +70,7 @@ def test_a_run_goes_on_from_memory_bitwise_whatever_node_is_lost(lost: str, four
     assert committed[2:] == [(6, "local"), (6, "global"), (8, "local"), (8, "global")]
 
 
+@pytest.mark.drill
 def test_the_same_manifest_judges_the_copies_of_both_tiers(four: Nodes) -> None:
     assert four.train(NODES, 6) == [0] * 4
     for node in NODES:

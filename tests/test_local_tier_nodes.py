@@ -28,10 +28,11 @@ from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 from holdfast.policy.assembly import Assembly
+from journals import journalled
 from local_ranks import Nodes, await_replicas, memory
 from namespaces import PORT, Network, missing, network
 from nodes import Cluster, cluster
-from test_nodes import finish_all, journalled, outcomes
+from test_nodes import finish_all, outcomes
 from tiny import Numbers, checkpoints
 
 WHY = missing()

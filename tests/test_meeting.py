@@ -76,6 +76,7 @@ class Node:
         return found
 
 
+@pytest.mark.drill
 def test_a_spare_that_waited_for_long_is_still_there_when_the_group_meets_again(store: TCPStore) -> None:
     """Its time to join begins when there is something to join, not when it was started."""
     one, other, spare = Node(store, "a"), Node(store, "b"), Node(store, "c", join_timeout=5.0)

@@ -22,6 +22,7 @@ from holdfast.launch import monitor as monitors
 from holdfast.launch.learning import Learner
 from holdfast.launch.monitor import Monitor
 from holdfast.launch.questions import Questions
+from holdfast.policy.timeouts import Learned
 from holdfast.worker.beat_messages import ANSWER_LIMIT, PACKET_LIMIT, Answer, FromRank, Hello, State
 from watching import FAR, PRELUDE, handover, heard, limits, speaking, watching
 
@@ -524,3 +525,44 @@ beats = hello(learn=True); beats.enter("setup"); beats.leave("setup"); beats.ent
         assert learner.keep(watch) is None
         assert learner.keep(watch) is None
     assert sum("cannot be kept" in text for text in told) == 1
+
+
+# --- the same workers as another attempt
+
+
+def test_who_goes_on_as_another_attempt_begins_anew(tmp_path: Path) -> None:
+    """The farewell of the attempt before is forgotten, a new hello from the same process counts."""
+    code = """
+beats = hello(); beats.step_done(3); beats.close()
+mark("parted"); until("next")
+beats = hello(); beats.enter("step"); mark("again"); until("never")
+"""
+    hung = 'beats = hello(); beats.step_done(1); beats.enter("step"); stop()'
+    with watching(tmp_path, limits(step=0.5)) as watch, contextlib.ExitStack() as stack:
+        ranks = {
+            n: stack.enter_context(speaking(tmp_path, watch.path, one)) for n, one in enumerate((code, hung))
+        }
+        watch.begin({rank: one.pid for rank, one in ranks.items()})
+        wait_until((tmp_path / "parted").exists, 60, "rank 0 has taken leave")
+        wait_until(watch.overdue, 60, "rank 1 hangs")
+        watch.go_on([0], [], Learned())
+        assert watch.overdue() == [], "who is left out hangs no more"
+        assert watch.hearing().done == frozenset(), "who took leave of the attempt before has not of this one"
+        assert watch.last_steps() == {}
+        (tmp_path / "next").touch()
+        heard(watch, 0, "step")
+        assert watch.hearing().there == {0}
+        deadline = time.monotonic() + 1.0  # twice what the one that was left out would be given again
+        while time.monotonic() < deadline:
+            assert watch.overdue() == []
+            time.sleep(0.02)
+
+
+def test_reserves_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(monitors, "UNHEARD", 0.3)
+    with watching(tmp_path, told=told) as watch:
+        watch.begin({0: 1 << 22, 1: (1 << 22) - 1})
+        watch.go_on([0, 1], [1], Learned())
+        wait_until(lambda: told, 30, "the rank that says nothing is told of")
+    assert "rank 0 has not said hello" in told[0]

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,11 +17,8 @@ from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 from holdfast.launch.history import past_attempts
 from holdfast.policy.budgets import restarts_without_progress
+from journals import journalled
 from nodes import STEP, Cluster, cluster, free_endpoint
-
-
-def journalled(cwd: Path, kind: type[Any]) -> list[Any]:
-    return [line.body for line in read_journal(cwd / "run" / "journal") if isinstance(line.body, kind)]
 
 
 def outcomes(cwd: Path) -> list[str]:
@@ -166,6 +162,7 @@ def test_a_leader_that_was_only_stopped_comes_back_and_ends_nothing(tmp_path: Pa
     assert outcomes(tmp_path) == ["failed", "stopped", "finished"]
 
 
+@pytest.mark.drill
 def test_without_the_store_and_another_endpoint_everybody_ends_at_once_and_can_resume(tmp_path: Path) -> None:
     with cluster(tmp_path, "2", free_endpoint()) as group:
         group.start("a")
@@ -180,6 +177,7 @@ def test_without_the_store_and_another_endpoint_everybody_ends_at_once_and_can_r
         wait_until(lambda: not group.agents[other].processes(), 10, "no worker is left")
 
 
+@pytest.mark.drill
 def test_with_a_second_endpoint_the_loss_of_the_stores_host_is_survived(tmp_path: Path) -> None:
     with cluster(tmp_path, "1:2", f"{free_endpoint()},{free_endpoint()}") as group:
         lease = ("--set", "control.lease_ttl=4")

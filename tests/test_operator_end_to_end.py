@@ -27,6 +27,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
         yield found
 
 
+@pytest.mark.drill
 def test_a_paused_failure_waits_and_goes_on_from_what_was_pinned_meanwhile(place: Place) -> None:
     """The whole of what an operator does about a run that looks wrong, with the alert that called him."""
     alert = "launch.alert_command=cat >> alerts; echo >> alerts"
@@ -69,6 +70,7 @@ def test_a_paused_failure_waits_and_goes_on_from_what_was_pinned_meanwhile(place
     assert told["text"].startswith("attempt 1: rank 0 on n killed by SIGKILL (infrastructure) at step 7")
 
 
+@pytest.mark.drill
 def test_a_signal_ends_a_paused_launcher_and_the_pause_ends_by_itself(place: Place) -> None:
     """A pause holds no machine that somebody wants back, nor any for ever."""
     command = place.launch(acts="go?ok;kill")

@@ -152,6 +152,7 @@ def test_a_stopped_and_a_stubborn_worker_end(tmp_path: Path) -> None:
 # --- writers -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_a_writer_may_outlive_its_trainer_for_a_while_and_an_impostor_may_not(tmp_path: Path) -> None:
     like_one = (
         "setsid sh -c 'sleep 312; :' -m holdfast.checkpoint.writer_process 3 & echo $! > like.pid; sleep 313"

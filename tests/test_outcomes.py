@@ -88,6 +88,7 @@ def test_an_honest_spike_costs_the_re_runs_and_nothing_else(tmp_path: Path) -> N
     assert seen.attempts <= 3, seen.result.text
 
 
+@pytest.mark.drill
 def test_a_nan_on_one_rank_drops_the_step_on_all_and_a_long_row_goes_back_past_the_newest(
     tmp_path: Path,
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_nan_on_one_rank_drops_the_step_on_all_and_a_long_row_goes_back_past_t
     assert all(digests)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("bad", ["state", pytest.param("data", marks=pytest.mark.drill)])
 def test_an_optimizer_zeroed_in_a_checkpoint_is_settled_by_the_rung_below(tmp_path: Path, bad: str) -> None:
     """Scenario 22, with the settings as they come: nothing is NaN, only the loss watch can see it."""

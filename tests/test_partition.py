@@ -9,9 +9,10 @@ import pytest
 from harness import wait_until
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
+from journals import journalled
 from namespaces import PORT, Network, missing, network
 from nodes import cluster
-from test_nodes import finish_all, journalled, leads, outcomes
+from test_nodes import finish_all, leads, outcomes
 
 WHY = missing()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
@@ -27,6 +28,7 @@ def cut(net: Network, how: str) -> None:
         net.cut_one_way(0, 1)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     "how",
     [

@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import signal
-import socket
+import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,22 +16,17 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from harness import REPO, Job, finish, job, python, wait_until
+from harness import REPO, Job, finish, free_port, job, python, wait_until
 from harness import holdfast as holdfast_run
 from holdfast.errors import PingFailedError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.health.ping import LivenessPing
 from holdfast.journal import events
 from holdfast.journal.cluster_events import PingFailed
-from holdfast.journal.reader import read_journal
+from journals import journalled
 
 TRAIN = REPO / "tests" / "scripts" / "train_pinged.py"
 SCRIPT = REPO / "tests" / "scripts" / "ping_ranks.py"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 class Ranks:
@@ -90,7 +86,9 @@ def test_everybody_answers_and_the_training_group_is_untouched(tmp_path: Path) -
             assert sorted(said["took"])[25] < 0.5, said["took"]  # 2 ms on a quiet machine
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGKILL, marks=pytest.mark.drill), signal.SIGSTOP], ids=["killed", "stopped"]
+)
 def test_a_lost_peer_is_named_within_the_timeout(tmp_path: Path, how: signal.Signals) -> None:
     """Scenario 25: a peer is killed, or stopped → every other rank learns it within the timeout."""
     timeout = 5.0  # also for the pings before, on a machine that is busy
@@ -129,8 +127,6 @@ def test_a_rank_that_dies_in_the_middle_of_the_reduction_is_told_from_one_that_n
     other = LivenessPing(timeout=20.0, store=store, rank=1, world_size=2)
     ping._group, ping._backend = object(), "gloo"
     ping._reduce = lambda deadline: (_ for _ in ()).throw(RuntimeError("Connection closed by peer"))  # type: ignore[method-assign]
-    import threading
-
     thread = threading.Thread(target=other.ping, daemon=True)
     thread.start()
     with pytest.raises(PingFailedError, match="all 2 ranks answered ping 1 through the store") as caught:
@@ -139,26 +135,81 @@ def test_a_rank_that_dies_in_the_middle_of_the_reduction_is_told_from_one_that_n
     thread.join(5)
 
 
-@pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.drill)])
-def test_a_run_pings_its_ranks_and_recovers_from_one_that_does_not_answer(tmp_path: Path, how: str) -> None:
-    """E5, scenario 25: under `holdfast run`; a stopped rank would else be found by a long timeout only."""
+def test_a_reduction_that_hangs_ends_the_ping_within_the_bound_it_promises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if nothing answers any more: neither the store that knows where, nor the backend."""
+    over = threading.Event()
+    store = HashStore()
+    pings = [LivenessPing(timeout=1.0, store=store, rank=rank, world_size=2) for rank in range(2)]
+    ping = pings[0]
+
+    class Group:
+        def abort(self) -> None:
+            over.wait(60)
+
+    ping._group, ping._backend = Group(), "nccl"
+    for name in ("_reduce", "_marked"):
+        monkeypatch.setattr(ping, name, lambda _: over.wait(60))
+    other = threading.Thread(target=pings[1].ping, daemon=True)
+    other.start()
+    began = time.monotonic()
+    with pytest.raises(PingFailedError, match="no answer at all"):
+        ping()
+    took = time.monotonic() - began
+    over.set()
+    other.join(10)
+    assert took < 1.0 + 3.0 + 2.0, "its timeout, the three that it promises, and a busy machine"
+
+
+def test_a_group_that_cannot_be_given_back_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch.distributed as dist
+
+    over = threading.Event()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: over.wait(60))
+    monkeypatch.setattr("holdfast.health.ping.CLOSING", 0.3)
+    ping = LivenessPing(store=HashStore(), rank=0, world_size=2)
+    ping._group = object()
+    began = time.monotonic()
+    ping.close()
+    assert time.monotonic() - began < 10.0
+    over.set()
+    assert "was not given back within 0.3 s" in caplog.text
+
+
+def pinged_run(cwd: Path, how: str) -> None:
+    """A run whose rank 1 sends this signal to itself in step 5, to its end."""
     command = holdfast_run(
         "run", "--run-dir", "run", "--nproc-per-node", "2", "--no-preload", "--set", "launch.stop_grace=1",
         str(TRAIN), how,
     )  # fmt: skip
-    result = finish(command, cwd=tmp_path, timeout=160)
+    result = finish(command, cwd=cwd, timeout=160)
     assert result.code == 0, result.text
-    bodies = [line.body for line in read_journal(tmp_path / "run" / "journal")]
-    ends = [body.outcome for body in bodies if isinstance(body, events.AttemptEnded)]
-    assert ends[-1] == "finished"
-    if how == "SIGKILL":
-        return  # the agent sees that end first, and says so
-    (failed,) = [body for body in bodies if isinstance(body, PingFailed)]
+    assert [one.outcome for one in journalled(cwd, events.AttemptEnded)] == ["failed", "finished"]
+
+
+@pytest.mark.drill
+def test_a_run_pings_its_ranks_and_recovers_from_one_that_does_not_answer(tmp_path: Path) -> None:
+    """E5, scenario 25: under `holdfast run`; a stopped rank would else be found by a long timeout only."""
+    pinged_run(tmp_path, "SIGSTOP")
+    (failed,) = journalled(tmp_path, PingFailed)
     assert (failed.step, failed.missing) == (6, [1])
     assert failed.seconds < 8.0
-    (end,) = [body for body in bodies if isinstance(body, events.WorkerFailed)]
+    (end,) = journalled(tmp_path, events.WorkerFailed)
     assert (end.rank, end.exit_code) == (0, ExitCode.DECISION_TIMEOUT)
     assert "rank 1 did not answer ping 3 within 5 s" in end.message
+
+
+@pytest.mark.drill
+def test_a_rank_that_is_killed_is_blamed_by_its_agent_before_any_ping_has_failed(tmp_path: Path) -> None:
+    """Scenario 25: the other rank waits in a ping by then, and nobody waits for that to end."""
+    pinged_run(tmp_path, "SIGKILL")
+    assert journalled(tmp_path, PingFailed) == []
+    (end,) = journalled(tmp_path, events.WorkerFailed)
+    assert (end.rank, end.exit_code) == (1, -signal.SIGKILL)
 
 
 def test_a_rank_alone_needs_nobody() -> None:
@@ -204,8 +255,6 @@ class _Counting:
 
 
 def test_the_store_does_not_grow_with_the_number_of_pings() -> None:
-    import threading
-
     store = _Counting()
     pings = [LivenessPing(timeout=20.0, store=store, rank=rank, world_size=2) for rank in range(2)]
     sizes = []
@@ -225,8 +274,6 @@ def test_the_store_does_not_grow_with_the_number_of_pings() -> None:
 
 def test_ranks_that_are_late_are_named_one_by_one_and_may_still_come() -> None:
     """A slow rank is not a dead one: who catches its error may go on, and the numbers still fit."""
-    import threading
-
     store = HashStore()
     first, second = (
         LivenessPing(timeout=0.3, store=PrefixStore("x", store), rank=rank, world_size=2) for rank in range(2)

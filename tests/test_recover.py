@@ -31,10 +31,12 @@ from holdfast.control.directory import ControlDirectory, create_record
 from holdfast.control.launches import launches
 from holdfast.control.lease import Fence, LeaseKeeper, claim
 from holdfast.control.standing import Standing, StandingBook
-from holdfast.journal.cluster_events import HealthFailed, StopAsked, StopSaved
+from holdfast.journal.cluster_events import HealthFailed, StopAsked, StopForced, StopSaved
 from holdfast.journal.events import Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.recovery import Action, Decision
+from holdfast.recover import places
+from machines import hung_mount
 from tiny import checkpoints, die, forked, train, tree
 
 SCRIPT = REPO / "tests" / "scripts" / "train_recovered.py"
@@ -86,13 +88,13 @@ def flip(checkpoint: Path) -> None:
 class Ended:
     """Adds an attempt with an end of its own to a dead run."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *nodes: str) -> None:
         self.control = ControlDirectory.open(run_dir)
         held = claim(self.control, "later", 60.0)
         self.keeper = LeaseKeeper(self.control, held, lambda why: None)
         self.fence = Fence(self.control, held.epoch)
         self.attempt = begin_attempt(
-            self.control, self.fence, "later", 1, max_restarts=3, nodes=["node-a"]
+            self.control, self.fence, "later", 1, max_restarts=3, nodes=[*nodes] or ["node-a"]
         ).number
 
     def journal(self, *events: Event) -> None:
@@ -114,8 +116,8 @@ class Ended:
         self.keeper.release()
 
 
-def stopped_with(code: int, reason: str = "none left") -> Decision:
-    return Decision(action=Action.STOP, exit_code=code, reason=reason, evidence=[], restarts_left=0)
+def stopped_with(code: int, reason: str = "none left", evidence: tuple[str, ...] = ()) -> Decision:
+    return Decision(action=Action.STOP, exit_code=code, reason=reason, evidence=[*evidence], restarts_left=0)
 
 
 # --- dead runs ---------------------------------------------------------------------------------------------
@@ -224,6 +226,27 @@ def test_checkpoints_on_storage_that_is_not_mounted_are_not_taken_for_lost(dead:
     assert list((dead / "checkpoints").iterdir()) == []
 
 
+def test_storage_that_hangs_is_told_in_time_and_nothing_on_it_is_looked_at(
+    dead: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real mount whose server never answers; `stat` of it alone would wait for ever."""
+    monkeypatch.setattr(places, "SECONDS", 1.0)
+    began = time.monotonic()
+    with hung_mount(dead / "checkpoints"):
+        code, found = recover(dead)
+        started = command("recover", dead, "--run", "--yes")
+    assert (code, started.code) == (23, 23)
+    assert time.monotonic() - began < 30.0
+    assert "no answer within 1 s: its file system hangs" in stage(found, "storage")["evidence"][0]
+    assert stage(found, "locate")["mark"] == "unknown"
+    assert (found["resolution"], found["started"]) == (None, False)
+    with hung_mount(dead):
+        lost = command("recover", dead)
+    assert lost.code == 24
+    assert "its file system hangs" in lost.err
+    assert recover(dead, "--quick")[0] == 0
+
+
 def test_a_run_that_never_began_can_be_started(tmp_path: Path) -> None:
     ControlDirectory.open_or_create(tmp_path / "run")
     code, found = recover(tmp_path / "run")
@@ -294,6 +317,22 @@ def test_a_live_run_is_left_alone(dead: Path) -> None:
     assert attempt_numbers(held.control) == [1, held.attempt]
 
 
+def test_a_run_that_is_stopping_is_alive_and_none_of_its_nodes_is_drained(dead: Path) -> None:
+    """Its ranks save; a word against a node of it must wait until they have."""
+    held = Ended(dead)
+    held.journal(
+        HealthFailed(node="node-b", status="critical", problems=["ECC errors on GPU 3"]),
+        StopAsked(source="signal", detail="SIGTERM to the agent on node-a"),
+    )
+    try:
+        code, found = recover(dead, "--yes", "--run")
+    finally:
+        held.keeper.release()
+    assert (code, found["state"], found["cause"]) == (20, "stopping", "nobody")
+    assert (found["drains"], found["actions"], found["started"]) == ([], [], False)
+    assert operator.in_force(held.control).exclusions == []
+
+
 def test_a_finished_run_has_nothing_to_recover(dead: Path) -> None:
     Ended(dead).end("finished", 0)
     code, found = recover(dead, "--run")
@@ -302,9 +341,10 @@ def test_a_finished_run_has_nothing_to_recover(dead: Path) -> None:
 
 
 def test_a_spent_budget_stands_until_somebody_says_that_its_cause_is_gone(dead: Path) -> None:
-    Ended(dead).end("failed", 1, "job", stopped_with(22))
+    Ended(dead).end("failed", 1, "job", stopped_with(22, evidence=("rank 0 failed alike 4 times",)))
     code, found = recover(dead)
     assert (code, found["cause"]) == (22, "job")
+    assert "rank 0 failed alike 4 times" in stage(found, "trigger")["evidence"], "what it was decided on"
     assert stage(found, "classify")["mark"] == "problem"
     assert "ValueError: bad shape" in stage(found, "trigger")["evidence"][0]
     assert found["resolution"]["chosen"] == checkpoints(dead)[0].name, "it could go on from there"
@@ -381,6 +421,27 @@ def test_a_graceful_stop_says_who_wanted_it_and_what_it_saved(
     assert stage(found, "trigger")["evidence"][0] == f"its state is saved as {newest}"
 
 
+def test_a_stop_before_the_first_step_had_nothing_to_save_and_one_that_was_forced_says_why(
+    dead: Path,
+) -> None:
+    """As the status tells it."""
+    first = Ended(dead)
+    first.journal(StopAsked(source="signal", detail="SIGTERM"))
+    writer = JournalWriter(first.control.journal, "rank-0", first.attempt)
+    writer.write(StopSaved(step=0, checkpoint=""))
+    writer.close()
+    first.end("stopped", 31)
+    assert stage(recover(dead, "--quick")[1], "trigger")["evidence"][0] == "there was nothing to save"
+    second = Ended(dead)
+    second.journal(StopAsked(source="signal", detail="SIGTERM"))
+    writer = JournalWriter(second.control.journal, "rank-3", second.attempt)
+    writer.write(StopForced(why="the deadline has passed", rank=3))
+    writer.close()
+    second.end("stopped", 32)
+    told = stage(recover(dead, "--quick")[1], "trigger")["evidence"][0]
+    assert told == "it ended without saving: the deadline has passed"
+
+
 def test_a_pin_decides_and_is_named(dead: Path) -> None:
     oldest = checkpoints(dead)[-1]
     operator.pin(ControlDirectory.open(dead), oldest.name, "loss spike", "me")
@@ -445,6 +506,19 @@ def test_a_sick_node_is_drained_only_with_a_person_s_word(dead: Path) -> None:
     assert recover(dead)[1]["drains"] == [], "what was said before it was readmitted no longer counts"
 
 
+def test_a_node_that_is_to_be_drained_does_not_count_among_those_that_start(dead: Path) -> None:
+    for record in (dead / "launches").iterdir():
+        record.write_text(record.read_text().replace('"max_nodes":1', '"max_nodes":2'))
+    later = Ended(dead, "node-a", "node-b")
+    later.journal(HealthFailed(node="node-b", status="critical", problems=["ECC errors on GPU 3"]))
+    later.end("failed", 1, "infrastructure")
+    code, found = recover(dead, "--quick")
+    assert (code, [one["node"] for one in found["drains"]]) == (0, ["node-b"])
+    assert stage(found, "capacity")["text"].startswith("shrink: 1 of 2 nodes usable")
+    assert (found["command"]["nodes"], found["command"]["world"]) == (1, 1)
+    assert stage(found, "world")["text"] == "1 rank saved it, as many start"
+
+
 NODES = """\
 NodeName=n1 Arch=x86_64
    State=IDLE ThreadsPerCore=1
@@ -478,6 +552,19 @@ def test_with_slurm_nodes_are_drained_there_too_and_the_job_is_not_started_besid
     assert "scontrol requeue 1234" in done.out
     assert slurm.calls == ["update NodeName=n1 State=DRAIN Reason=holdfast recover: XID 79"]
     assert [one.node for one in operator.in_force(later.control).exclusions] == ["n1"]
+
+
+def test_inside_a_job_too_few_nodes_are_too_few(dead: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job keeps the nodes that it has: nothing is gained by waiting in it."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1234")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node-a")
+    assert recover(dead, "--quick")[0] == 0
+    operator.exclude(ControlDirectory.open(dead), "node-a", None, "fan broken", "me")
+    code, found = recover(dead, "--quick")
+    assert code == 28
+    assert stage(found, "capacity")["text"] == "wait: Slurm job 1234 has 0 usable, 1 are wanted"
+    monkeypatch.delenv("SLURM_JOB_NODELIST")
+    assert stage(recover(dead, "--quick")[1], "capacity")["text"].startswith("wait: 0 of 1 node usable")
 
 
 # --- starting it again -------------------------------------------------------------------------------------

@@ -257,6 +257,7 @@ def test_a_cut_off_attempts_process_stops_and_leaves_the_rest_to_the_next(lab: L
     assert lab.there() == [second, first]
 
 
+@pytest.mark.drill
 def test_the_next_start_makes_up_for_what_was_not_copied_and_not_deleted(lab: Lab, s3: Proxy) -> None:
     kept, gone, lost = lab.commit(3), lab.commit(6), lab.commit(9)
     drain = lab.drain()

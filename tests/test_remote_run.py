@@ -166,6 +166,7 @@ def test_a_slow_store_does_not_slow_the_training(tmp_path: Path, bucket: tuple[s
     assert seen[6] - seen[1] < sum(event.seconds for event in drained) / 2
 
 
+@pytest.mark.drill
 def test_training_goes_on_when_the_store_is_gone_and_copies_are_made_up_for(
     tmp_path: Path, bucket: tuple[str, Proxy], reference: Outcome
 ) -> None:

@@ -251,6 +251,7 @@ def test_a_rollback_reaches_the_same_step_again_without_mixing(tmp_path: Path, r
     assert why[new_six.name][0].startswith("altered")
 
 
+@pytest.mark.drill
 def test_a_condemned_checkpoint_is_used_only_when_forced_by_name(tmp_path: Path) -> None:
     run_dir = trained(tmp_path)
     newest = checkpoints(run_dir)[0]

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from holdfast.exit_codes import ExitCode
 from holdfast.policy.capacity import Cluster, Exclusion
 from holdfast.policy.classify import Cause
-from holdfast.policy.readiness import StorageFacts, Suspected, capacity, nodes_to_drain, storage, world
+from holdfast.policy.readiness import Offer, StorageFacts, Suspected, capacity, nodes_to_drain, storage, world
 from holdfast.policy.resume_check import Agreement, Before, Since, is_correct, judge
 from holdfast.policy.runbook import (
-    LIVE,
     STANDING,
     Facts,
     Finding,
@@ -27,9 +26,12 @@ from holdfast.policy.runbook import (
     exit_code,
     side_of,
     trigger,
+    why_not_started,
 )
 
-STATES = ("new", "starting", "running", "restarting", "paused", "finished", "failed", "stopped", "lost")
+STATES = (
+    "new", "starting", "running", "stopping", "restarting", "paused", "finished", "failed", "stopped", "lost",
+)  # fmt: skip
 
 facts = st.builds(
     Facts,
@@ -58,7 +60,8 @@ def test_every_state_gets_an_answer_and_only_a_live_run_or_a_decided_stop_stands
     first, second = trigger(told), classify(told)
     assert first.text
     assert second.text
-    assert (first.code == ExitCode.RUN_IS_LIVE) == (told.state in LIVE)
+    dead = ("new", "finished", "failed", "stopped", "lost")
+    assert (first.code == ExitCode.RUN_IS_LIVE) == (told.state not in dead)
     stands = told.state == "failed" and told.action == "stop" and told.decided_code in STANDING
     assert second.code == (told.decided_code if stands and not told.forgiven else 0)
     assert (second.mark is Mark.PROBLEM) == bool(second.code)
@@ -89,6 +92,24 @@ def test_somebody_who_holds_the_run_outranks_everything_else() -> None:
     assert exit_code(found) == 20
     assert exit_code(found[:1]) == 23
     assert exit_code([]) == 0
+
+
+def test_only_a_decided_stop_can_be_overruled() -> None:
+    stands = Finding(stage=Stage.CLASSIFY, mark=Mark.PROBLEM, text="job", evidence=["it stopped."], code=22)
+    full = Finding(stage=Stage.STORAGE, mark=Mark.PROBLEM, text="full", code=23)
+    fine = Finding(stage=Stage.RUNG, mark=Mark.OK, text="step 3")
+    assert why_not_started([fine], "", known=True, submit="") is None
+    asked = why_not_started([stands, fine], "", known=True, submit="")
+    assert asked is not None
+    assert (asked.question, asked.code) == ("it stopped. Start it all the same?", 0)
+    for findings, known, submit, code in (
+        ([stands, full], True, "", 0),
+        ([stands], False, "", ExitCode.USAGE),
+        ([fine], True, "sbatch it", ExitCode.USAGE),
+    ):
+        refused = why_not_started(findings, "cannot be resumed yet", known=known, submit=submit)
+        assert refused is not None
+        assert (refused.question, refused.code) == ("", code)
 
 
 nodes = st.lists(st.sampled_from(["a", "b", "c"]), max_size=3, unique=True)
@@ -137,8 +158,10 @@ def test_capacity_is_enough_or_shrinks_or_waits(
     cluster = Cluster(nodes=list("abcd")[:there], min_nodes=low, max_nodes=high, may_shrink=low < high)
     finding = capacity(cluster, [], None)
     assert (finding.text.partition(":")[0], finding.code) == (word, code)
-    asked = capacity(cluster, [], there, "Slurm")
+    asked = capacity(cluster, [], Offer(by="Slurm", nodes=there, queues=True))
     assert (asked.text.partition(":")[0], asked.code) == (word, 0), "a queue waits by itself"
+    inside = capacity(cluster, [], Offer(by="Slurm job 7", nodes=there, queues=False))
+    assert (inside.text.partition(":")[0], inside.code) == (word, code), "a job gets no more nodes"
 
 
 def test_too_little_room_for_the_next_save_is_a_full_disk() -> None:

@@ -87,6 +87,24 @@ def test_a_stop_file_asks_too_and_the_calls_are_counted_where_no_step_is_given(t
     assert len(set(saved(tmp_path))) == 1
 
 
+def test_a_stop_file_that_cannot_be_looked_for_is_told_once_and_signals_are_heard_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("x" * 300)  # longer than a name may be
+    with holdfast.ShutdownHandler("SIGUSR1", stop_file=link / "enough") as stop:
+        assert stop._over_store is not None
+        for _ in range(2):
+            stop._over_store._wake.set()
+            wait_until(lambda: not stop._over_store._wake.is_set(), LIMIT, "it is looked for")
+        wait_until(lambda: "cannot be looked for" in caplog.text, LIMIT, "that is told")
+        assert not stop.should_stop(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(lambda: stop.stopping, LIMIT, "the signal is heard")
+        assert stop.should_stop(2)
+    assert caplog.text.count("cannot be looked for") == 1
+
+
 def test_by_the_deadline_a_rank_that_does_not_leave_is_ended_with_its_stacks(tmp_path: Path) -> None:
     def work(rank: int) -> None:
         def at_step(stop: holdfast.ShutdownHandler, step: int) -> None:

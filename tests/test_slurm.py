@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,7 +35,12 @@ from holdfast.cluster import requeueing, scontrol
 from holdfast.cluster.hostlist import MOST, expand
 from holdfast.cluster.scontrol import JobRecord, parse_job, parse_nodes
 from holdfast.cluster.slurm import SlurmJob, current_job
-from holdfast.cluster.time_limit import TimeLimit
+from holdfast.control.directory import ControlDirectory
+from holdfast.journal.reader import read_journal
+from holdfast.journal.writer import JournalWriter
+from holdfast.launch.scheduler import Scheduler
+from holdfast.policy.budgets import MAX_REQUEUES
+from holdfast.settings import Settings
 from slurm_cluster import SlurmCluster
 
 
@@ -237,22 +244,35 @@ def test_without_scontrol_everything_is_unknown_and_nothing_fails(
     assert scontrol.node_records(["n1"]) == {}
     assert scontrol.partition_nodes("low") is None
     assert not scontrol.drain("n1", "why").ok
-    assert not requeueing.may_requeue(JOB, "auto")
+    assert not requeueing.may_requeue(JOB, "auto", 0)
     asked = requeueing.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=[], stalled=0)
-    assert asked is not None
     assert not asked.asked
     assert "did not say" in asked.reason
 
 
-def test_outside_of_slurm_nobody_is_asked_anything(fake: Fake) -> None:
-    assert not requeueing.may_requeue(None, "auto")
-    assert requeueing.requeue_after_stop(None, "auto", AT_THE_LIMIT, exclude=[], stalled=0) is None
-    assert requeueing.requeue_by_decision(None, "auto", "why", exclude=[]) is None
-    limit = TimeLimit(None, 60)
-    assert limit.due(time.time()) is None
-    assert limit.ends_at is None
-    limit.close()
+def test_outside_of_slurm_nobody_is_asked_anything(fake: Fake, tmp_path: Path) -> None:
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    outside = Scheduler(control, Settings(), None)
+    told: list[str] = []
+    with contextlib.closing(JournalWriter(control.journal, "agent", 1)) as journal:
+        outside.found(journal, told.append)
+    assert outside.due() is None
+    outside.ask_again()
+    assert outside.ends_at is None
+    assert not outside.can_requeue(0)
+    outside.after_stop(1, AT_THE_LIMIT, 0, [])
+    outside.by_decision(1, "why", 0, [])
+    outside.part(told.append)
+    assert (told, fake.questions, fake.calls) == ([], 0, [])
+    assert not list(read_journal(control.journal))
+    assert not (control.path / "requeues").exists()
+
+
+def test_slurm_is_not_asked_about_a_job_that_does_not_come_back_anyway(fake: Fake) -> None:
+    assert not requeueing.may_requeue(JOB, "never", 0)
+    assert not requeueing.may_requeue(JOB, "auto", MAX_REQUEUES)
     assert fake.questions == 0
+    assert requeueing.may_requeue(JOB, "auto", MAX_REQUEUES - 1)
 
 
 def test_a_scontrol_that_hangs_is_ended_at_its_deadline_with_all_it_started(fake: Fake) -> None:
@@ -264,6 +284,20 @@ def test_a_scontrol_that_hangs_is_ended_at_its_deadline_with_all_it_started(fake
     pid = int((fake.home / "pid").read_text())
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 5, "the hanging scontrol is gone")
     assert not fake.calls
+
+
+def test_a_scontrol_that_cannot_even_be_killed_is_not_waited_for(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that is gone may keep it in the kernel."""
+    fake.program(f'echo $$ >"{fake.home}/pid"; exec sleep 60')
+    monkeypatch.setattr(scontrol, "END", 0.2)
+    killpg = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda pid, number: None)
+    began = time.monotonic()
+    assert scontrol.call("show", "job", "1", timeout=0.5).late
+    assert time.monotonic() - began < 20
+    killpg(int((fake.home / "pid").read_text()), signal.SIGKILL)
 
 
 def test_an_answer_with_a_failing_code_or_with_noise_beside_it(fake: Fake) -> None:
@@ -368,7 +402,7 @@ nodes = scontrol.node_records(["n1", "n4"])
 print(json.dumps({
     "left": record.ends_at - now, "state": record.state, "nodes": record.nodes, "comment": record.comment,
     "restarts": record.restarts, "exclude": record.exclude, "partition": record.partition,
-    "may": [may_requeue(SlurmJob(job_id=int(one)), "auto") for one in (job, held)],
+    "may": [may_requeue(SlurmJob(job_id=int(one)), "auto", 0) for one in (job, held)],
     "drained": drained.ok, "usable": {name: node.usable for name, node in nodes.items()},
     "reason": nodes["n4"].reason, "all": scontrol.partition_nodes("low,high"),
     "missing": [scontrol.job_record("99999"), scontrol.partition_nodes("none"), scontrol.drain("no", "x").ok],

@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def test_a_preempted_job_saves_and_goes_on_elsewhere_bitwise_as_if_undisturbed(
     assert differences(run.run_dir, undisturbed) == []
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("who", ["holdfast", pytest.param("slurm", marks=drill)])
 def test_a_job_stops_ahead_of_its_time_limit_and_has_itself_queued_again(
     slurm: SlurmCluster, tmp_path: Path, undisturbed: Path, who: str
@@ -119,14 +121,17 @@ def test_a_job_stops_ahead_of_its_time_limit_and_has_itself_queued_again(
 @contextlib.contextmanager
 def within_a_save(run: SlurmRun, staging: Path) -> Iterator[None]:
     """The rank that would commit is stopped while a save is under way. Saves are short: not at first go."""
-    while True:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         wait_until(lambda: list(staging.glob("step_*")), 30, "a save is under way")
         with stopped_rank(run.lines, 0):
             if list(staging.glob("step_*")):
                 yield
                 return
+    raise AssertionError("no rank could be stopped within a save: not within 60 s")
 
 
+@pytest.mark.drill
 def test_a_job_cancelled_within_a_save_tears_nothing_and_the_next_avoids_a_drained_node(
     slurm: SlurmCluster, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -145,7 +150,7 @@ def test_a_job_cancelled_within_a_save_tears_nothing_and_the_next_avoids_a_drain
     assert not torn.intersection(path.name for path in before)
     assert before
     assert all(verify(path).sound for path in before)
-    assert [event.asked for event in run.events(RequeueAsked)] in ([], [False])
+    assert not [event for event in run.events(RequeueAsked) if event.asked], "it was cancelled"
 
     drained = slurm.nodes_of(run.job)[1]
     slurm.drain(drained)
@@ -157,6 +162,7 @@ def test_a_job_cancelled_within_a_save_tears_nothing_and_the_next_avoids_a_drain
     assert differences(run.run_dir, undisturbed) == []
 
 
+@pytest.mark.drill
 def test_tasks_of_an_array_keep_apart_and_a_signal_to_one_script_alone_stops_and_requeues_its_task(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 
@@ -21,11 +22,14 @@ from fake_scontrol import (
     limit_in,
 )
 from harness import wait_until
-from holdfast.cluster import requeueing, time_limit
+from holdfast.cluster import requeueing, scontrol, time_limit
 from holdfast.cluster.requeue_end import requeue_at_the_end
-from holdfast.cluster.requeue_history import last_stop, stalled
+from holdfast.cluster.requeue_history import last_stop
+from holdfast.cluster.slurm import job_found
 from holdfast.cluster.time_limit import TimeLimit
+from holdfast.control import operator
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.requeues import record_requeue, requeues_without_progress
 from holdfast.journal.cluster_events import RequeueAsked, StopAgreed, StopAsked
 from holdfast.journal.events import Line, SaveCommitted
 from holdfast.journal.reader import read_journal
@@ -46,7 +50,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 def test_a_job_at_its_time_limit_is_queued_again_with_the_reason_first(fake: Fake) -> None:
     """Lightning#20542: a stop ahead of the time limit comes back."""
     asked = requeueing.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=["n2"], stalled=0)
-    assert asked is not None
     assert asked.asked
     assert asked.exclude == ["n2"]
     assert fake.calls == [
@@ -63,7 +66,6 @@ def test_a_comment_that_is_refused_is_written_once_the_job_waits_again(fake: Fak
         f'case "$*" in *Comment=*) [ -f "{fake.home}/again" ] || exit 1;; esac'
     )
     asked = requeueing.requeue_by_decision(JOB, "auto", "a bad node", exclude=[])
-    assert asked is not None
     assert asked.asked
     assert [call.split("=")[0] for call in fake.calls] == ["requeue 1", "update JobId"]
     assert "holdfast: queued again: a bad node" in fake.calls[1]
@@ -90,7 +92,6 @@ def test_a_node_is_excluded_only_if_the_job_can_start_without(
 ) -> None:
     fake.answer(changed(**fields))
     asked = requeueing.requeue_by_decision(JOB, "auto", "why", exclude=exclude)
-    assert asked is not None
     assert asked.asked
     assert asked.exclude == told
     assert said in asked.reason
@@ -100,7 +101,6 @@ def test_a_node_is_excluded_only_if_the_job_can_start_without(
 def test_a_refused_requeue_is_told(fake: Fake) -> None:
     fake.program('[ "$1" != requeue ] || { echo "Requested operation is presently disabled" >&2; exit 1; }')
     asked = requeueing.requeue_by_decision(JOB, "auto", "why", exclude=["n1"])
-    assert asked is not None
     assert not asked.asked
     assert asked.refused
     assert "presently disabled" in asked.reason
@@ -148,7 +148,6 @@ def test_after_sigterm_a_job_comes_back_only_from_preemption(
 ) -> None:
     fake.answer(record)
     found = requeueing.requeue_after_stop(JOB, "auto", PREEMPTED, exclude=[], stalled=0)
-    assert found is not None
     assert found.asked == asked
     assert said in found.reason
     assert ("requeue 1" in fake.calls) == asked
@@ -159,7 +158,6 @@ def test_a_job_that_is_cancelled_while_it_saves_at_its_limit_stays_cancelled(fak
     """scancel in the middle of the save: Slurm would bring even a cancelled job back."""
     fake.answer(record)
     found = requeueing.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=[], stalled=0)
-    assert found is not None
     assert not found.asked
     assert fake.calls == []
 
@@ -174,7 +172,6 @@ def test_what_a_person_asked_for_is_not_even_asked_of_slurm(fake: Fake) -> None:
     ):
         request = StopRequest(source=source, detail="somebody", signal=name)
         found = requeueing.requeue_after_stop(JOB, "auto", request, exclude=[], stalled=0)
-        assert found is not None
         assert not found.asked
     assert fake.questions == 0
     assert fake.calls == []
@@ -213,7 +210,7 @@ def test_no_job_comes_back_unasked_or_against_its_will(
     assert request.signal not in ("SIGINT", "SIGHUP")
     assert request.signal != "SIGTERM" or known.preempted or known.timed_out
     assert count < MAX_REQUEUES
-    assert by_decision(setting, "why", known).ask
+    assert by_decision(setting, "why", known, count).ask
 
 
 @given(st.sampled_from(["time_limit", "SIGUSR1", "SIGUSR2"]), st.integers(0, MAX_REQUEUES - 1), st.booleans())
@@ -230,6 +227,7 @@ def test_five_requeues_without_progress_are_the_last() -> None:
     verdict = after_stop("auto", AT_THE_LIMIT, JobFacts(allowed=True), MAX_REQUEUES)
     assert not verdict.ask
     assert "without progress" in verdict.reason
+    assert by_decision("auto", "why", JobFacts(allowed=True), MAX_REQUEUES) == verdict
 
 
 # --- the time limit
@@ -300,6 +298,20 @@ def test_a_limit_that_was_extended_meanwhile_does_not_stop_the_run(fake: Fake) -
     limit.close()
 
 
+def test_a_limit_that_was_lifted_meanwhile_does_not_stop_the_run(fake: Fake) -> None:
+    """`scontrol update TimeLimit=UNLIMITED`; not the same as an end that Slurm does not tell."""
+    fake.answer(limit_in(100))
+    limit = TimeLimit(JOB, 60)
+    wait_until(lambda: limit.ends_at, 10, "Slurm has answered")
+    assert limit.ends_at is not None
+    then = limit.ends_at - 50
+    fake.answer(limit_in(364.9 * 86_400, of=365 * 86_400))
+    assert limit.due(then) is None
+    wait_until(lambda: limit.ends_at is None, 10, "it is known that there is none any more")
+    assert limit.due(then) is None
+    limit.close()
+
+
 def test_a_slurm_that_no_longer_answers_does_not_hold_the_stop_up(fake: Fake) -> None:
     fake.answer(limit_in(100))
     limit = TimeLimit(JOB, 60)
@@ -348,13 +360,22 @@ def test_the_times_of_a_jobs_next_life_are_not_taken_for_this_ones(fake: Fake) -
 # --- a batch script that asks at its end
 
 
+def saved(step: int, tier: str = "global") -> SaveCommitted:
+    return SaveCommitted(
+        checkpoint="c", step=step, parent=None, bytes=1, files=1, seconds=1, blocked_seconds=0, tier=tier
+    )
+
+
 def test_the_script_asks_for_a_run_that_nobody_asked_for(fake: Fake, tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", ASKED)
+    run = a_run(tmp_path / "run", ASKED, saved(10), saved(30, tier="local"))
     asked = requeue_at_the_end(JOB, "auto", 31, run, [])
     assert asked.asked
     assert "requeue 1" in fake.calls
     told = [line.body for line in read_journal(run / "journal") if isinstance(line.body, RequeueAsked)]
     assert [event.asked for event in told] == [True]
+    control = ControlDirectory.open(run)
+    assert requeues_without_progress(control, 10) == 1, "the launcher counts it too"
+    assert requeues_without_progress(control, 11) == 0
     assert not requeue_at_the_end(JOB, "auto", 31, run, []).asked  # not twice
     assert fake.calls.count("requeue 1") == 1
 
@@ -369,6 +390,8 @@ def test_the_script_asks_for_a_run_that_nobody_asked_for(fake: Fake, tmp_path: P
         (31, [StopAsked(source="operator", detail="ada: enough")]),
         (31, [StopAsked(source="a newer one", detail="?")]),
         (31, [ASKED, RequeueAsked(job="1", asked=False, reason="slurm.requeue = never")]),
+        (31, [job_found(JOB, None, "never"), ASKED]),
+        (27, [job_found(JOB, None, "never")]),
     ],
 )
 def test_the_script_never_asks_against_what_the_run_decided(
@@ -381,20 +404,37 @@ def test_the_script_never_asks_against_what_the_run_decided(
 
 
 def test_the_script_asks_after_the_loss_of_the_store_but_not_for_ever(fake: Fake, tmp_path: Path) -> None:
-    assert requeue_at_the_end(JOB, "auto", 30, a_run(tmp_path / "one"), []).asked
-    again = [RequeueAsked(job="1", asked=True, reason="r")] * MAX_REQUEUES
-    control, _ = ControlDirectory.open_or_create(tmp_path / "two")
-    for number, event in enumerate(again, 1):
-        journal = JournalWriter(control.journal, "agent-n1", number)
-        journal.write(event)
-        journal.close()
-    journal = JournalWriter(control.journal, "agent-n1", MAX_REQUEUES + 1)
-    journal.write(StopAsked(source="signal", detail="SIGUSR1"))
-    journal.close()
+    """Whoever asked before: one count of them, which an operator may reset."""
     for code in (30, 31):
-        asked = requeue_at_the_end(JOB, "auto", code, tmp_path / "two", [])
+        run = a_run(tmp_path / str(code), ASKED, saved(10))
+        control = ControlDirectory.open(run)
+        control.attempt(1).mkdir(parents=True)
+        for _ in range(MAX_REQUEUES):
+            record_requeue(control, 1, 10, JOB.label)
+        asked = requeue_at_the_end(JOB, "auto", code, run, [])
         assert not asked.asked
         assert "without progress" in asked.reason
+        assert requeues_without_progress(control, 10) == MAX_REQUEUES, "what was not asked does not count"
+        operator.reset_budget(control, "cable", "alice")
+        journal = JournalWriter(control.journal, "agent-n1", 2)
+        journal.write(ASKED)
+        journal.close()
+        assert requeue_at_the_end(JOB, "auto", code, run, []).asked
+    assert fake.calls.count("requeue 1") == 2
+
+
+def test_a_requeue_that_slurm_did_not_answer_counts(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy controller may have done it all the same: uncounted, such a job would come back for ever."""
+    monkeypatch.setattr(scontrol, "requeue", functools.partial(scontrol.requeue, timeout=0.3))
+    fake.program('[ "$1" != requeue ] || exec sleep 60')
+    run = a_run(tmp_path / "run", ASKED)
+    asked = requeue_at_the_end(JOB, "auto", 31, run, [])
+    assert not asked.asked
+    assert asked.refused
+    assert "not known whether" in asked.reason
+    assert requeues_without_progress(ControlDirectory.open(run), 0) == 1
 
 
 def test_a_script_without_a_run_directory_asks_nothing_after_a_stop(fake: Fake, tmp_path: Path) -> None:
@@ -407,20 +447,6 @@ def line(attempt: int, body: object) -> Line:
     return Line(v=1, at=float(attempt), who="a", attempt=attempt, seq=0, body=body)  # type: ignore[arg-type]
 
 
-def test_requeues_count_from_the_last_step_that_was_new() -> None:
-    def saved(step: int, tier: str = "global") -> SaveCommitted:
-        return SaveCommitted(
-            checkpoint="c", step=step, parent=None, bytes=1, files=1, seconds=1, blocked_seconds=0, tier=tier
-        )
-
-    again = RequeueAsked(job="1", asked=True, reason="r")
-    lines = [line(1, saved(10)), line(1, again), line(2, saved(20)), line(2, again), line(3, again)]
-    assert stalled(lines) == 2
-    assert stalled([*lines, line(4, saved(15)), line(4, saved(30, tier="local"))]) == 2
-    assert stalled([*lines, line(4, saved(30))]) == 0
-    assert stalled([*lines, line(4, RequeueAsked(job="1", asked=False, reason="r"))]) == 2
-
-
 def test_only_the_newest_attempts_stop_counts() -> None:
     old = [line(1, ASKED), line(1, RequeueAsked(job="1", asked=True, reason="r"))]
     assert last_stop([*old, line(2, StopAgreed(step=1, after=0.1))]).request is None
@@ -428,4 +454,3 @@ def test_only_the_newest_attempts_stop_counts() -> None:
     assert found.request is not None
     assert found.request.signal == "SIGTERM"
     assert found.settled is None
-    assert found.stalled == 1

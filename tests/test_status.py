@@ -32,7 +32,7 @@ from holdfast.control.attempts import (
 from holdfast.control.directory import ControlDirectory, create_record
 from holdfast.control.lease import Fence, LeaseKeeper, claim
 from holdfast.control.lineage import CommitRecord, record_commit, record_done
-from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopSaved
+from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopHastened, StopSaved
 from holdfast.journal.events import StepsDone, WorkersStarted
 from holdfast.journal.writer import JournalWriter
 from holdfast.observe.status import Status, look
@@ -180,6 +180,11 @@ def test_a_stop_is_shown_while_it_is_under_way_and_by_what_it_saved(control: Con
         assert (asked.state, asked.ok, asked.exit_code) == ("stopping", True, None)
         assert asked.detail.startswith("asked by SIGTERM to rank 1 on n, ")
         assert asked.detail.endswith("s left")
+        agent.write(StopHastened(seconds=30.0, why="the scheduler ends the job in 40 s"))
+        closer = look(control).stop
+        assert closer is not None
+        assert closer.ends_at is not None
+        assert closer.ends_at < time.time() + 31
         agent.write(StopAgreed(step=7, after=0.1))
         assert look(control).detail.endswith("left, all ranks stop after step 7")
         rank.write(StopSaved(step=7, checkpoint="step_00000007-00000001", seconds=0.1, after=0.3))
@@ -202,7 +207,10 @@ def test_a_stop_that_saved_nothing_says_why(control: ControlDirectory) -> None:
         number = launch.begin(resumed=0)
         agent = JournalWriter(control.journal, "agent-n", number)
         agent.write(StopAsked(source="operator", detail="an operator, alice: why", node="n"))
-        agent.write(StopForced(why="a second signal means now"))
+        rank = JournalWriter(control.journal, "rank-0", number)
+        rank.write(StopForced(why="a second signal means now"))
+        rank.close()
+        agent.write(StopForced(why="it was killed"))  # later, and only a consequence
         agent.close()
         launch.end(number, "stopped", 32)
     told = look(control).detail
@@ -523,6 +531,7 @@ def test_watching_on_a_terminal_shows_it_live_until_ctrl_c(run_dir: Path) -> Non
     assert b"Traceback" not in seen
 
 
+@pytest.mark.drill
 def test_a_real_launch_is_seen_to_run_to_restart_and_to_be_lost(tmp_path: Path) -> None:
     """Under `holdfast run`: one rank is killed once; then the launcher itself."""
     (tmp_path / "out").mkdir()

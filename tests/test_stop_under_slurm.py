@@ -89,6 +89,7 @@ def test_a_job_at_its_time_limit_stops_and_is_queued_again_once(place: Place) ->
     )
 
 
+@pytest.mark.drill
 def test_a_signal_of_a_person_queues_nothing_again_and_the_job_is_named_to_who_comes_too(
     place: Place,
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,22 +22,12 @@ from holdfast.control.holder import Holder, this_process
 from holdfast.control.requeues import record_requeue, requeues_without_progress, withdraw_requeue
 from holdfast.exit_codes import ExitCode
 from holdfast.launch import signals as signals_module
-from holdfast.launch.monitor import Monitor
 from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.workers import Workers
-from holdfast.policy.halting import HELLO, NodeWord, agree, node_word
+from holdfast.policy.halting import HELLO, NodeWord, agree, goes_on, leaves, node_word
 from holdfast.policy.stopping import REPEATED
-from holdfast.worker.beat_messages import (
-    FromAgent,
-    FromRank,
-    Halted,
-    Hello,
-    Prepare,
-    Promise,
-    StopAt,
-    Wish,
-)
-from watching import watching
+from holdfast.worker.beat_messages import Halted, Prepare, Promise, StopAt, Wish
+from watching import Rank, watching
 
 ranks = st.frozensets(st.integers(0, 5))
 steps = st.integers(0, 9)
@@ -79,6 +68,20 @@ def test_all_stop_after_the_highest_promise_and_nothing_trained_is_ever_thrown_a
     if agreed.end:
         assert any(word.mute for word in words)
         assert agreed.code == (ExitCode.STOPPED if promised else ExitCode.STOPPED_UNSAVED)
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.booleans(), st.integers(1, 9))
+def test_a_group_goes_on_only_with_its_leader_and_enough_nodes(
+    count: int, leaving: int, without_leader: bool, fewest: int
+) -> None:
+    if goes_on(count, leaving, without_leader=without_leader, min_nodes=fewest):
+        assert count - leaving >= fewest
+        assert not without_leader
+    else:
+        assert without_leader or count - leaving < fewest
+    assert not leaves(leads=True, elastic=True), "a leader that is signalled ends the run"
+    assert not leaves(leads=False, elastic=False), "a job of fixed size cannot do without"
+    assert leaves(leads=False, elastic=True)
 
 
 # --- signals ------------------------------------------------------------------------------------------------
@@ -136,22 +139,6 @@ def test_a_signal_raises_only_where_it_may(taken: StopSignals) -> None:
 
 
 # --- what ranks say -----------------------------------------------------------------------------------------
-
-
-class Rank:
-    """A rank that speaks to the monitor out of the test's own process."""
-
-    def __init__(self, monitor: Monitor, *, defers: bool = True) -> None:
-        self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.channel.settimeout(20)
-        self.channel.connect(str(monitor.path))
-        self.say(Hello(pid=os.getpid(), at=time.monotonic(), defers_sigterm=defers))
-
-    def say(self, word: FromRank) -> None:
-        self.channel.send(msgspec.msgpack.encode(word))
-
-    def hear(self) -> FromAgent:
-        return msgspec.msgpack.decode(self.channel.recv(4096), type=FromAgent)
 
 
 def test_the_monitor_hears_wishes_promises_and_halts_and_passes_on_what_is_agreed(tmp_path: Path) -> None:

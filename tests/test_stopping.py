@@ -9,15 +9,16 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import holdfast
-from harness import REPO, Job, job, python, wait_until
+from harness import REPO, Job, free_port, job, python, wait_until
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopSaved
+from holdfast.journal.cluster_events import JobFound, StopAgreed, StopAsked, StopForced, StopSaved
 from holdfast.journal.events import AttemptEnded, RunFinished, SaveStarted
 from holdfast.worker import stop_deadline
 from local_ranks import memory
@@ -144,7 +145,11 @@ def test_a_signal_before_the_ranks_have_met_is_not_lost(tmp_path: Path) -> None:
         running.open_gate()
         assert running.wait() == [STOPPED, STOPPED], running.errors()
     (saved,) = events(tmp_path, StopSaved)
-    assert running.last_steps() == [saved.step] * 2 or saved.step == 0
+    for rank in range(2):
+        done = [int(line.split()[0]) for line in running.steps(rank)]
+        assert done == list(range(1, saved.step + 1)), "nobody goes on after the agreed step, wherever it is"
+    newest = [path.name for path in checkpoints(tmp_path / "run")][:1]
+    assert newest == ([saved.checkpoint] if saved.step else [])
 
 
 def test_asked_during_a_resume_the_ranks_stop_before_they_train(tmp_path: Path, reference: Path) -> None:
@@ -153,13 +158,13 @@ def test_asked_during_a_resume_the_ranks_stop_before_they_train(tmp_path: Path, 
     before = reasons(tmp_path)
 
     def wait(run: holdfast.Run, rank: int) -> None:
-        resume = run._resume
+        resume = run._parts.resume
 
-        def held() -> None:
+        def held(*joined: Any) -> None:
             hold(tmp_path, f"waiting{rank}")
-            resume()
+            resume(*joined)
 
-        run._resume = held  # type: ignore[method-assign]
+        run._parts.resume = held  # type: ignore[method-assign]
 
     with ranks(tmp_path, until=9, before_start=wait) as running:
         running.at("waiting")
@@ -281,6 +286,8 @@ def test_a_stop_file_that_is_there_before_the_start_refuses_it(tmp_path: Path) -
     with pytest.raises(UsageError, match=r"stop file .*run/stop is there already.*Remove it"):
         holdfast.Run(run_dir=tmp_path / "run")
     assert (tmp_path / "run" / "stop").exists()
+    with pytest.raises(UsageError, match=r"cannot be looked for.*Set stop\.stop_file"):
+        holdfast.Run(run_dir=tmp_path / "other", stop_stop_file=str(tmp_path / ("x" * 300)))
 
 
 def test_without_the_launcher_rank_0_stops_ahead_of_the_jobs_time_limit(
@@ -299,6 +306,26 @@ def test_without_the_launcher_rank_0_stops_ahead_of_the_jobs_time_limit(
     assert asked.seconds <= 48
     (saved,) = events(tmp_path, StopSaved)
     assert reasons(tmp_path) == {saved.step: ["stop"]}
+
+
+def test_without_the_launcher_a_signal_leaves_no_more_time_than_the_scheduler_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 200))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with ranks(tmp_path, 1, until=9, hook=gate(5), slurm_requeue="never") as running:
+        running.at("waiting")
+        running.signal(signal.SIGTERM)
+        wait_until(lambda: events(tmp_path, StopAgreed), LIMIT, "the rank agrees with itself")
+        running.open_gate()
+        assert running.wait() == [STOPPED], running.errors()
+    (asked,) = events(tmp_path, StopAsked)
+    assert asked.source == "signal"
+    assert asked.seconds is not None
+    assert 100 < asked.seconds <= 190
+    (found,) = events(tmp_path, JobFound)
+    assert (found.job, found.requeue) == ("77", "never"), "the batch script is told what the run is set to"
 
 
 def test_a_save_that_is_known_not_to_fit_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -377,6 +404,7 @@ def two_processes(place: Path, port: int, **more: str) -> Iterator[list[Job]]:
         ]
 
 
+@pytest.mark.drill
 def test_processes_that_meet_in_a_tcp_store_stop_with_code_31(tmp_path: Path) -> None:
     """Every process gets the signal, as from a scheduler: also writers, which finish what they have."""
     with two_processes(tmp_path, free_port(), TINY_GATE="7", HOLDFAST_CHECKPOINT_ASYNC_SAVE="true") as both:
@@ -398,14 +426,6 @@ def test_processes_that_meet_in_a_tcp_store_stop_with_code_31(tmp_path: Path) ->
     assert saved.step == 7
     nothing_is_torn(tmp_path)
     assert not list((tmp_path / "out").glob("params*"))  # what comes after the loop did not run
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_a_stop_is_neither_an_error_nor_the_end_of_the_loop(tmp_path: Path) -> None:

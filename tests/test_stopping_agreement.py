@@ -22,6 +22,7 @@ from holdfast.policy.stopping import (
     StopRequest,
     deadline,
     is_repeated,
+    sooner,
     stop_step,
 )
 from holdfast.worker.stop_store import StopOverStore
@@ -34,13 +35,16 @@ LIMIT = 60.0
 seconds = st.floats(0, 1e7, allow_nan=False)
 
 
-@given(seconds, st.none() | seconds)
+@given(seconds, st.none() | st.floats(-1e4, 1e7))
 def test_the_deadline_is_the_shorter_of_the_setting_and_the_schedulers_lead(
     timeout: float, lead: float | None
 ) -> None:
     """E1: min(shutdown_timeout_sec, the scheduler's lead − margin); 0 is no limit of ours."""
     found = deadline(timeout, lead)
     assert found.why
+    if lead is not None and lead <= 0:
+        assert found == deadline(timeout, None), "at its limit Slurm sends SIGTERM and leaves KillWait"
+        return
     if timeout == 0 and lead is None:
         assert found.seconds is None
         return
@@ -52,6 +56,19 @@ def test_the_deadline_is_the_shorter_of_the_setting_and_the_schedulers_lead(
         assert found.seconds <= lead
         assert found.seconds <= max(lead - MARGIN, lead / 2)
     assert found.seconds in (timeout, max((lead or 0) - MARGIN, (lead or 0) / 2))
+
+
+@given(st.none() | seconds, st.none() | st.floats(-1e4, 1e7))
+def test_a_deadline_only_ever_comes_closer(left: float | None, lead: float | None) -> None:
+    found = sooner(left, lead)
+    if found is None:
+        assert lead is None or lead <= 0 or left is not None
+        return
+    assert found.seconds is not None
+    assert lead is not None
+    assert found == deadline(0.0, lead)
+    assert left is None or found.seconds < left
+    assert sooner(found.seconds, lead) is None, "it is told once"
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1))
@@ -263,3 +280,32 @@ def test_a_rank_that_never_promises_is_named_after_a_bounded_wait(rank: int, nam
     over.close(6, failed=True)
     assert told == [f"{named} did not answer within 0.2 s"]
     assert not agreed
+
+
+class CountingStore(HashStore):
+    asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        return bool(super().check(keys))
+
+
+def test_the_one_rank_of_thousands_that_does_not_answer_is_found_in_few_questions() -> None:
+    """Every rank looks for it, in a store that all of them ask at once."""
+    told: list[str] = []
+    store = CountingStore()
+    for rank in range(2000):
+        if rank != 1500:
+            store.set(f"stop/promise/{rank}", "7")
+    over = StopOverStore(
+        Stopping(lambda: 6),
+        None,
+        1,
+        2000,
+        heard=lambda request: None,
+        agreed=lambda step: None,
+        unanswered=told.append,
+    )
+    over.close(6, failed=True)
+    assert over._who_is_missing(store).startswith("rank 1500 did not answer")
+    assert store.asked < 300

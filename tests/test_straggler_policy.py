@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +69,55 @@ def test_a_rank_that_waits_for_another_is_never_named(
         assert arrives[one.rank] > statistics.median(others)
     if hidden:  # all seem to arrive at once
         assert found.named == []
+
+
+@given(works=works, marked=st.lists(st.booleans(), min_size=9, max_size=9), slower=works)
+def test_ranks_of_which_only_some_can_tell_waiting_from_work_are_judged_alike(
+    works: list[dict[str, float]], marked: list[bool], slower: list[dict[str, float]]
+) -> None:
+    """On a device: a victim without a mark seems to work until the last has come. Reports with a mark on all
+    ranks, before and in between, do not make it late either."""
+
+    def report(of: list[dict[str, float]], marks: list[bool]) -> list[RankTimes]:
+        known, unknown = waited(of, hidden=False), waited(of, hidden=True)
+        return [
+            msgspec.structs.replace(known[rank] if marks[rank] else unknown[rank], marked=marks[rank])
+            for rank in range(len(of))
+        ]
+
+    count = min(len(works), len(slower))
+    all_marked = report(works[:1] * count, [True] * count)
+    found = judged([all_marked] * 2 + [report(slower[:count], marked)] * 3)
+    arrives = [sum(work.values()) for work in slower[:count]]
+    for one in found.named:
+        assert one.rank is not None
+        assert all(marked[:count])
+        others = [value for rank, value in enumerate(arrives) if rank != one.rank]
+        assert arrives[one.rank] > statistics.median(others)
+    assert judged([report(slower[:count], marked)] * 3 + [all_marked] * 3).named == []
+
+
+def test_a_rank_with_a_mark_is_not_late_because_another_has_none() -> None:
+    """On the host: without a mark only the time on a core counts, and sleep does not."""
+    marked = RankTimes(rank=0, steps=100, sections={COMPUTE: Span(0.05, 0.0, 0.01), INPUT: Span(0.01, 0, 0)})
+    unmarked = RankTimes(
+        rank=1, steps=100, marked=False, sections={COMPUTE: Span(0.01, 0.04, 0.01), INPUT: Span(0.01, 0, 0)}
+    )
+    found = judged([[marked, unmarked]] * 3)
+    assert found.named == []
+    assert [score.relative for score in found.scores] == [1.0, 1.0]
+    late = msgspec.structs.replace(marked, sections={**marked.sections, INPUT: Span(0.06, 0, 0)})
+    assert [one.rank for one in judged([[late, unmarked]] * 3).named] == [0]
+
+
+def test_a_best_of_reports_without_a_mark_on_all_ranks_is_none_of_those_with_one() -> None:
+    """Rank 0 waits for a disk, as ever; without a mark everywhere that did not count for a while."""
+    sleeps = RankTimes(rank=0, steps=100, sections={COMPUTE: Span(0.05, 0.0, 0.01)})
+    works = [
+        RankTimes(rank=rank, steps=100, sections={COMPUTE: Span(0.045, 0.005, 0.045)}) for rank in (1, 2)
+    ]
+    mixed = [sleeps, works[0], msgspec.structs.replace(works[1], marked=False)]
+    assert judged([mixed] * 3 + [[sleeps, *works]] * 3).named == []
 
 
 @given(work=works.filter(lambda found: len(found) > 1), factor=st.floats(1.0, 20.0))
@@ -233,3 +283,20 @@ def test_precision_and_recall_over_many_seeded_runs(capsys: pytest.CaptureFixtur
     with capsys.disabled():
         print("\n" + "\n".join(lines))
     assert alarms == 0
+
+
+@pytest.mark.drill
+def test_the_threshold_is_where_it_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    """How many of 30 slow ranks are named, by how many times as long their compute takes."""
+    found = {}
+    for factor in (1.2, 1.35, 1.45, 1.6, 2.0):
+        worlds = [World(seed, "compute", factor=factor).run() for seed in range(30)]
+        assert all(world.named <= world.bad for world in worlds)
+        found[factor] = sum(world.named == world.bad for world in worlds)
+    with capsys.disabled():
+        print(
+            "\n" + "\n".join(f"{factor:4g} times as long: {count} of 30" for factor, count in found.items())
+        )
+    assert found[1.2] == 0
+    assert found[1.6] == found[2.0] == 30
+    assert list(found.values()) == sorted(found.values())

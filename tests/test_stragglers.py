@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import types
@@ -16,137 +17,34 @@ from torch import nn
 import holdfast
 from harness import REPO, Result, finish
 from harness import holdfast as command_of
+from holdfast.checkpoint.state import Tracked
+from holdfast.config import load
+from holdfast.control.attempts import begin_attempt
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import excluded
 from holdfast.control.group import join_group
-from holdfast.errors import ConfigError, Stopped, UsageError
+from holdfast.control.handover import LaunchInfo
+from holdfast.control.lease import Fence, claim
+from holdfast.errors import ConfigError, RerunWantedError, Stopped, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.cluster_events import StopAsked, StopSaved
 from holdfast.journal.events import Resumed, Warned
-from holdfast.journal.reader import read_journal
 from holdfast.journal.straggler_events import StragglerFound, StragglersReported
-from holdfast.policy.straggler_times import COMPUTE, INPUT, OTHER
+from holdfast.journal.writer import JournalWriter
+from holdfast.policy.straggler_times import COMPUTE, INPUT, OTHER, Kind, Named
 from holdfast.settings_straggler import StragglerSettings
-from holdfast.worker import section_times
-from holdfast.worker.gradient_mark import GradientMark
-from holdfast.worker.section_times import MOST_STEPS, HostTimes, Section
-from holdfast.worker.stragglers import Actions, Stragglers, other_detector
+from holdfast.worker.membership import Membership
+from holdfast.worker.straggler_actions import Actions
+from holdfast.worker.stragglers import Stragglers, other_detector
+from holdfast.worker.straggling import make_stragglers
+from journals import journalled
 from straggling import train
 from tiny import checkpoints
 from together import together
 
 
-def found(directory: Path) -> list[StragglerFound]:
-    return [
-        line.body for line in read_journal(directory / "journal") if isinstance(line.body, StragglerFound)
-    ]
-
-
-def reports(directory: Path) -> list[StragglersReported]:
-    return [
-        line.body for line in read_journal(directory / "journal") if isinstance(line.body, StragglersReported)
-    ]
-
-
-# --- measuring
-
-
-class Clock:
-    """Time that passes when told to; `busy` is the part of it on a core."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.worked = 0.0
-        fake = types.SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.worked)
-        monkeypatch.setattr(section_times, "time", fake)
-
-    def passes(self, seconds: float, busy: float = 0.0) -> None:
-        self.now += seconds
-        self.worked += busy
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
-def test_a_section_has_what_was_spent_in_it_and_not_in_those_inside_it(clock: Clock) -> None:
-    times = HostTimes()
-    times.begin()
-    clock.passes(1)
-    with Section(times, "outer"):
-        clock.passes(2, busy=1)
-        with Section(times, "inner"):
-            clock.passes(4, busy=3)
-        clock.passes(8)
-    times.end()
-    assert times.take() == [{OTHER: [1, 0, 0], "outer": [10, 0, 1], "inner": [4, 0, 3]}]
-
-
-def test_what_comes_after_the_mark_is_waiting_until_the_section_ends(clock: Clock) -> None:
-    times = HostTimes()
-    times.begin()
-    times.enter(COMPUTE)
-    clock.passes(1)
-    times.mark()
-    clock.passes(2)
-    times.leave(waiting=True)
-    clock.passes(4)
-    times.arrived()
-    clock.passes(8)
-    times.end()
-    assert times.take() == [{OTHER: [8, 4, 0], COMPUTE: [1, 2, 0]}]
-
-
-def test_with_several_backwards_only_what_comes_after_the_last_is_waiting(clock: Clock) -> None:
-    times = HostTimes()
-    times.begin()
-    times.enter(COMPUTE)
-    for _ in range(3):
-        clock.passes(5)
-        times.mark()
-    clock.passes(2)
-    times.leave()
-    times.end()
-    assert times.take()[0][COMPUTE] == [15, 2, 0]
-
-
-def test_a_report_keeps_a_bounded_number_of_steps() -> None:
-    times = HostTimes()
-    for _ in range(3 * MOST_STEPS):
-        times.begin()
-        times.end()
-    assert MOST_STEPS / 2 <= len(times.take()) <= MOST_STEPS
-    assert times.take() == []
-
-
-def test_time_between_two_steps_belongs_to_none() -> None:
-    times = HostTimes()
-    times.begin()
-    times.end()
-    with Section(times, "eval"):
-        pass
-    times.begin()
-    times.end()
-    assert all("eval" not in step for step in times.take())
-
-
-def test_the_last_gradient_of_a_backward_is_the_mark() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    seen: list[list[bool]] = []
-
-    def told() -> None:
-        seen.append([parameter.grad is not None for parameter in model.parameters()])
-
-    mark = GradientMark([model], told)
-    for _ in range(5):
-        model.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        mark.end_step()
-    assert len(seen) == 3 == mark.seen  # two steps to find out which one it is
-    assert all(all(there) for there in seen)
-    mark.close()
-    model(torch.ones(2, 4)).sum().backward()
-    assert len(seen) == 3
+def found(place: Path) -> list[StragglerFound]:
+    return journalled(place, StragglerFound)
 
 
 # --- who is named
@@ -168,10 +66,10 @@ def test_the_rank_that_is_late_is_named_and_by_default_only_told(
 ) -> None:
     """Scenario 19: one rank sleeps → flagged relative to the others; the run goes on."""
     assert together(tmp_path, 2, lambda rank: train(rank, tmp_path / "run", how)) == [50, 50]
-    seen = found(tmp_path / "run")
+    seen = found(tmp_path)
     assert {(one.rank, one.kind, one.section, one.then) for one in seen} == {(1, kind, section, "told")}
     assert "rank 1" in seen[0].why
-    report = reports(tmp_path / "run")[-1]
+    report = journalled(tmp_path, StragglersReported)[-1]
     assert report.ranks == [0, 1]
     relative = report.relative
     assert relative[0] == 1.0
@@ -185,8 +83,8 @@ def test_nobody_is_named_where_nobody_is_late_or_nobody_can_know(tmp_path: Path,
     """A rank that waits inside a section, unseen, is a victim and not named."""
     until = 40 if how == "hidden" else 250
     together(tmp_path, 2, lambda rank: train(rank, tmp_path / "run", how, until=until))
-    assert reports(tmp_path / "run")
-    assert found(tmp_path / "run") == []
+    assert journalled(tmp_path, StragglersReported)
+    assert found(tmp_path) == []
 
 
 def test_stop_if_detected_saves_and_stops_all_ranks(tmp_path: Path) -> None:
@@ -200,18 +98,13 @@ def test_stop_if_detected_saves_and_stops_all_ranks(tmp_path: Path) -> None:
         return "went on"
 
     assert together(tmp_path, 2, work) == [int(ExitCode.STOPPED)] * 2
-    bodies = [line.body for line in read_journal(tmp_path / "run" / "journal")]
-    (asked,) = [body for body in bodies if isinstance(body, StopAsked)]
+    (asked,) = journalled(tmp_path, StopAsked)
     assert asked.source == "straggler"
     assert "rank 1" in asked.detail
-    (saved,) = [body for body in bodies if isinstance(body, StopSaved)]
+    (saved,) = journalled(tmp_path, StopSaved)
     assert saved.checkpoint
     assert [path.name for path in checkpoints(tmp_path / "run")] == [saved.checkpoint]
-    assert [one.then for one in found(tmp_path / "run")] == ["stop"]
-
-
-def journal_of(place: Path) -> list[Any]:
-    return [line.body for line in read_journal(place / "run" / "journal")]
+    assert [one.then for one in found(tmp_path)] == ["stop"]
 
 
 def launched(place: Path, slow: str, until: int, devices: str, *given: str) -> Result:
@@ -228,7 +121,7 @@ def test_under_the_launcher_a_straggler_stops_the_whole_run(tmp_path: Path) -> N
     """Scenario 19, F2: saved once, code 31."""
     done = launched(tmp_path, "1", 3000, "", "straggler_stop_if_detected=true")
     assert done.code == ExitCode.STOPPED, done.text
-    (saved,) = [body for body in journal_of(tmp_path) if isinstance(body, StopSaved)]
+    (saved,) = journalled(tmp_path, StopSaved)
     assert [path.name for path in checkpoints(tmp_path / "run")] == [saved.checkpoint]
 
 
@@ -240,8 +133,8 @@ def test_a_slow_device_is_excluded_and_a_spare_one_takes_its_place(tmp_path: Pat
     assert done.code == 0, done.text
     control = ControlDirectory.open(tmp_path / "run")
     assert [(out.device, out.by) for out in excluded(control)] == [("1", "recovery")]
-    assert [(one.rank, one.device, one.then) for one in found(tmp_path / "run")] == [(1, "1", "exclude")]
-    starts = [body for body in journal_of(tmp_path) if isinstance(body, Resumed)]
+    assert [(one.rank, one.device, one.then) for one in found(tmp_path)] == [(1, "1", "exclude")]
+    starts = journalled(tmp_path, Resumed)
     assert len(starts) == 2
     assert starts[1].step > 0
 
@@ -252,8 +145,32 @@ def test_where_nothing_can_take_its_place_the_run_goes_on_and_does_not_ask_again
     done = launched(tmp_path, "device-1", 150, "0,1", "straggler_exclude_if_detected=true")
     assert done.code == 0, done.text
     assert excluded(ControlDirectory.open(tmp_path / "run")) == []
-    assert [one.then for one in found(tmp_path / "run")] == ["exclude", "told"]
-    assert "tried before" in found(tmp_path / "run")[1].why
+    assert [one.then for one in found(tmp_path)] == ["exclude", "told"]
+    assert "attempt 1 of this launch asked to exclude it" in found(tmp_path)[1].why
+
+
+def test_a_new_launch_may_ask_for_a_place_again_and_the_same_one_does_not(tmp_path: Path) -> None:
+    """There may be a spare by then; a restart for nothing is made once a launch at most."""
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    fence = Fence(control, claim(control, "one", 30.0).epoch)
+    settings = load(
+        keywords={"run_dir": str(tmp_path / "run"), "straggler_exclude_if_detected": True}
+    ).settings
+    named = Named(kind=Kind.COMPUTE, section=COMPUTE, rank=1, node="n0", device="1", share=0.5)
+    seen = []
+    for launch in ("one", "one", "two"):
+        number = begin_attempt(control, fence, launch, 1).number
+        member = Membership(control, fence, number, launch, JournalWriter(control.journal, "rank-0", number))
+        stragglers = make_stragglers(
+            settings, join_group(5.0), member, None, Tracked(), stop=print, save=print
+        )
+        seen += stragglers._actions.fates([named])
+        with pytest.raises(RerunWantedError):
+            stragglers._act(named, 12)
+        stragglers.close()
+        member.journal.close()
+    assert [one.then for one in seen] == ["exclude", "told", "exclude"]
+    assert "attempt 1 of this launch asked to exclude it" in seen[1].why
 
 
 def test_the_detector_works_without_a_run(tmp_path: Path) -> None:
@@ -282,22 +199,6 @@ def test_the_detector_works_without_a_run(tmp_path: Path) -> None:
     assert first[0][0].startswith("rank 1 (here) is slow in getting its input")
     assert first[1] == [1]
     assert second == [[], None]
-
-
-def test_a_report_that_fails_costs_the_report_and_not_the_run(tmp_path: Path) -> None:
-    chosen = StragglerSettings(enabled=True, report_time_interval=1e-9)
-    group = join_group(5.0)
-
-    def refuse(event: object) -> None:
-        raise OSError("no space")
-
-    stragglers = Stragglers(chosen, group, actions=Actions(tell=refuse))
-    for step in range(40):
-        stragglers.begin_step()
-        stragglers.end_step()
-        stragglers.meet(step)
-    assert stragglers.finding is not None
-    stragglers.close()
 
 
 # --- never two at once
@@ -342,9 +243,6 @@ def test_of_two_runs_in_a_process_the_second_is_refused_at_its_start(tmp_path: P
         second.close()
 
 
-ON = types.SimpleNamespace(initialized=True)
-
-
 class _Configured:
     """As Megatron's is: one instance, on or off."""
 
@@ -380,7 +278,9 @@ def test_a_detector_that_is_there_and_off_is_none(monkeypatch: pytest.MonkeyPatc
     assert other_detector() == ""
 
 
-def test_one_that_comes_later_switches_ours_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_comes_later_switches_ours_off_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     chosen = StragglerSettings(enabled=True, report_time_interval=1e-9)
     told: list[object] = []
     stragglers = Stragglers(chosen, join_group(5.0), actions=Actions(tell=told.append))
@@ -390,6 +290,9 @@ def test_one_that_comes_later_switches_ours_off(monkeypatch: pytest.MonkeyPatch)
         stragglers.end_step()
         stragglers.meet(step)
     assert told == []
+    (said,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "nvidia_resiliency_ext.straggler.Detector was switched on during the run" in said
+    assert "Holdfast's is off from here on" in said
     stragglers.close()
 
 
@@ -423,6 +326,38 @@ def test_settings_that_contradict_each_other_are_refused(
         holdfast.Run(run_dir=tmp_path / "run", **settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"straggler_stop_if_detected": True, "stop_exit_signal_handler": False},
+            r"stop_if_detected = True .* set stop\.exit_signal_handler = true",
+        ),
+        ({"straggler_exclude_if_detected": True, "launch_max_restarts": 0}, "launch.max_restarts = 0"),
+    ],
+)
+def test_settings_that_cannot_work_under_the_launcher_are_refused_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
+) -> None:
+    """`holdfast run` would end such ranks unsaved, or has no attempt to go on in."""
+    info = LaunchInfo(
+        run_dir=str(tmp_path / "run"), run_id="a1b2", launch="l1", attempt=1, epoch=1, node="here"
+    )
+    for name, value in info.to_environment().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        holdfast.Run(run_dir=tmp_path / "run", straggler_enabled=True, **settings)
+
+
+def test_without_the_launcher_the_ranks_stop_by_themselves_whoever_has_the_signals(tmp_path: Path) -> None:
+    holdfast.Run(
+        run_dir=tmp_path / "run",
+        straggler_enabled=True,
+        straggler_stop_if_detected=True,
+        stop_exit_signal_handler=False,
+    ).close()
+
+
 def test_an_unknown_setting_of_the_detector_is_refused_with_those_there_are() -> None:
     with pytest.raises(UsageError, match=r"reporting_interval.*report_time_interval"):
         holdfast.StragglerDetector(reporting_interval=3)
@@ -432,5 +367,5 @@ def test_an_unknown_setting_of_the_detector_is_refused_with_those_there_are() ->
 
 def test_a_run_without_the_detector_measures_nothing(tmp_path: Path) -> None:
     assert train(0, tmp_path / "run", "none", until=12, straggler_enabled=False) == 12
-    assert reports(tmp_path / "run") == []
-    assert not [line for line in read_journal(tmp_path / "run" / "journal") if isinstance(line.body, Warned)]
+    assert journalled(tmp_path, StragglersReported) == []
+    assert journalled(tmp_path, Warned) == []

@@ -15,6 +15,7 @@ from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoo
 from holdfast.checkpoint.inventory import take_inventory
 from holdfast.config import Settings
 from holdfast.control.attempts import HeadRecord, begin_attempt, write_head
+from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, create_record
 from holdfast.control.exclusions import exclude, excluded
 from holdfast.control.lease import Claim, Fence, claim
@@ -28,7 +29,7 @@ from holdfast.journal.writer import JournalWriter
 from holdfast.launch import incident
 from holdfast.launch.attempt import Place, lead
 from holdfast.launch.evidence import highest_committed_step
-from holdfast.launch.history import DECISION, keep_incident, past_attempts
+from holdfast.launch.history import keep_incident, past_attempts
 from holdfast.launch.incident import Circumstances, decide_lost
 from holdfast.launch.suspicion import doubtful_with, still_open, write_findings
 from holdfast.policy.budgets import PastAttempt
@@ -224,7 +225,7 @@ def test_a_decision_whose_maker_died_before_writing_it_down_is_written_down_befo
     _, twenty = story.attempt("", 10, 20)
     story.attempt(twenty)
     found = decision(suspect=[twenty], trial=Trial(suspects=[twenty], until=23))
-    create_record(story.control.attempt(story.number) / "decisions" / DECISION, found)
+    create_record(decision_path(story.control, story.number, RECOVERY), found)
     assert start(story)[1] == found.trial
     assert story.book.of(twenty[-8:]) is Standing.SUSPECT
     assert story.journalled() == [(twenty, "suspect")]
@@ -234,7 +235,7 @@ def test_what_an_operator_said_after_a_decision_is_not_overruled_by_it(story: St
     _, twenty = story.attempt("", 10, 20)
     story.attempt(twenty)
     found = decision(suspect=[twenty], trial=Trial(suspects=[twenty], until=23))
-    create_record(story.control.attempt(story.number) / "decisions" / DECISION, found)
+    create_record(decision_path(story.control, story.number, RECOVERY), found)
     failed = PastAttempt(number=story.number, launch="launch", outcome="failed")
     keep_incident(story.control, failed, found)
     story.judge(Standing.ACQUITTED, twenty)

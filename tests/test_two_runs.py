@@ -23,6 +23,7 @@ def places(tmp_path: Path) -> Iterator[tuple[Place, Place]]:
         nothing_left(calm)
 
 
+@pytest.mark.drill
 def test_a_run_that_is_broken_twice_does_not_disturb_the_one_beside_it(places: tuple[Place, Place]) -> None:
     broken, calm = places
     command = broken.launch("--nproc-per-node", "2", acts="go?ok")

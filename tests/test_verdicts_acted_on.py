@@ -84,6 +84,7 @@ def test_a_fault_that_follows_the_device_excludes_it_and_one_that_cannot_be_spar
 # -- checkpoints and data -----------------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_a_fault_that_stays_with_the_work_ends_in_an_acquittal_and_the_data_are_left_out_if_allowed(
     place: Place,
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_fault_that_stays_with_the_work_ends_in_an_acquittal_and_the_data_are_
     assert standings(place)[2:] == []
 
 
+@pytest.mark.drill
 def test_a_new_launch_goes_on_with_the_trial_and_a_suspect_is_shown(place: Place) -> None:
     """A breach of probation: no rotation. The launch then ends for want of restarts; the next one knows."""
     result = train(place, "kill@8;breach@7;kill@5", "--max-restarts", "2")

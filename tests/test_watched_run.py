@@ -26,8 +26,10 @@ from holdfast.control.limits import UNPROTECTED
 from holdfast.errors import ConfigError
 from holdfast.journal.events import Warned
 from holdfast.journal.reader import read_journal
+from holdfast.scope import Scope, entered
 from holdfast.worker import watched
 from holdfast.worker.simulated import choose
+from leftovers import grown, held
 from tiny import around_scheduled_save, build, checkpoints, train
 from watching import FAR, watching
 
@@ -107,7 +109,7 @@ def in_loading(run_dir: Path, **settings: object) -> None:
     run = holdfast.Run(run_dir=run_dir, **settings)
     model, *_ = build()
     run.track(model=model)
-    run._resume = stop  # type: ignore[method-assign]
+    run._parts.resume = lambda *joined: stop()  # type: ignore[method-assign]
     run.start()
 
 
@@ -313,3 +315,53 @@ def test_all_ranks_come_to_the_same_fault_and_it_varies_between_launches() -> No
     named = load(environ={}, keywords={"monitor_simulated_fault_rank": 8}).settings.monitor
     with pytest.raises(ConfigError, match=r"monitor\.simulated_fault_rank = 8: there are 8 ranks, 0 to 7"):
         choose(named, "a", 8)
+
+
+def test_in_a_restartable_function_one_process_is_one_attempt_after_the_other(tmp_path: Path) -> None:
+    """Each run reads anew what the environment says by then, and hangs up when its function is left."""
+    pids: dict[int, int] = {}
+    starts = tmp_path / "starts"
+
+    def attempt(number: int) -> None:
+        scope = Scope(iteration=number, member=0, rank=0, world_size=1)
+        with contextlib.suppress(ZeroDivisionError), entered(scope):
+            try:
+                train(
+                    tmp_path / "run",
+                    until=20,
+                    at_step=fail_at(2 * number + 2),
+                    checkpoint_interval=2,
+                    **UNHURRIED,
+                )
+            finally:
+                scope.ask("a fault")
+        for close in scope.closers():
+            close()
+
+    def fail_at(last: int) -> Callable[[int, holdfast.Run], None]:
+        def at_step(step: int, run: holdfast.Run) -> None:
+            with starts.open("a") as file:
+                file.write(f"{run.attempt} {step}\n")
+            if step == last:
+                raise ZeroDivisionError
+
+        return at_step
+
+    def work() -> None:
+        before: dict[str, int] = {}
+        for number in range(1, 5):
+            if number > 1:
+                os.environ.update(launch(tmp_path / "run", watch.path).to_environment())
+            attempt(number)
+            before = held() if number == 2 else before
+        assert grown(before, 5.0) == {}
+
+    with watching(tmp_path) as watch, killed_at_the_end(pids):
+        pids[0] = started(launch(tmp_path / "run", watch.path), work)
+        watch.begin(pids)
+        assert await_child(pids.pop(0), 60) == 0
+        wait_until(lambda: (state := watch.state(0)) is not None and state.done, 60, "it has said good-bye")
+        assert watch.last_steps() == {0: 9}
+    assert starts.read_text().split("\n")[:-1] == [
+        f"{number} {step}" for number in range(1, 5) for step in range(2 * number - 1, 2 * number + 3)
+    ]

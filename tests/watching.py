@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import msgspec
 
 from harness import Job, job, wait_until
 from holdfast.control.handover import LaunchInfo
 from holdfast.launch.monitor import Monitor
 from holdfast.policy.timeouts import Limits
+from holdfast.worker.beat_messages import FromAgent, FromRank, Hello
 
 FAR = 1000.0
 """Seconds that no test lasts."""
@@ -72,6 +78,22 @@ def speaking(home: Path, monitor: Path | str, code: str) -> Iterator[Job]:
             yield running
         finally:
             running.kill_everything()
+
+
+class Rank:
+    """A rank that speaks to the monitor out of the test's own process."""
+
+    def __init__(self, monitor: Monitor, *, defers: bool = True) -> None:
+        self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel.settimeout(20)
+        self.channel.connect(str(monitor.path))
+        self.say(Hello(pid=os.getpid(), at=time.monotonic(), defers_sigterm=defers))
+
+    def say(self, word: FromRank) -> None:
+        self.channel.send(msgspec.msgpack.encode(word))
+
+    def hear(self) -> FromAgent:
+        return msgspec.msgpack.decode(self.channel.recv(4096), type=FromAgent)
 
 
 def heard(watch: Monitor, rank: int, section: str = "", timeout: float = 60.0) -> None:

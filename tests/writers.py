@@ -53,10 +53,10 @@ class ForkedWriter:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + timeout if timeout is not None else None
         while self.poll() is None:
-            if time.monotonic() > deadline:
+            if timeout is not None and deadline is not None and time.monotonic() > deadline:
                 raise writer_client.subprocess.TimeoutExpired("writer", timeout)
             time.sleep(0.002)
         assert self.returncode is not None

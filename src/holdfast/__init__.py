@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from holdfast.health.node import check_node
     from holdfast.health.ping import LivenessPing
     from holdfast.health.storage import check_storage
+    from holdfast.inprocess.restartable import restartable
     from holdfast.run import Run
+    from holdfast.scope import current as restart_scope
     from holdfast.worker.batches import GlobalBatches
     from holdfast.worker.nan_detector import NaNDetector
     from holdfast.worker.shutdown_handler import ShutdownHandler
@@ -43,6 +45,8 @@ __all__ = [
     "check_storage",
     "current_slurm_job",
     "resolve_resume",
+    "restart_scope",
+    "restartable",
 ]
 
 _HOMES = {
@@ -58,6 +62,8 @@ _HOMES = {
     "check_storage": "holdfast.health.storage",
     "current_slurm_job": "holdfast.cluster.slurm:current_job",
     "resolve_resume": "holdfast.checkpoint.resolver",
+    "restart_scope": "holdfast.scope:current",
+    "restartable": "holdfast.inprocess.restartable",
 }
 """Where what is imported on first use lives; after a colon, its name there if that is another."""
 

@@ -77,7 +77,7 @@ __all__ = [
 ]
 
 ENVIRONMENT_PREFIX = "HOLDFAST_"
-NOT_SETTINGS = frozenset({"HOLDFAST_LAUNCH", "HOLDFAST_AGENT", "HOLDFAST_OUTLIVES"})
+NOT_SETTINGS = frozenset({"HOLDFAST_LAUNCH", "HOLDFAST_RESTART", "HOLDFAST_AGENT", "HOLDFAST_OUTLIVES"})
 """Names with the prefix that are no settings: the launcher's hand-over to its workers."""
 ALERT_PREFIX = "HOLDFAST_ALERT_"
 """Of what an alert command finds in its environment; it may well call `holdfast`."""

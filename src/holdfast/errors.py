@@ -108,6 +108,12 @@ class PingFailedError(HoldfastError):
     seconds: float = 0.0
 
 
+class HandedOverError(HoldfastError):
+    """The function was not started again in these processes. The message says why, and what befell whom."""
+
+    exit_code = ExitCode.HANDED_OVER
+
+
 class Stopped(SystemExit):
     """The run was asked to stop and has done so: what ends the process is this, unless it is caught.
 

@@ -28,6 +28,7 @@ class ExitCode(IntEnum):
     STORE_LOST = 30
     STOPPED = 31
     STOPPED_UNSAVED = 32
+    HANDED_OVER = 33
 
 
 MEANINGS: dict[ExitCode, tuple[str, str]] = {
@@ -107,5 +108,9 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ExitCode.STOPPED_UNSAVED: (
         "The run was asked to stop and ended without saving: in time it could not, or a rank failed.",
         "start the same command again: it goes on from the checkpoint before; `holdfast journal` says why",
+    ),
+    ExitCode.HANDED_OVER: (
+        "The function could not start again in these processes; the message and the journal say why.",
+        "the launcher restarts; without it, start the run again",
     ),
 }

@@ -27,7 +27,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from holdfast import config
+from holdfast import config, scope
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.control.group import Group, leave_group
 from holdfast.control.handover import LaunchInfo, one_config
@@ -37,17 +37,19 @@ from holdfast.journal.events import AttemptEnded, RunFinished
 from holdfast.policy.stopping import Source
 from holdfast.policy.timeouts import CHECKPOINTING, LOADING, SETUP, STEP
 from holdfast.worker.beats import Beats
-from holdfast.worker.crash import install_crash_hook
+from holdfast.worker.crash import CrashHook
 from holdfast.worker.data import DataFeed
 from holdfast.worker.draws import RecordedFeed
-from holdfast.worker.halting import Halting, refuse_stop_file
+from holdfast.worker.halting import Halting
 from holdfast.worker.joining import EXCHANGE_SLACK, Parts, join
 from holdfast.worker.membership import Membership
 from holdfast.worker.pinging import Pinging
 from holdfast.worker.saving import Saving
 from holdfast.worker.simulated import SimulatedFault
+from holdfast.worker.stop_file import refuse_stop_file
 from holdfast.worker.stragglers import Stragglers
 from holdfast.worker.straggling import make_stragglers, refuse_straggler_settings
+from holdfast.worker.surroundings import Surroundings
 from holdfast.worker.validating import refuse_contradictions
 from holdfast.worker.validation import Validation
 from holdfast.worker.watched import judge_collectives, simulated_fault, start_beats
@@ -60,12 +62,15 @@ T = TypeVar("T")
 class Run:
     """One process's part in a run. Settings as keywords are spelt `<section>_<key>`."""
 
+    @scope.uninterrupted
     def __init__(self, file: str | os.PathLike[str] | None = None, /, **settings: object) -> None:
+        self._around = Surroundings()
         self._crash: BaseException | None = None
         self._member: Membership | None = None
         self._beats = Beats()
         self._halting = Halting(lambda: self._meter.step)
-        install_crash_hook(self._on_crash)  # first: wrong settings, too, end a rank with their own code
+        hook = CrashHook(self._on_crash)  # first: wrong settings, too, end a rank with their own code
+        self._around.on_leave(hook.remove)
         self._launched = LaunchInfo.from_environment(os.environ)
         self._effective = config.load(
             one_config(file, self._launched),
@@ -76,12 +81,11 @@ class Run:
         refuse_contradictions(self._effective, self._launched)
         refuse_straggler_settings(self._effective, self._launched)
         if self._launched is None:
-            refuse_stop_file(self.settings)  # else the launcher has looked
-        root = CheckpointRoot(self.settings.checkpoint_root().absolute())
-        self._parts = parts = Parts(self.settings, root, self._launched)
+            refuse_stop_file(self.settings.stop_file())  # else the launcher has looked
+        self._root = CheckpointRoot(self.settings.checkpoint_root().absolute())
+        self._parts = parts = Parts(self.settings, self._root, self._launched)
         self._tracked, self._checks = parts.tracked, parts.checks
         self._meter, self._schedule = parts.meter, parts.schedule
-        self._root = root
         self._halting.watch(self.settings)
         try:
             self._beats = start_beats(self._effective, self._launched, halting=self._halting)
@@ -89,13 +93,13 @@ class Run:
             self._halting.close("failed", 0)  # the signals must not stay with a run that there is not
             raise
         self._halting.heed(self._beats)
+        self._around.on_leave(self._beats.close, self._left_behind)
         self._fault: SimulatedFault | None = None
         self._pinging: Pinging | None = None
         self._stragglers: Stragglers | None = None
         self._group: Group | None = None
         self._lost = ""
-        self._closed = False
-        self._in_step = self._looping = False
+        self._closed = self._in_step = self._looping = False
 
     # --- before the first step ------------------------------------------------------------------------------
 
@@ -122,6 +126,7 @@ class Run:
             raise UsageError("add_check() came after the run started; add every check before the first step")
         self._checks.add(name, check)
 
+    @scope.uninterrupted
     def start(self) -> int:
         """Join the attempt and resume. Returns the number of steps that are done already."""
         if self._member is not None:
@@ -134,8 +139,10 @@ class Run:
             self._halting.joined(chosen, self._group, self._member, self._schedule.last_commit)
             self._parts.make(self._group, self._member, diagnose=self._diagnose, on_rerun=self._on_rerun)
             # Loading has a deadline of its own, and its failure must be told before it counts as a hang.
-            with self._beats.section(LOADING, at_least=chosen.checkpoint.timeout + 2 * EXCHANGE_SLACK):
-                self._resume()
+            limit = chosen.checkpoint.timeout + 2 * EXCHANGE_SLACK
+            with scope.critical(limit), self._beats.section(LOADING, at_least=limit):
+                self._parts.resume(self._group, self._member)
+            self._around.resumed(self._member, self._saving)
             if chosen.straggler.enabled:
                 self._find_stragglers()
             if self._beats.watched:
@@ -146,9 +153,6 @@ class Run:
             self.close()  # the lease must not stay with a run that could not start
             raise
         return self.step
-
-    def _resume(self) -> None:
-        self._parts.resume(*self._joined())
 
     def _find_stragglers(self) -> None:
         self._stragglers = make_stragglers(
@@ -178,6 +182,7 @@ class Run:
         finally:
             self.close()
 
+    @scope.uninterrupted
     def begin_step(self) -> None:
         """The step begins: its batch is about to be fetched, or was."""
         if self._member is None:
@@ -240,6 +245,7 @@ class Run:
         """Record facts of this step. `samples` is a count, or the ids, whose digest is then journalled."""
         self._meter.record(loss=loss, grad_norm=grad_norm, samples=samples, tokens=tokens)
 
+    @scope.uninterrupted
     def end_step(self, *, last: bool = False) -> None:
         """The step is complete: count it, and save if it is due. `last` leaves the save to `finish`.
 
@@ -251,6 +257,7 @@ class Run:
         if self._stragglers is not None:
             self._stragglers.end_step()
         self._meter.end_step()
+        self._around.stepped(self.step)
         self._beats.step_done(self.step)
         if self._fault is not None:
             self._fault.arm()
@@ -275,6 +282,7 @@ class Run:
                 self._schedule.after_save(self.step, self._meter.windows().step_seconds, due)
         elif self._meter.flush_due():
             self._meter.flush(self._joined()[1].journal)
+        self._around.saved(self._saving)
         if self._stragglers is not None:
             self._stragglers.begin_step()
 
@@ -291,6 +299,7 @@ class Run:
 
     # --- saving ---------------------------------------------------------------------------------------------
 
+    @scope.uninterrupted
     def save(self, *, reason: str = "asked", diagnostic: bool = False, wait: bool = True) -> CheckpointName:
         """Save now, at a step boundary. A diagnostic save lives apart and is never resumed from.
 
@@ -299,14 +308,12 @@ class Run:
         """
         if self._in_step:
             raise UsageError(f"save() in the middle of step {self.step + 1}; call it between steps")
-        _, member = self._joined()
+        self._before_save()
         assert self._saving is not None
-        self._meter.flush(member.journal)
-        if self._validation is not None:
-            self._validation.before_save()
         with self._checkpointing(waits=wait):
             return self._saving.save("diagnostic" if diagnostic else reason, diagnostic=diagnostic, wait=wait)
 
+    @scope.uninterrupted
     def wait_for_saves(self) -> None:
         """Wait until nothing is being saved any more; raise on every rank what went wrong on any."""
         self._joined()
@@ -314,13 +321,24 @@ class Run:
         with self._checkpointing(waits=True):
             self._saving.wait("a save that was under way")
 
-    def _checkpointing(self, *, waits: bool = False) -> contextlib.AbstractContextManager[None]:
+    def _before_save(self) -> None:
+        self._meter.flush(self._joined()[1].journal)
+        if self._validation is not None:
+            self._validation.before_save()
+
+    @contextlib.contextmanager
+    def _checkpointing(self, *, waits: bool = False) -> Iterator[None]:
         """The section of a save. Waiting for a writer process has a deadline of its own, a long one."""
         if self._stragglers is not None:
             self._stragglers.spoil()
         chosen = self.settings.checkpoint
-        at_least = 2 * (chosen.timeout + EXCHANGE_SLACK) if waits and chosen.async_save else 0.0
-        return self._beats.section(CHECKPOINTING, at_least=at_least, learn=not chosen.async_save)
+        longest = chosen.timeout + EXCHANGE_SLACK
+        at_least = 2 * longest if waits and chosen.async_save else 0.0
+        with (
+            scope.critical(max(longest, at_least)),
+            self._beats.section(CHECKPOINTING, at_least=at_least, learn=not chosen.async_save),
+        ):
+            yield
 
     def _diagnose(self) -> str:
         """A save of the state as it is in the middle of a step, to be looked at; its name, or why not."""
@@ -335,15 +353,15 @@ class Run:
 
     # --- the end --------------------------------------------------------------------------------------------
 
+    @scope.uninterrupted
     def finish(self) -> None:
         """The run has reached its end: save the last state (once), and say so in the journal."""
         group, member = self._joined()
         assert self._saving is not None
-        assert self._validation is not None
-        self._meter.flush(member.journal)
-        self._validation.before_save()
+        self._before_save()
         with self._checkpointing(waits=True):
             self._saving.finish(self.step)
+        self._around.saved(self._saving)
         if group.is_coordinator:
             counts = self._meter
             member.journal.write(RunFinished(step=self.step, samples=counts.samples, tokens=counts.tokens))
@@ -352,6 +370,7 @@ class Run:
         self._leave("finished", ExitCode.OK)
         self._leave_group(group)
 
+    @scope.uninterrupted
     def close(self) -> None:
         """Give everything back. Does nothing after `finish`; before it, the attempt counts as stopped."""
         if self._member is None:
@@ -359,14 +378,18 @@ class Run:
         if self._member is None or self._closed:
             return
         error = self._crash or sys.exc_info()[1]
-        failed = error is not None and not isinstance(error, GeneratorExit)
+        failed, unseen = self._around.judge(error)
         outcome = "failed" if failed else "stopped"
         self._meter.flush(self._member.journal, read_device=not failed)
         if self._launched is None and self._joined()[0].is_coordinator:
             self._member.journal.write(AttemptEnded(outcome=outcome, last_step=self.step))
         code = error.exit_code if isinstance(error, HoldfastError) else ExitCode.FAILED
-        # A loop that is left by an exception drops its generator before anyone can see that exception.
-        self._leave(outcome, code, unseen=isinstance(error, GeneratorExit))
+        self._leave(outcome, code, unseen=unseen)
+
+    def _left_behind(self) -> None:
+        """The restartable function that made this run was left: unless it closed the run, that has failed."""
+        self._crash = self._crash or scope.RestartRequested("its function was left")
+        self.close()
 
     def _stop_if_reached(self) -> None:
         """The run was asked to stop. Goes on if that is not to be here; else saves, once, and stops."""
@@ -374,9 +397,7 @@ class Run:
             return
         group, member = self._joined()
         assert self._saving is not None
-        assert self._validation is not None
-        self._meter.flush(member.journal)
-        self._validation.before_save()
+        self._before_save()
         with self._checkpointing(waits=True):
             kept = self._saving.stop(self.step)
         self._halting.saved(kept, self.step)
@@ -398,6 +419,8 @@ class Run:
         self._closed = True
         if self._fault is not None:
             self._fault.disarm()
+        if outcome == "failed":
+            self._around.failed(self._halting)
         if self._stragglers is not None:
             self._stragglers.close()
         ending = "failed" if unseen else outcome

@@ -17,13 +17,10 @@ from msgspec import Meta
 
 from holdfast.settings_cluster import HealthSettings, SlurmSettings, StopSettings
 from holdfast.settings_fields import Field, read_fields
+from holdfast.settings_inprocess import InProcessSettings
+from holdfast.settings_limits import LARGEST_COUNT, LONGEST_WAIT
 from holdfast.settings_straggler import StragglerSettings
 from holdfast.settings_validation import ValidationSettings
-
-LARGEST_COUNT = 10**12 - 1
-"""Twelve digits, as many as a checkpoint's name holds for its step."""
-LONGEST_WAIT = 31_536_000.0
-"""A year in seconds. Every wait has a deadline, and longer ones overflow the platform's timers."""
 
 _SECTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
@@ -235,8 +232,9 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 3
     node_name: Annotated[
         str,
-        "Name of this node in the journal, in exclusions and among its peers; empty means its host name. Set "
-        "it when several agents share a host, or when host names change with every start.",
+        "Name of this node in the journal, in exclusions and among its peers; empty means Slurm's name for "
+        "it (SLURMD_NODENAME), else its host name. Set it when several agents share a host, or when host "
+        "names change with every start.",
     ] = ""
     node_timeout: Annotated[
         float,
@@ -365,6 +363,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     slurm: SlurmSettings = msgspec.field(default_factory=SlurmSettings)
     health: HealthSettings = msgspec.field(default_factory=HealthSettings)
     straggler: StragglerSettings = msgspec.field(default_factory=StragglerSettings)
+    inprocess: InProcessSettings = msgspec.field(default_factory=InProcessSettings)
     journal: JournalSettings = msgspec.field(default_factory=JournalSettings)
 
     def checkpoint_root(self) -> Path:

@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-LONGEST = 31_536_000.0
-"""A year in seconds, as everywhere."""
-MOST_STEPS = 10**12 - 1
+from holdfast.settings_limits import LARGEST_COUNT, LONGEST_WAIT
+
 EXIT_SIGNAL = "stop.exit_signal"
 _NOT_TO_TAKE = frozenset({"SIGKILL", "SIGSTOP", "SIGINT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGCHLD"})
 """Signals that cannot be taken, or that mean something else to Python and torch."""
@@ -53,7 +52,7 @@ class StopSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     shutdown_timeout_sec: Annotated[
         float,
-        Meta(ge=0, le=LONGEST),
+        Meta(ge=0, le=LONGEST_WAIT),
         "Seconds from the request until every rank must have saved and ended; who has not is ended with its "
         "stacks written down. 0 means no limit but the scheduler's. Make it longer than one save takes.",
     ] = 600.0
@@ -69,7 +68,7 @@ class SlurmSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     preempt_time: Annotated[
         float,
-        Meta(ge=0, le=LONGEST),
+        Meta(ge=0, le=LONGEST_WAIT),
         "Seconds before the job's time limit at which the run saves and stops by itself; 0 means that it "
         "does not. Make it longer than a save and a step together.",
     ] = 60.0
@@ -92,12 +91,12 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "refuse"
     nccl_health_check_interval: Annotated[
         int,
-        Meta(ge=0, le=MOST_STEPS),
+        Meta(ge=0, le=LARGEST_COUNT),
         "Steps between two liveness pings of all ranks, on any backend; 0 means none. Set it where a lost "
         "peer would otherwise be found by a long timeout only.",
     ] = 0
     nccl_health_check_timeout: Annotated[
         float,
-        Meta(gt=0, le=LONGEST),
+        Meta(gt=0, le=LONGEST_WAIT),
         "Seconds that a rank has to answer such a ping. Raise it when ranks may be that far apart in a step.",
     ] = 10.0

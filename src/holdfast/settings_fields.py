@@ -24,6 +24,7 @@ REMOTE_ROOT = "checkpoint.remote_root"
 NODE_NAME = "launch.node_name"
 ALERT_COMMAND = "launch.alert_command"
 ALERT_URL = "launch.alert_url"
+ASSIGN = "inprocess.assign"
 CKPT_FORMAT = "checkpoint.ckpt_format"
 SECTION_TIMEOUTS = "monitor.rank_section_timeouts"
 
@@ -66,6 +67,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
             return "text: a URL as s3://bucket/prefix or file:///path, or empty"
         if self.key == NODE_NAME:
             return "text: a name, or empty"
+        if self.key == ASSIGN:
+            return "text: package.module:function, or empty"
         if self.key == ALERT_COMMAND:
             return "text: a command for /bin/sh, or empty"
         if self.key == EXIT_SIGNAL:

@@ -11,8 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-LONGEST = 31_536_000.0
-"""A year in seconds, as everywhere."""
+from holdfast.settings_limits import LONGEST_WAIT
 
 
 class StragglerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +24,7 @@ class StragglerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     report_time_interval: Annotated[
         float,
-        Meta(gt=0, le=LONGEST),
+        Meta(gt=0, le=LONGEST_WAIT),
         "Seconds between two reports; a rank is named after two of three reports in a row. Lower it to be "
         "told sooner, raise it where step times vary much.",
     ] = 300.0

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-MOST_STEPS = 10**12 - 1
+from holdfast.settings_limits import LARGEST_COUNT
+
 INJECTION_RANKS = "validation.error_injection_ranks"
 INJECTION_DEVICE = "validation.error_injection_device"
 DEFERRED = "validation.deferred"
@@ -83,7 +84,7 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "accept"
     max_transients: Annotated[
         int,
-        Meta(ge=1, le=MOST_STEPS),
+        Meta(ge=1, le=LARGEST_COUNT),
         "Transient faults after which a device counts as bad. Lower it to be rid of flaky devices sooner.",
     ] = 3
     nan_policy: Annotated[
@@ -94,12 +95,12 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "warn"
     max_consecutive: Annotated[
         int,
-        Meta(ge=1, le=MOST_STEPS),
+        Meta(ge=1, le=LARGEST_COUNT),
         "Non-finite steps in a row after which the run stops, or rolls back if nan_policy says so.",
     ] = 10
     probation_steps: Annotated[
         int,
-        Meta(ge=0, le=MOST_STEPS),
+        Meta(ge=0, le=LARGEST_COUNT),
         "Steps after a resume in which an anomaly makes what was loaded suspect; 0 turns probation off. "
         "Raise it when bad state shows late; keep it above 3.",
     ] = 10
@@ -111,7 +112,7 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     corruption_watch_interval: Annotated[
         int,
-        Meta(ge=0, le=MOST_STEPS),
+        Meta(ge=0, le=LARGEST_COUNT),
         "Every so many steps a micro-batch is computed again, on a neighbour rank where there is one, and "
         "compared; 0 is off. Costs one more forward and backward each time.",
     ] = 0
@@ -127,7 +128,7 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "transient_error"
     error_injection_step: Annotated[
         int,
-        Meta(ge=0, le=MOST_STEPS),
+        Meta(ge=0, le=LARGEST_COUNT),
         "The one step in which a false result is made up, whatever the rate; 0 is none.",
     ] = 0
     error_injection_ranks: Annotated[

@@ -61,6 +61,19 @@ def test_a_known_answer_is_computed_in_a_child_process() -> None:
         assert "the known answer" in one.found
 
 
+def test_a_device_that_another_program_fills_is_busy_and_not_broken() -> None:
+    free, _ = torch.cuda.mem_get_info(0)
+    taken = torch.empty(free - 700 * 2**20, dtype=torch.uint8, device="cuda:0")
+    try:
+        first = check_compute()[0]
+    finally:
+        del taken
+        torch.cuda.empty_cache()
+    print("busy", first)
+    assert first.status is Status.WARNING, first
+    assert "another program uses it" in first.found
+
+
 def test_all_about_the_gpus_alone() -> None:
     """E6, E9."""
     found = holdfast.check_gpus()

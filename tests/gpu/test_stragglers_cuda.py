@@ -13,7 +13,8 @@ from holdfast.policy.straggler_times import COMPUTE, INPUT, OTHER
 from holdfast.settings_straggler import StragglerSettings
 from holdfast.worker.gradient_mark import GradientMark
 from holdfast.worker.section_times import DeviceTimes, Section
-from holdfast.worker.stragglers import Actions, Stragglers
+from holdfast.worker.straggler_actions import Actions
+from holdfast.worker.stragglers import Stragglers
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -72,6 +73,22 @@ def test_input_that_the_device_waits_for_counts() -> None:
     torch.cuda.synchronize()
     (step,) = times.take()
     assert step[INPUT][0] >= 0.045
+
+
+def test_a_section_on_another_stream_is_read_when_the_device_is_past_it_there_too() -> None:
+    times, side = DeviceTimes(CUDA), torch.cuda.Stream(CUDA)
+    torch.cuda.synchronize()
+    times.begin()
+    with torch.cuda.stream(side):
+        busy()
+        with Section(times, INPUT):
+            pass
+    times.end()
+    torch.cuda.current_stream(CUDA).synchronize()
+    assert times.take() == []  # the step's own stream is past it, the section's is not
+    torch.cuda.synchronize()
+    (step,) = times.take()
+    assert min(min(spent) for spent in step.values()) >= 0
 
 
 def test_what_the_device_does_after_the_last_gradient_is_waiting() -> None:

@@ -60,7 +60,6 @@ def main() -> int:
         if "LOST_LEADER" not in os.environ:
             exclude = os.environ.get("EXCLUDE", "").split()
             asked = requeue_after_stop(job, "auto", request, exclude=exclude, stalled=0)
-            assert asked is not None
             journal.write(
                 RequeueAsked(job=job.label, asked=asked.asked, reason=asked.reason, exclude=asked.exclude)
             )

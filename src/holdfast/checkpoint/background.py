@@ -34,6 +34,7 @@ from holdfast.checkpoint.writer_client import WriterClient, writing_threads
 from holdfast.control.exchange import add_up
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
 from holdfast.journal.events import Event
+from holdfast.scope import stretch
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -365,7 +366,7 @@ class BackgroundSaver:
         """Wait until there is some, at most until then; on a rank that was not busy there is already."""
         with self._lock:
             while not self._memory.is_there(wants, self._snapshots.planned_bytes):
-                left = deadline - time.monotonic()
+                left = stretch(deadline - time.monotonic())
                 if left <= 0:
                     return False
                 if wants.slots is not None:
@@ -394,7 +395,7 @@ class BackgroundSaver:
         """Wait until nothing is under way, at most `timeout`; everything that has ended."""
         deadline = time.monotonic() + timeout
         while self._under_way and (left := deadline - time.monotonic()) > 0:
-            self._take(left)
+            self._take(stretch(left))
         return self.poll()
 
     def _take(self, timeout: float) -> None:

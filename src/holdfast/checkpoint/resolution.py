@@ -1,4 +1,4 @@
-"""What a resume would make of each checkpoint of a run: the answer of `resolver`, and its words."""
+"""What a resume would make of each checkpoint of a run: the answer of `resolver`."""
 
 from __future__ import annotations
 
@@ -7,31 +7,7 @@ import msgspec
 from holdfast.control.holding import LeaseState
 from holdfast.errors import NoValidRungError, RunIsLiveError
 from holdfast.exit_codes import ExitCode
-
-FRESH, REFUSED = "fresh start", "refused"
-USED, BAD, LOWER, NO_RUNG = "would be used", "refused", "lower than the one used", "not a rung"
-LOCAL = "would be used if its nodes still hold it"
-
-
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint, and what a resume would make of it."""
-
-    name: str
-    step: int | None
-    verdict: str
-    """`would be used`, `would be used if its nodes still hold it`, `refused`, `lower than the one used` or
-    `not a rung`."""
-    reasons: list[str] = []
-    path: str | None = None
-    """Where its bytes are: a directory, or a URL of the object store. None if only nodes may hold them."""
-    tier: str = "global"
-    """global, remote or local."""
-    local: str | None = None
-    """Where the local tier's copies should be, as recorded."""
-    world: int | None = None
-    """How many ranks saved it, where its manifest was read."""
-    standing: str = ""
-    bytes: int = 0
+from holdfast.policy.rungs import Candidate
 
 
 class Resolution(msgspec.Struct, frozen=True, kw_only=True):

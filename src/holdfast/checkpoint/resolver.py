@@ -25,28 +25,21 @@ from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.problems import printable
 from holdfast.checkpoint.reading import reading
 from holdfast.checkpoint.remote import Remote, open_remote
-from holdfast.checkpoint.resolution import (
-    BAD,
-    FRESH,
-    LOCAL,
-    LOWER,
-    NO_RUNG,
-    REFUSED,
-    USED,
-    Candidate,
-    Resolution,
-)
+from holdfast.checkpoint.resolution import Resolution
 from holdfast.checkpoint.storage_probe import ALARM, wrong_bytes
 from holdfast.checkpoint.verify import Progress, verify
 from holdfast.control.attempts import attempt_numbers
+from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, read_record
+from holdfast.control.holder import job_of
 from holdfast.control.holding import who_holds
-from holdfast.control.launches import job_of, launch_to_repeat, launches
+from holdfast.control.launches import launch_to_repeat, launches
 from holdfast.control.operator import pinned
 from holdfast.control.standing import StandingBook
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import RejectedOption
+from holdfast.policy.rungs import BAD, FRESH, LOCAL, LOWER, NO_RUNG, REFUSED, USED, Candidate
 
 REMOTE_SECONDS = 30.0
 """For finding out what an object store holds; without an answer it counts as not seen."""
@@ -216,8 +209,7 @@ class _Resolver:
         newest = max(attempt_numbers(self._control), default=0)
         if not newest:
             return []
-        path = self._control.attempt(newest) / "decisions" / "recovery.json"
-        decided = read_record(path, dict)
+        decided = read_record(decision_path(self._control, newest, RECOVERY), dict)
         found = decided.get("avoid", []) if decided is not None else []
         return [str(name) for name in found] if isinstance(found, list) else []
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.bounded import Bounded
 from holdfast.checkpoint.problems import Reason
 from holdfast.health.storage import try_storage
 from holdfast.journal.events import StorageAlarm
@@ -66,17 +66,9 @@ def wrong_bytes(problems: Sequence[str]) -> bool:
     return any(map(_WRONG_BYTES.search, problems))
 
 
-def probe(directory: Path, patience: float = PATIENCE) -> str:
+def probe(directory: Path) -> str:
     """What is wrong with the storage of a directory; empty if it takes and gives back what is written."""
-    found: list[str] = []
-    # Storage that hangs cannot be interrupted, only left behind.
-    trying = threading.Thread(
-        target=lambda: found.append(_try(directory)), name="holdfast-probe", daemon=True
-    )
-    trying.start()
-    trying.join(patience)
-    return found[0] if found else f"{directory} did not answer within {patience:g} s"
-
-
-def _try(directory: Path) -> str:
-    return try_storage(directory, SIZE).problem
+    trying = Bounded(lambda: try_storage(directory, SIZE), "probe")
+    if not trying.ended(PATIENCE):
+        return f"{directory} did not answer within {PATIENCE:g} s"
+    return trying.result().problem

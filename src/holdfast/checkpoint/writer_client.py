@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +40,7 @@ from holdfast.checkpoint.handoff import (
 from holdfast.checkpoint.plan import Plan
 from holdfast.checkpoint.staging import Buffer
 from holdfast.control.marks import outliving
-from holdfast.control.writing import give_up
+from holdfast.control.writing import give_up, is_busy
 from holdfast.errors import SaveFailedError
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -46,6 +48,10 @@ log = logging.getLogger("holdfast.checkpoint")
 RESTARTS = 3
 LATE = 30.0
 """Seconds past a job's own deadline after which the writer is taken to be stuck, and ended."""
+
+TAKING_UP = 5.0
+"""Seconds for a writer that was only just started to show that it lives."""
+TAKING_UP_POLL = 0.005
 
 Outcome = JobDone | JobFailed
 News = Outcome | LocalDone
@@ -301,10 +307,23 @@ class WriterClient:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        if await_at_exit > 0 and self._process is not None and self._jobs:
-            atexit.register(_await_unless_crashed, self._process, await_at_exit)
+        if self._process is not None:
+            if self._jobs:
+                self._await_taking_up(self._process)
+            _see_off(self._process, await_at_exit if self._jobs else 0.0)
         self._process = None
         self._jobs.clear()
+
+    def _await_taking_up(self, process: subprocess.Popen[bytes]) -> None:
+        """The next attempt may come at once: it lets a writer finish that it sees, not one that starts."""
+        start, deadline = self._start, time.monotonic() + TAKING_UP
+        while (
+            start.rank == 0
+            and process.poll() is None
+            and not is_busy(Path(start.run_dir), start.epoch, drain=True)
+            and time.monotonic() < deadline
+        ):
+            time.sleep(TAKING_UP_POLL)
 
     def close(self, timeout: float = 5.0) -> None:
         """Nothing is outstanding: the writer exits when its socket is closed."""
@@ -324,6 +343,19 @@ class WriterClient:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
+
+
+def _see_off(process: subprocess.Popen[bytes], await_at_exit: float) -> None:
+    """A thread waits for its end, because this process may go on; the interpreter's end waits so long too."""
+    wait = functools.partial(_await_unless_crashed, process, await_at_exit)
+
+    def forget() -> None:
+        process.wait()
+        atexit.unregister(wait)
+
+    if await_at_exit > 0:
+        atexit.register(wait)
+    threading.Thread(target=forget, name="holdfast-writer-end", daemon=True).start()
 
 
 def _await_unless_crashed(process: subprocess.Popen[bytes], timeout: float) -> None:

@@ -15,8 +15,9 @@ from holdfast.cli.arguments import JSON
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.difference import Difference, EntryDifference
-    from holdfast.checkpoint.resolution import Candidate, Resolution
+    from holdfast.checkpoint.resolution import Resolution
     from holdfast.control.directory import ControlDirectory
+    from holdfast.policy.rungs import Candidate
 
 
 # --- locate ------------------------------------------------------------------------------------------------
@@ -40,10 +41,10 @@ def locate(
 
     Exits with 0 if a checkpoint or a fresh start would be used, 18 if the run would refuse to start.
     """
-    from holdfast.checkpoint.resolution import LOCAL, USED
     from holdfast.checkpoint.resolver import resolve_resume
     from holdfast.errors import UsageError
     from holdfast.exit_codes import ExitCode
+    from holdfast.policy.rungs import LOCAL, USED
 
     open_run(run_dir)
     if force and resume_from == "auto":

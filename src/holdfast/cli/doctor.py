@@ -24,7 +24,7 @@ def doctor(
         bool, typer.Option("--all-nodes", help="On every node of the Slurm job that this runs in.")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only what takes less than a second: nothing is computed.")
+        bool, typer.Option("--quick", help="Compute nothing on GPUs; driver and kernel log are still asked.")
     ] = False,
     lines: Annotated[bool, typer.Option("--lines", hidden=True, help="What --all-nodes asks for.")] = False,
 ) -> None:
@@ -33,9 +33,10 @@ def doctor(
     Exits with 0 if all is well, 1 if there are warnings, 2 if something is critical, 3 if all that was looked
     at is well but something could not be. Changes nothing; what it writes to try storage is removed.
     """
+    from holdfast.cluster.node_name import node_name
     from holdfast.config import load
     from holdfast.health.all_nodes import ask_all_nodes, lines_of, merge
-    from holdfast.health.examination import examine, node_name, places_of
+    from holdfast.health.examination import examine, places_of
     from holdfast.policy.health import EXIT_CODES
 
     keywords = {"run_dir": str(run_dir)} if run_dir is not None else {}

@@ -40,9 +40,10 @@ def recover(
     """Say what stopped a run, whether it can go on and from where; with --run, start it and judge the resume.
 
     Changes nothing without --run, --yes or an answer. Exits with 0 if it can be, or was, resumed correctly;
-    else with the code that says why: 1 the resume was not correct or the job's error stands, 2 no run there,
-    18 no valid rung, 20 alive, 22 budget spent, 23 storage, 24 control directory, 25 state does not fit, 28
-    too few nodes; what the command ended with, if it was run and failed.
+    else with the code that says why: 1 the resume was not correct or the job's error stands, 2 no run there
+    or no command for it, 17 validation failed, 18 no valid rung, 20 alive, 22 budget spent, 23 storage, 24
+    control directory, 25 state does not fit, 26 nothing left to vary, 28 too few nodes; what the command
+    ended with, if it was run and failed.
     """
     from holdfast.cli.control import user
     from holdfast.cli.output import Bar

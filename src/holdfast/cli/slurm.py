@@ -178,7 +178,6 @@ def requeue(
 
         setting = load(config).settings.slurm.requeue
         asked = requeue_at_the_end(job, setting, exit_code, run_dir, exclude or [])
-    assert asked is not None
     if as_json:
         from holdfast.cli.output import print_json
 

@@ -6,21 +6,19 @@ Guarantee: never twice for one attempt, and never against what the run decided.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.cluster.requeue_history import last_stop
+from holdfast.cluster.requeue_record import ask_on_record
 from holdfast.cluster.requeueing import Asked, requeue_after_stop, requeue_by_decision
 from holdfast.cluster.slurm import SlurmJob
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import excluded
+from holdfast.control.requeues import requeues_without_progress
 from holdfast.errors import HoldfastError
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.cluster_events import RequeueAsked
 from holdfast.journal.reader import read_journal
-from holdfast.journal.writer import JournalWriter
-from holdfast.policy.budgets import MAX_REQUEUES
 
 STOPPED = (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
 WANTED = (ExitCode.REQUEUE_WANTED, ExitCode.STORE_LOST)
@@ -35,29 +33,24 @@ def requeue_at_the_end(
         return Asked(asked=False, reason=f"exit code {code} is no reason to come back")
     try:
         control = ControlDirectory.open(run_dir) if run_dir is not None else None
-        lines = read_journal(control.journal) if control is not None else []
+        last = last_stop(read_journal(control.journal) if control is not None else [])
+        stalled = requeues_without_progress(control, last.step) if control is not None else 0
         kept_out = (
             [one.node for one in excluded(control) if one.device is None] if control is not None else []
         )
     except HoldfastError as error:
         return Asked(asked=False, reason=f"the run cannot be read: {error}")
-    last = last_stop(lines)
     if last.settled is not None:
         return Asked(asked=False, reason=f"that was decided before: {last.settled.reason}")
+    chosen = "never" if last.requeue == "never" else setting
     without = [*exclude, *kept_out]
-    asked: Asked | None
-    if code in WANTED:
-        if last.stalled >= MAX_REQUEUES:
-            return Asked(asked=False, reason=f"it was queued again {last.stalled} times without progress")
-        reason = f"the run ended with {ExitCode(code).name} ({code})"
-        asked = requeue_by_decision(job, setting, reason, exclude=without)
-    elif last.request is None:
-        return Asked(asked=False, reason="the run's journal does not say who asked it to stop")
-    else:
-        asked = requeue_after_stop(job, setting, last.request, exclude=without, stalled=last.stalled)
-    assert asked is not None
-    if control is not None:
-        event = RequeueAsked(job=job.label, asked=asked.asked, reason=asked.reason, exclude=asked.exclude)
-        with contextlib.closing(JournalWriter(control.journal, WHO, last.attempt)) as journal:
-            journal.write(event)
-    return asked
+
+    def ask() -> Asked:
+        if code in WANTED:
+            reason = f"the run ended with {ExitCode(code).name} ({code})"
+            return requeue_by_decision(job, chosen, reason, exclude=without, stalled=stalled)
+        if last.request is None:
+            return Asked(asked=False, reason="the run's journal does not say who asked it to stop")
+        return requeue_after_stop(job, chosen, last.request, exclude=without, stalled=stalled)
+
+    return ask_on_record(control, WHO, job, last.attempt, last.step, ask) if control is not None else ask()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.journal.cluster_events import RequeueAsked, StopAsked
+from holdfast.journal.cluster_events import JobFound, RequeueAsked, StopAsked
 from holdfast.journal.events import Line, SaveCommitted
 from holdfast.policy.stopping import Source, StopRequest
 
@@ -22,7 +22,10 @@ class LastStop(msgspec.Struct, frozen=True, kw_only=True):
     """None if nobody asked for a stop."""
     settled: RequeueAsked | None = None
     """What was decided about queueing again, if it was."""
-    stalled: int = 0
+    step: int = 0
+    """The highest that is saved, by any attempt."""
+    requeue: str = ""
+    """The run's slurm.requeue, if its job is known."""
 
 
 def last_stop(lines: Sequence[Line]) -> LastStop:
@@ -37,19 +40,16 @@ def last_stop(lines: Sequence[Line]) -> LastStop:
             request = _request(body, line.at)
         elif isinstance(body, RequeueAsked):
             settled = body
-    return LastStop(attempt=newest, request=request, settled=settled, stalled=stalled(lines))
-
-
-def stalled(lines: Sequence[Line]) -> int:
-    """Requeues in a row since the highest step that is saved rose."""
-    highest, count = -1, 0
-    for line in lines:
-        body = line.body
-        if isinstance(body, SaveCommitted) and body.tier == "global" and body.step > highest:
-            highest, count = body.step, 0
-        elif isinstance(body, RequeueAsked) and body.asked:
-            count += 1
-    return count
+    bodies = [line.body for line in lines]
+    saved = (one.step for one in bodies if isinstance(one, SaveCommitted) and one.tier == "global")
+    found = [one.requeue for one in bodies if isinstance(one, JobFound)]
+    return LastStop(
+        attempt=newest,
+        request=request,
+        settled=settled,
+        step=max(saved, default=0),
+        requeue=found[-1] if found else "",
+    )
 
 
 def _request(asked: StopAsked, at: float) -> StopRequest:

@@ -35,25 +35,28 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Why it was asked, or why not; fit for a person."""
     exclude: list[str] = []
     refused: bool = False
-    """Whether it was to be asked, and Slurm would not."""
+    """Whether it was to be asked, and Slurm would not, or did not say that it would."""
+    unsure: bool = False
+    """Whether Slurm may have done it all the same."""
 
 
-def may_requeue(job: SlurmJob | None, setting: str) -> bool:
-    """Whether Slurm would start this job again (asks Slurm, bounded; False where that cannot be known)."""
-    if job is None or setting == "never":
-        return False
-    return by_decision(setting, "", facts_of(job, scontrol.job_record(job.label))).ask
+def may_requeue(job: SlurmJob, setting: str, stalled: int) -> bool:
+    """Whether Slurm would start this job again (asks Slurm, bounded; False where that cannot be known).
+
+    `stalled`: requeues in a row without progress.
+    """
+    if not by_decision(setting, "", JobFacts(allowed=True), stalled).ask:
+        return False  # whatever Slurm would say
+    return by_decision(setting, "", facts_of(job, scontrol.job_record(job.label)), stalled).ask
 
 
 def requeue_after_stop(
-    job: SlurmJob | None, setting: str, request: StopRequest, *, exclude: Sequence[str], stalled: int
-) -> Asked | None:
-    """After a stop on request: asks for a requeue if policy.requeue says so. None outside of Slurm.
+    job: SlurmJob, setting: str, request: StopRequest, *, exclude: Sequence[str], stalled: int
+) -> Asked:
+    """After a stop on request: asks for a requeue if policy.requeue says so.
 
     `stalled`: requeues in a row without progress. Call it last: Slurm sends SIGTERM to the caller, too.
     """
-    if job is None:
-        return None
     unseen = after_stop(setting, request, JobFacts(allowed=True, preempted=True), stalled)
     if not unseen.ask:
         return Asked(asked=False, reason=unseen.reason)  # whatever Slurm would say
@@ -62,13 +65,11 @@ def requeue_after_stop(
 
 
 def requeue_by_decision(
-    job: SlurmJob | None, setting: str, reason: str, *, exclude: Sequence[str]
-) -> Asked | None:
-    """After recovery decided on `requeue` (exit code 27)."""
-    if job is None:
-        return None
+    job: SlurmJob, setting: str, reason: str, *, exclude: Sequence[str], stalled: int = 0
+) -> Asked:
+    """After recovery decided on `requeue` (exit code 27); its own budget has counted already."""
     record = scontrol.job_record(job.label)
-    return _ask(job, record, by_decision(setting, reason, facts_of(job, record)), exclude)
+    return _ask(job, record, by_decision(setting, reason, facts_of(job, record), stalled), exclude)
 
 
 def facts_of(job: SlurmJob, record: JobRecord | None) -> JobFacts | None:
@@ -109,7 +110,8 @@ def _ask(job: SlurmJob, record: JobRecord | None, verdict: Verdict, exclude: Seq
         changes["ExcNodeList"] = ",".join([*record.exclude, *named])
     done = scontrol.requeue(job.label, changes)
     if not done.ok:
-        return Asked(asked=False, reason=f"{reason}; Slurm refused: {done.text}", refused=True)
+        said = "it is not known whether Slurm did" if done.late else "Slurm refused"
+        return Asked(asked=False, reason=f"{reason}; {said}: {done.text}", refused=True, unsure=done.late)
     if named and done.text:
         return Asked(asked=True, reason=f"{reason}; {done.text}")
     return Asked(asked=True, reason=reason, exclude=named)

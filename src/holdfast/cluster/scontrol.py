@@ -23,6 +23,8 @@ from holdfast.cluster.hostlist import expand
 
 ASK = 10.0
 """Seconds for an answer; a controller that is busy or failing over takes some."""
+END = 1.0
+"""Seconds for one that is killed to end."""
 ALMOST_A_YEAR = 364 * 86_400.0
 LONGEST_TEXT = 1_000
 """Characters of a comment or a reason that is handed to Slurm."""
@@ -63,6 +65,8 @@ class Reply(msgspec.Struct, frozen=True):
 
     ok: bool
     text: str
+    late: bool = False
+    """Whether there was no answer in time: what was asked for may have been done."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +77,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     starts_at: float | None = None
     ends_at: float | None = None
     """Comes closer when the job is preempted with a grace time."""
+    endless: bool = False
+    """Whether it is known to have no limit."""
     requeue: bool | None = None
     batch: bool | None = None
     """Whether it has a batch script, which alone can be started again."""
@@ -138,6 +144,16 @@ def partition_nodes(partition: str, timeout: float = ASK) -> list[str] | None:
     return list(dict.fromkeys(found))
 
 
+def kills_on_bad_exit(timeout: float = ASK) -> bool | None:
+    """Whether this cluster ends all tasks of a step when one fails, unless srun is told otherwise.
+
+    None if that is not known.
+    """
+    reply = call("show", "config", timeout=timeout)
+    found = re.search(r"^KillOnBadExit\s*=\s*([01])\b", reply.text, re.MULTILINE) if reply.ok else None
+    return None if found is None else found.group(1) == "1"
+
+
 def set_comment(label: str, comment: str, timeout: float = ASK) -> Reply:
     return call("update", f"JobId={label}", f"Comment={_line(comment)}", timeout=timeout)
 
@@ -198,7 +214,8 @@ def parse_job(text: str) -> JobRecord | None:
         state=record["JobState"].upper(),
         reason=_text(record.get("Reason")),
         starts_at=_time(record.get("StartTime")),
-        ends_at=_end(record),
+        ends_at=None if _endless(record) else _time(record.get("EndTime")),
+        endless=_endless(record),
         requeue=_flag(record.get("Requeue")),
         batch=_flag(record.get("BatchFlag")),
         restarts=_count(record.get("Restarts")),
@@ -220,11 +237,10 @@ def parse_nodes(text: str) -> list[NodeRecord]:
     ]
 
 
-def _end(record: Mapping[str, str]) -> float | None:
-    """When it will be ended. For a job without limit Slurm writes a year from its start."""
+def _endless(record: Mapping[str, str]) -> bool:
+    """Whether the job has no limit: as its end Slurm then writes a year from its start."""
     starts_at, ends_at = _time(record.get("StartTime")), _time(record.get("EndTime"))
-    endless = starts_at is not None and ends_at is not None and ends_at - starts_at > ALMOST_A_YEAR
-    return None if endless else ends_at
+    return starts_at is not None and ends_at is not None and ends_at - starts_at > ALMOST_A_YEAR
 
 
 def _text(value: str | None) -> str:
@@ -276,13 +292,15 @@ def _run(command: Sequence[str], asked: Sequence[str], timeout: float) -> Reply:
         )
     except OSError as error:
         return Reply(False, f"scontrol could not be run: {error}")
-    with process:
-        try:
-            streams = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            return Reply(False, f"scontrol {' '.join(asked[:2])} did not answer within {timeout:g} s")
+    try:
+        streams = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is left to itself
+            process.communicate(timeout=END)
+        told = f"scontrol {' '.join(asked[:2])} did not answer within {timeout:g} s"
+        return Reply(False, told, late=True)
     out, err = (stream.decode(errors="replace").strip() for stream in streams)
     if process.returncode != 0:
         return Reply(False, _line(err or out or f"scontrol ended with code {process.returncode}"))

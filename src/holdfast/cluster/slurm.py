@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from holdfast.cluster.hostlist import expand
+from holdfast.journal.cluster_events import JobFound
 
 
 class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +73,19 @@ def current_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
         tasks=_number(environ.get("SLURM_NTASKS")) or _number(environ.get("SLURM_NPROCS")) or 0,
         ends_at=float(end) if end else None,
         components=components,
+    )
+
+
+def job_found(job: SlurmJob, ends_at: float | None, requeue: str) -> JobFound:
+    """For the journal. `requeue`: the run's slurm.requeue, for the batch script, which knows no settings."""
+    return JobFound(
+        scheduler="slurm",
+        job=job.label,
+        restarts=job.restarts,
+        nodes=list(job.nodes),
+        ends_at=ends_at,
+        requeue=requeue,
+        partition=job.partition,
     )
 
 

@@ -115,6 +115,7 @@ class TimeLimit:
             record = scontrol.job_record(self._job.label)
             # A job that is queued again already shows its next life's times.
             if record is not None and record.state.startswith("RUNNING"):
-                self._starts_at, self._ends_at = record.starts_at, record.ends_at or self._ends_at
+                known = None if record.endless else self._ends_at
+                self._starts_at, self._ends_at = record.starts_at, record.ends_at or known
             self._answers += 1
             self._answered.set()

@@ -14,18 +14,24 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from holdfast.bounded import Bounded
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError, DecisionTimeoutError, UsageError
+from holdfast.scope import stretch
 
 POLL_SECONDS = 0.02
 
 D = TypeVar("D", bound=msgspec.Struct)
 R = TypeVar("R")
+
+RECOVERY = "recovery"
+"""The decision about what to do after an attempt has failed."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -45,17 +51,20 @@ class Store(Protocol):
 def read_key(store: Store, key: str, timeout: float, what: str) -> bytes:
     """Wait for a key by polling (a blocking `get` would hold the client for its other threads too)."""
     deadline = time.monotonic() + timeout
+    left = threading.Event()
 
     def poll() -> bytes | None:
         pause = POLL_SECONDS / 10
         while not store.check([key]):
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or left.wait(pause):
                 return None
-            time.sleep(pause)
             pause = min(pause * 2, POLL_SECONDS)
         return store.get(key)
 
-    found = within(poll, timeout + 10 * POLL_SECONDS, what)
+    try:
+        found = within(poll, timeout + 10 * POLL_SECONDS, what)
+    finally:
+        left.set()  # nobody waits for it any more
     if found is None:
         raise DecisionTimeoutError(
             f"waited {timeout:g} s for {what} and did not learn it. The rank that should have answered "
@@ -81,7 +90,7 @@ def await_key(
                 f"waited {timeout:g} s for {what} and did not learn it. The node that should have answered "
                 "is gone or stuck; this one ends rather than choose alone"
             )
-        time.sleep(POLL_SECONDS)
+        time.sleep(stretch(POLL_SECONDS))
     return within(lambda: store.get(key), patience, what)
 
 
@@ -89,37 +98,33 @@ def within(call: Callable[[], R], timeout: float, what: str) -> R:
     """Call the store, but not for longer than `timeout`, whatever the store does.
 
     TCPStore's own timeout does not cover `check` and `compare_set`: with its host stopped or cut off they
-    never return. So the call is made in a thread that may be left behind; its process ends soon.
+    never return. So the call is made in a thread that may be left behind; its process ends soon. In a
+    restartable function that is to be left, it is left behind at once.
     """
-    outcome: list[R] = []
-    failure: list[Exception] = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except Exception as error:  # noqa: BLE001 - handed on below, whatever it is
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="holdfast-store", daemon=True)
     started = time.monotonic()
-    thread.start()
-    thread.join(timeout)
-    if thread.is_alive() and time.monotonic() - started > timeout + 1.0:
-        thread.join(timeout)  # this process did not run for a while, so the store had no time to answer
-    if outcome:
-        return outcome[0]
-    if not failure:
+    called = Bounded(call, "store")
+    while not called.ended() and (left := started + timeout - time.monotonic()) > 0:
+        called.ended(stretch(left))
+    if not called.ended() and time.monotonic() - started > timeout + 1.0:
+        called.ended(timeout)  # this process did not run for a while, so the store had no time to answer
+    if not called.ended():
         raise DecisionTimeoutError(
             f"the store did not answer for {timeout:g} s while waiting for {what}. Its host is stopped or "
             "cut off; this rank ends rather than choose alone"
         )
-    if isinstance(failure[0], RuntimeError):  # torch's DistNetworkError, DistStoreError, …
-        first_line = str(failure[0]).partition("\n")[0]
+    try:
+        return called.result()
+    except RuntimeError as error:  # torch's DistNetworkError, DistStoreError, …
+        first_line = str(error).partition("\n")[0]
         raise DecisionTimeoutError(
             f"lost the store while waiting for {what}: {first_line}. Its host is gone; this rank ends rather "
             "than choose alone"
-        ) from failure[0]
-    raise failure[0]
+        ) from error
+
+
+def decision_path(control: ControlDirectory, attempt: int, name: str) -> Path:
+    """Where a decision of an attempt is kept."""
+    return control.attempt(attempt) / "decisions" / f"{name}.json"
 
 
 class Decisions:
@@ -134,7 +139,8 @@ class Decisions:
         *,
         store_timeout: float = 60.0,
     ) -> None:
-        self._directory = control.attempt(attempt) / "decisions"
+        self._control = control
+        self._attempt = attempt
         self._fence = fence
         self._store = store
         self._store_timeout = store_timeout
@@ -146,7 +152,7 @@ class Decisions:
         `choose` is not called when a durable choice exists already.
         """
         key = self._key(name)
-        path = self._directory / f"{name}.json"
+        path = decision_path(self._control, self._attempt, name)
         fixed = read_record(path, kind)
         mine = choose() if fixed is None else None
         with self._fence.guard(f"decide {name}"):

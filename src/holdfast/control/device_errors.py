@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from urllib.parse import quote
 
 import msgspec
 
 from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
+from holdfast.errors import ControlError
 from holdfast.policy.evidence import DeviceError
 
 FOLDER = "devices"
@@ -33,7 +35,11 @@ def record_device_errors(
 
 
 def device_errors_of(control: ControlDirectory, attempt: int) -> list[DeviceError]:
+    """What was kept. A record that cannot be read is left out: without it, too, a decision must be made."""
     folder = control.attempt(attempt) / FOLDER
-    names = sorted(name for name in list_names(folder) if name.endswith(".json") and name[0] != ".")
-    found = [read_record(folder / name, DeviceErrors) for name in names]
-    return [error for one in found if one is not None for error in one.errors]
+    found: list[DeviceError] = []
+    for name in sorted(name for name in list_names(folder) if name.endswith(".json") and name[0] != "."):
+        with contextlib.suppress(ControlError):
+            record = read_record(folder / name, DeviceErrors)
+            found += record.errors if record is not None else []
+    return found

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from holdfast.control.decisions import Store
 from holdfast.errors import UsageError
+from holdfast.scope import leavable
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def join_group(timeout: float) -> Group:
         number = default.add(f"holdfast/starts/{dist.get_rank()}", 1)
         store = PrefixStore(f"holdfast/{number}", default)
         world = dist.get_world_size()
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if world > 1 else None
+        group = _new_group(timeout) if world > 1 else None
         return Group(dist.get_rank(), world, store, group, str(dist.get_backend()))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
@@ -49,6 +50,12 @@ def join_group(timeout: float) -> Group:
             "torch.distributed.init_process_group before the run starts, so that the ranks can agree"
         )
     return Group(0, 1, HashStore(), None)
+
+
+def _new_group(timeout: float) -> dist.ProcessGroup:
+    with leavable():  # torch waits for all ranks here; what it leaves behind goes with all other groups
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        return group
 
 
 def leave_group(group: Group) -> Group:

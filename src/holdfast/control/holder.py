@@ -54,10 +54,15 @@ def this_process() -> Holder:
     )
 
 
+def job_of(environ: Mapping[str, str]) -> str:
+    """The Slurm job that an environment is of: `1234`, or `1230_4` for a task of an array; else empty."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
+
+
 def _job(environ: Mapping[str, str]) -> str:
     """For a message to people only: nothing is decided by it."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
-    job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
+    job = job_of(environ)
     return f"Slurm job {job[:40]}" if re.fullmatch(r"[0-9]+(_[0-9]+)?", job) else ""
 
 

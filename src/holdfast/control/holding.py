@@ -1,7 +1,8 @@
 """Whether somebody holds a run, by a single look: nothing is claimed, and nobody is waited for.
 
-A look can be wrong in one direction only: a holder on another machine that died a moment ago still counts as
-alive, until its time-to-live has passed. Only `lease.claim` decides who may act.
+A look can be wrong: a holder on another machine that died a moment ago still counts as alive, until its
+time-to-live has passed, and one whose clock is further behind than that counts as dead. Only `lease.claim`,
+which goes by one clock alone, decides who may act.
 """
 
 from __future__ import annotations

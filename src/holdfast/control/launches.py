@@ -25,6 +25,7 @@ import msgspec
 from holdfast._version import __version__
 from holdfast.config import NOT_SETTINGS
 from holdfast.control.directory import ControlDirectory, read_record
+from holdfast.control.holder import job_of
 from holdfast.errors import ControlError
 from holdfast.files import make_dirs, replace_atomic
 
@@ -161,12 +162,6 @@ def launch_to_repeat(control: ControlDirectory, node: str = "") -> LaunchRecord 
 
 def _path(control: ControlDirectory, node: str) -> Path:
     return control.path / FOLDER / f"{_UNSAFE.sub('_', node)[:100] or '_'}.json"
-
-
-def job_of(environ: Mapping[str, str]) -> str:
-    """The Slurm job that an environment is of: `1234`, or `1230_4` for a task of an array; else empty."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
-    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
 
 
 def _text(text: str) -> str:

@@ -42,6 +42,7 @@ from holdfast.control.holder import Holder, is_gone, is_here, this_process
 from holdfast.control.writing import let_writer_finish
 from holdfast.errors import ControlError, LeaseLostError, RunIsLiveError, UsageError
 from holdfast.files import explain_os_error, make_dirs, read_regular, replace_atomic
+from holdfast.scope import critical, stretch
 
 log = logging.getLogger("holdfast.control")
 
@@ -193,7 +194,7 @@ def _why_free(control: ControlDirectory, held: Claim, owner: str) -> str | None:
             return None
         if last_look:
             return f"epoch {epoch} lapsed: no renewal for {held.ttl:g} s"
-        time.sleep(min(0.2, held.ttl / 20))
+        time.sleep(stretch(min(0.2, held.ttl / 20)))
 
 
 def _raw_beat(control: ControlDirectory, epoch: int) -> bytes | None:
@@ -260,7 +261,7 @@ def _lock(fd: int, path: Path, timeout: float) -> bool:
                 return False
         except OSError as error:
             raise explain_os_error(error, "lock", path) from error
-        time.sleep(min(0.01, timeout))
+        time.sleep(stretch(min(0.01, timeout)))
 
 
 def _mark_superseded(lock: int, by: int) -> None:
@@ -312,7 +313,8 @@ class Fence:
     @contextlib.contextmanager
     def guard(self, action: str) -> Iterator[None]:
         """Check and act with no claim in between."""
-        with _epoch_lock(self._control, self.epoch, self._timeout, insist=True) as lock:
+        lock_of = _epoch_lock(self._control, self.epoch, self._timeout, insist=True)
+        with critical(at_most=self._timeout), lock_of as lock:
             self._refuse_if_newer(action, _superseded_by(lock))
             self.check(action)
             yield

@@ -11,11 +11,18 @@ import msgspec
 from holdfast.config import Effective
 from holdfast.control.timeouts import read_ft_state
 from holdfast.errors import ConfigError
-from holdfast.policy.timeouts import Limits, Timeouts, Value, apply, contradictions
+from holdfast.policy.restart_limits import RestartTimeouts, out_of_order
+from holdfast.policy.timeouts import STEP, Limits, Timeouts, Value, apply, contradictions
 from holdfast.settings import parse_section_timeouts
 from holdfast.settings_fields import SECTION_TIMEOUTS
 
 NCCL_WATCHDOG = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+NCCL_WATCHDOG_DEFAULT = 480.0
+NCCL_TIMEOUT_DEFAULT = 600.0
+"""Seconds that torch takes where nobody says otherwise: for the watchdog itself, and for a collective."""
+NCCL_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+_OFF = frozenset({"0", "n", "no", "f", "false"})
+"""How torch reads that a switch in the environment is off, in upper or lower case."""
 _NAMES = {
     "initial": "monitor.initial_rank_heartbeat_timeout",
     "heartbeat": "monitor.rank_heartbeat_timeout",
@@ -40,35 +47,86 @@ def limits_of(effective: Effective) -> Limits:
 
 def check_timeouts(effective: Effective, environ: Mapping[str, str]) -> None:
     """Refuse timeouts of which one would hide another. For a run that `holdfast run` watches."""
-    settings, sources = effective.settings, effective.sources
-
-    def value(key: str) -> Value:
-        seconds = settings.get(key)
-        assert isinstance(seconds, float)
-        return Value(seconds, f"{key} = {seconds:g} ({sources[key]})", sources[key] != "default")
-
-    watchdog = _number(environ.get(NCCL_WATCHDOG, ""))
     found = contradictions(
         Timeouts(
-            initial=value(_NAMES["initial"]),
-            heartbeat=value(_NAMES["heartbeat"]),
-            sections={
-                name: Value(
-                    seconds, f"{name}:{seconds:g} in {SECTION_TIMEOUTS} ({sources[SECTION_TIMEOUTS]})"
-                )
-                for name, seconds in parse_section_timeouts(settings.monitor.rank_section_timeouts).items()
-            },
-            save=value("checkpoint.timeout"),
-            stop_grace=value("launch.stop_grace"),
-            decision=value("control.decision_timeout"),
-            collective_watchdog=(
-                Value(watchdog, f"{NCCL_WATCHDOG} = {watchdog:g} (environment)") if watchdog else None
-            ),
+            initial=_value(effective, _NAMES["initial"]),
+            heartbeat=_value(effective, _NAMES["heartbeat"]),
+            sections=_sections(effective),
+            save=_value(effective, "checkpoint.timeout"),
+            stop_grace=_value(effective, "launch.stop_grace"),
+            decision=_value(effective, "control.decision_timeout"),
+            collective_watchdog=_watchdog(environ),
         )
     )
+    if effective.settings.inprocess.enabled:
+        found += restart_order(effective, environ, watched=True)
     if found:
         count = "1 contradiction" if len(found) == 1 else f"{len(found)} contradictions"
         raise ConfigError("\n  ".join([f"{count} among the timeouts; nothing was started:", *found]))
+
+
+def restart_order(
+    effective: Effective,
+    environ: Mapping[str, str],
+    *,
+    watched: bool,
+    nccl: bool | None = None,
+    group_timeout: float | None = None,
+) -> list[str]:
+    """Which timeouts of in-process restart are out of order, in words.
+
+    `watched`: whether `holdfast run` watches the ranks. `nccl`: whether they use NCCL; None if that is not
+    known, and then only what the environment says of it counts. `group_timeout`: of their process group.
+    """
+    watchdog = collective = None
+    if nccl is not False and not switched_off(environ, NCCL_MONITORING):
+        watchdog = _watchdog(environ)
+        if watchdog is None and nccl:
+            default = f"{NCCL_WATCHDOG} = {NCCL_WATCHDOG_DEFAULT:g} (torch's default)"
+            watchdog = Value(NCCL_WATCHDOG_DEFAULT, default)
+    if nccl:
+        seconds = NCCL_TIMEOUT_DEFAULT if group_timeout is None else group_timeout
+        source = "torch's default" if group_timeout is None else "as given"
+        collective = Value(seconds, f"the process group's timeout = {seconds:g} ({source})")
+    return out_of_order(
+        RestartTimeouts(
+            soft=_value(effective, "inprocess.soft_timeout"),
+            hard=_value(effective, "inprocess.hard_timeout"),
+            barrier=_value(effective, "inprocess.barrier_timeout"),
+            interval=_value(effective, "inprocess.heartbeat_interval"),
+            silence=_value(effective, "inprocess.heartbeat_timeout"),
+            shutdown=_value(effective, "stop.shutdown_timeout_sec"),
+            step=_sections(effective).get(STEP) if watched else None,
+            heartbeat=_value(effective, _NAMES["heartbeat"]) if watched else None,
+            watchdog=watchdog,
+            collective=collective,
+        )
+    )
+
+
+def switched_off(environ: Mapping[str, str], name: str) -> bool:
+    """Whether one of torch's switches is turned off by name; unset is not."""
+    return environ.get(name, "").strip().lower() in _OFF
+
+
+def _value(effective: Effective, key: str) -> Value:
+    seconds, source = effective.settings.get(key), effective.sources[key]
+    assert isinstance(seconds, float)
+    return Value(seconds, f"{key} = {seconds:g} ({source})", source != "default")
+
+
+def _sections(effective: Effective) -> dict[str, Value]:
+    source = effective.sources[SECTION_TIMEOUTS]
+    given = parse_section_timeouts(effective.settings.monitor.rank_section_timeouts)
+    return {
+        name: Value(seconds, f"{name}:{seconds:g} in {SECTION_TIMEOUTS} ({source})")
+        for name, seconds in given.items()
+    }
+
+
+def _watchdog(environ: Mapping[str, str]) -> Value | None:
+    seconds = _number(environ.get(NCCL_WATCHDOG, ""))
+    return Value(seconds, f"{NCCL_WATCHDOG} = {seconds:g} (environment)") if seconds else None
 
 
 def refuse_without_launcher(effective: Effective) -> None:

@@ -28,6 +28,7 @@ import msgspec
 from holdfast.control.directory import MAX_RECORD_BYTES, ControlDirectory
 from holdfast.errors import ControlError
 from holdfast.files import make_dirs, read_regular, replace_atomic
+from holdfast.scope import stretch
 
 IDLE_PATIENCE = 2.0
 """A writer that has nothing to do for so long, while it is watched, will not get anything to do."""
@@ -160,4 +161,4 @@ def _watch(fd: int, timeout: float) -> str:
             return ""
         if now - started > timeout:
             return f"its writer was still at {seen or 'nothing'} after {timeout:g} s and was not waited for"
-        time.sleep(POLL)
+        time.sleep(stretch(POLL))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.cluster.slurm import SlurmJob
+from holdfast.errors import UsageError
 from holdfast.health.examination import NodeReport, Skew, compare_clocks
 from holdfast.health.result import ask
 from holdfast.policy.health import CheckResult, Status, worst
@@ -82,8 +83,14 @@ def merge(nodes: Sequence[NodeReport]) -> Report:
 
 
 def ask_all_nodes(job: SlurmJob, arguments: Sequence[str], timeout: float = TIMEOUT) -> Report:
-    """`holdfast doctor` with these arguments, once on each node of the job."""
-    count = max(1, len(job.nodes))
+    """`holdfast doctor` with these arguments, once on each node of the job; UsageError if none is known."""
+    if not job.nodes:
+        raise UsageError(
+            f"which nodes job {job.label} has is not known: SLURM_JOB_NODELIST is empty or not a list of "
+            "nodes, so nothing was looked at. Run it from the batch script itself, or without --all-nodes on "
+            "each node"
+        )
+    count = len(job.nodes)
     command = [
         "srun",
         f"--jobid={job.job_id}",

@@ -1,14 +1,12 @@
 """All checks of one node, put together: what `holdfast doctor` shows and what the gate asks for.
 
-The quick ones take well under a second on a machine that is well, and write a few KiB. The others compute on
-the GPUs and read the kernel's log.
+The quick ones take well under a second on a machine that is well, and write a few KiB. Where there are GPUs
+the driver and the kernel's log are asked as well, which takes as long as they take; computing comes last.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -70,10 +68,6 @@ def places_of(settings: Settings) -> list[Place]:
     return list(found.values())
 
 
-def node_name(configured: str = "", environ: Mapping[str, str] = os.environ) -> str:
-    return configured or environ.get("SLURMD_NODENAME", "") or socket.gethostname()
-
-
 def quick_checks(
     places: Sequence[Place], measured: list[Skew] | None = None, patience: float = STORAGE_DEADLINE
 ) -> list[Check]:
@@ -125,7 +119,7 @@ def gpu_check() -> Check:
 
 
 def examine(places: Sequence[Place], *, name: str, quick: bool = False) -> NodeReport:
-    """Look at this node. `quick` leaves out what takes seconds: computing on the GPUs."""
+    """Look at this node. `quick` computes nothing on the GPUs; they are still asked for."""
     measured: list[Skew] = []
     checks = [*quick_checks(places, measured), Check(name="load", look=node.check_load)]
     checks.append(gpu_check())

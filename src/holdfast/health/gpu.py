@@ -17,10 +17,14 @@ from holdfast.health.gpu_facts import CHILD, TIMEOUT, Gpu, Gpus, ask_gpus, names
 from holdfast.health.result import ask
 from holdfast.policy.gpu_health import (
     judge_computed,
+    judge_count,
+    judge_driver,
     judge_free_memory,
     judge_memory_errors,
     judge_reachable,
     judge_slowed,
+    judge_untried,
+    judge_unusable,
 )
 from holdfast.policy.health import CheckResult, Status
 
@@ -39,29 +43,10 @@ def check_gpus(*, compute: bool = True, timeout: float = TIMEOUT) -> list[CheckR
 def judge_gpus(gpus: Gpus, visible: Sequence[str], *, insist: bool = True) -> list[CheckResult]:
     """`insist`: the visible ones must be there, because the kernel shows them and nobody named them."""
     if gpus.problem and not gpus.devices:
-        # A driver that hangs is ill; one that cannot be asked from here may be well.
-        ill = bool(visible) and (gpus.hung or gpus.source == "nvidia-smi")
-        return [
-            CheckResult(
-                name="gpu",
-                status=Status.CRITICAL if ill else Status.UNKNOWN,
-                found=gpus.problem,
-                expected="an answer",
-                fix="look at the kernel log for XIDs; drain the node and reboot" if ill else "",
-            )
-        ]
+        return [judge_driver(gpus.problem, visible=bool(visible), hung=gpus.hung, source=gpus.source)]
     names = names_of(gpus.devices, visible)
-    results: list[CheckResult] = []
-    if len(gpus.devices) < len(visible) and not any(name.startswith("MIG-") for name in visible):
-        results.append(
-            CheckResult(
-                name="gpu count",
-                status=Status.CRITICAL if insist else Status.WARNING,
-                found=f"{gpus.source} lists {len(gpus.devices)} of {len(visible)}",
-                expected=f"{len(visible)}: {', '.join(visible)}",
-                fix="a device is lost, or CUDA_VISIBLE_DEVICES names one that is not there; see XID 79",
-            )
-        )
+    count = judge_count(len(gpus.devices), visible, source=gpus.source, insist=insist)
+    results = [count] if count is not None else []
     for one in gpus.devices:
         if not visible or one.index in names:
             results += _judge(one)
@@ -93,27 +78,18 @@ def check_compute(timeout: float = COMPUTE_TIMEOUT) -> list[CheckResult]:
     answer = ask([sys.executable, "-m", CHILD, "compute"], timeout)
     name = "gpu compute"
     if answer.hung:
-        fix = "the driver or a device hangs: look at the kernel log, drain the node and reboot"
-        text = f"no answer within {timeout:g} s"
-        return [CheckResult(name=name, status=Status.CRITICAL, found=text, expected="an answer", fix=fix)]
+        return [judge_untried(name, f"no answer within {timeout:g} s", hung=True)]
     try:
         computed = msgspec.json.decode(answer.out, type=AllComputed)
     except msgspec.DecodeError:
         said = answer.err.strip().splitlines() or [f"it ended with {answer.code}"]
-        text = f"could not be tried: {said[-1][:200]}"
-        return [CheckResult(name=name, status=Status.UNKNOWN, found=text)]
+        return [judge_untried(name, said[-1][:200], hung=False)]
     if computed.problem:
-        return [
-            CheckResult(
-                name=name,
-                status=Status.CRITICAL,
-                found=computed.problem,
-                expected="CUDA works",
-                fix="compare the driver's release (`nvidia-smi`) with torch's (`torch.version.cuda`)",
-            )
-        ]
+        return [judge_unusable(name, computed.problem)]
     return [_judge_computed(one) for one in computed.devices]
 
 
 def _judge_computed(one: Computed) -> CheckResult:
-    return judge_computed(f"gpu {one.index} compute", one.right, one.problem, one.gflops)
+    return judge_computed(
+        f"gpu {one.index} compute", right=one.right, gflops=one.gflops, free=one.free, problem=one.problem
+    )

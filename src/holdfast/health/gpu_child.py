@@ -24,12 +24,13 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     """As torch numbers what is visible."""
-    uuid: str = ""
-    name: str = ""
     right: bool = False
-    allocated: int = 0
+    """Whether the product and what memory gave back were what they have to be."""
     gflops: float = 0.0
+    free: int | None = None
+    """Bytes of its memory, if they were too few to compute with."""
     problem: str = ""
+    """What it failed with before there was an answer."""
 
 
 class AllComputed(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,25 +133,13 @@ def _compute_on(index: int) -> Computed:
 
     try:
         device = torch.device("cuda", index)
-        facts = torch.cuda.get_device_properties(index)
-        uuid = f"GPU-{facts.uuid}" if getattr(facts, "uuid", None) is not None else ""
         free, _ = torch.cuda.mem_get_info(index)
         if free < 2 * ALLOCATE:
-            problem = f"{free // 2**20} MiB of its memory are free: another program uses it"
-            return Computed(index=index, uuid=uuid, name=facts.name, problem=problem)
+            return Computed(index=index, free=free)
         filled = torch.full((ALLOCATE // 4,), 0x5A5A5A5A, dtype=torch.int32, device=device)
         sound = bool((filled == 0x5A5A5A5A).all())
         probe = probe_compute(device)
-        problem = probe.problem or ("" if sound else "memory gave back other values than were written")
-        return Computed(
-            index=index,
-            uuid=uuid,
-            name=facts.name,
-            right=probe.right and sound,
-            allocated=ALLOCATE,
-            gflops=probe.gflops,
-            problem=problem,
-        )
+        return Computed(index=index, right=probe.right and sound, gflops=probe.gflops, problem=probe.problem)
     except Exception as error:  # noqa: BLE001 - a device that is ill may fail in any way
         return Computed(index=index, problem=f"{type(error).__name__}: {error}"[:200])
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from holdfast.health.result import ask
-from holdfast.policy.health import CheckResult, Status
-from holdfast.policy.xids import accuses_device, meaning_of
+from holdfast.policy.gpu_health import judge_kernel_log
+from holdfast.policy.health import CheckResult
+from holdfast.policy.xids import XIDS
 
 KMSG = Path("/dev/kmsg")
 RECORD = 16 * 1024
@@ -51,7 +52,7 @@ class XidError(msgspec.Struct, frozen=True, kw_only=True):
         return self.number, self.bus, self.stamp
 
     def describe(self) -> str:
-        known = meaning_of(self.number)
+        known = XIDS.get(self.number)
         what = known.meaning if known is not None else "not in Holdfast's table; see NVIDIA's catalogue"
         return f"XID {self.number} on {self.bus}: {what}" + (f" ({self.text[:120]})" if self.text else "")
 
@@ -62,10 +63,8 @@ class KernelLog(msgspec.Struct, frozen=True, kw_only=True):
     """Why it could not be read; empty if it was."""
 
 
-def read_kernel_log(
-    since: float = 0.0, *, kmsg: Path | None = None, commands: Sequence[Sequence[str]] = COMMANDS
-) -> KernelLog:
-    """The errors since a time (seconds since 1970), oldest first."""
+def read_kernel_log(*, kmsg: Path | None = None, commands: Sequence[Sequence[str]] = COMMANDS) -> KernelLog:
+    """The errors since the machine was booted, as far as the log still has them, oldest first."""
     kmsg = kmsg or KMSG
     refused: list[str] = []
     lines: list[tuple[float, str]] | None = None
@@ -89,7 +88,7 @@ def read_kernel_log(
         refused.append(f"{command[0]}: {said[-1][:120]}")
     if lines is None:
         return KernelLog(problem="the kernel's log cannot be read (" + "; ".join(refused) + ")")
-    errors = [one for stamp, text in lines if (one := _parse(zero, stamp, text)) and one.at >= since]
+    errors = [one for stamp, text in lines if (one := _parse(zero, stamp, text))]
     return KernelLog(errors=sorted(errors, key=lambda one: one.at))
 
 
@@ -148,27 +147,10 @@ def normal_bus(bus: str) -> str:
     return ":".join([parts[0][-4:].rjust(4, "0"), *parts[1:]])
 
 
-def check_kernel_log(since: float = 0.0, log: KernelLog | None = None) -> CheckResult:
-    """XIDs in the log. Old ones stay there until the next boot, so `since` may leave them out."""
-    found = log if log is not None else read_kernel_log(since)
-    name = "kernel log"
-    if found.problem:
-        return CheckResult(
-            name=name,
-            status=Status.UNKNOWN,
-            found=found.problem,
-            expected="no XID errors",
-            fix="allow it (kernel.dmesg_restrict=0, or the group systemd-journal), or look as root",
-        )
-    if not found.errors:
-        return CheckResult(name=name, status=Status.OK, found="no XID errors")
-    bad = [one for one in found.errors if accuses_device(one.number)]
-    last = (bad or found.errors)[-1]
-    known = meaning_of(last.number)
-    return CheckResult(
-        name=name,
-        status=Status.CRITICAL if bad else Status.WARNING,
-        found=f"{len(found.errors)} XID errors, of which {len(bad)} accuse a device; {last.describe()}",
-        expected="no XID errors",
-        fix=f"for the node: {known.for_node}" if known is not None else "see NVIDIA's catalogue of XIDs",
-    )
+def check_kernel_log() -> CheckResult:
+    """XIDs in the log, where they stay until the next boot."""
+    return judged(read_kernel_log())
+
+
+def judged(log: KernelLog) -> CheckResult:
+    return judge_kernel_log(log.problem, [(one.number, one.describe()) for one in log.errors])

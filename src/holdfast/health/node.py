@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.health.storage import nearest
@@ -24,12 +24,14 @@ from holdfast.policy.health import (
 )
 
 CGROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+"""Says which of them this process is in."""
 SHARED = Path("/dev/shm")
 _NO_LIMIT = 1 << 60
 """What version 1 of cgroups writes for no limit is a number about that large."""
 
 
-def check_memory(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> CheckResult:
+def check_memory(cgroups: Path = CGROUPS, own: Path = OWN) -> CheckResult:
     available = _available()
     found = cgroup_memory(cgroups, own)
     if found is None:
@@ -46,30 +48,38 @@ def _available() -> int:
     raise OSError("/proc/meminfo does not say how much memory is available")
 
 
-def cgroup_memory(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> tuple[int, int] | None:
+def cgroup_memory(cgroups: Path = CGROUPS, own: Path = OWN) -> tuple[int, int] | None:
     """The tightest memory limit of the cgroups that this process is in, and what is used of it."""
     found: list[tuple[int, int]] = []
+    for version, place in _groups("memory", cgroups, own):
+        names = ("memory.max", "memory.current")
+        if version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (_number(place / name) for name in names)
+        if limit is not None and used is not None and limit < _NO_LIMIT:
+            found.append((limit, max(0, used - _reclaimable(place))))
+    return min(found, key=lambda one: one[0] - one[1], default=None)
+
+
+def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[tuple[int, Path]]:
+    """(cgroups' version, directory) of the cgroups that this process is in: a limit above it holds too."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
-        return None
+        return
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
-            base, names = cgroups, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            version, base = 2, cgroups
+        elif controller in controllers.split(","):
+            version, base = 1, cgroups / controller
         else:
             continue
         folder = base / group.lstrip("/")
-        for place in (folder, *folder.parents):  # a limit above it holds for it too
+        for place in (folder, *folder.parents):
             if not place.is_relative_to(base):
                 break
-            limit, used = (_number(place / name) for name in names)
-            if limit is not None and used is not None and limit < _NO_LIMIT:
-                used -= _reclaimable(place)
-                found.append((limit, max(0, used)))
-    return min(found, key=lambda one: one[0] - one[1], default=None)
+            yield version, place
 
 
 def _reclaimable(group: Path) -> int:
@@ -93,14 +103,14 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def check_space(directory: Path, what: str, need: int = 0) -> CheckResult:
+def check_space(directory: Path, what: str) -> CheckResult:
     place = nearest(directory)
     info = os.statvfs(place)
     inodes = info.f_favail if info.f_files else None
-    return judge_space(what, str(place), info.f_bavail * info.f_frsize, inodes, need)
+    return judge_space(what, str(place), info.f_bavail * info.f_frsize, inodes)
 
 
-def check_shared_memory(need: int = 0, shared: Path = SHARED) -> CheckResult:
+def check_shared_memory(shared: Path = SHARED) -> CheckResult:
     if not shared.is_dir():
         return CheckResult(
             name="shared memory",
@@ -109,7 +119,7 @@ def check_shared_memory(need: int = 0, shared: Path = SHARED) -> CheckResult:
             fix="mount a tmpfs there: data loaders and asynchronous saves need it",
         )
     info = os.statvfs(shared)
-    return judge_shared_memory(info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize, need)
+    return judge_shared_memory(info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize)
 
 
 def check_open_files() -> CheckResult:
@@ -117,16 +127,20 @@ def check_open_files() -> CheckResult:
     return judge_open_files(*(-1 if one == resource.RLIM_INFINITY else one for one in (soft, hard)))
 
 
-def check_threads(cgroups: Path = CGROUPS) -> CheckResult:
-    """The tighter of the cgroup's and the user's limit, where each counts."""
-    group = _own_group(cgroups)
-    limit, used = _number(group / "pids.max"), _number(group / "pids.current")
-    if limit is not None and used is not None:
-        return judge_threads(used, limit, "this container or job")
+def check_threads(cgroups: Path = CGROUPS, own: Path = OWN) -> CheckResult:
+    """The tightest of the limits of its cgroups and of its user, where each counts."""
+    found: list[tuple[int, int, str]] = []
+    for _, place in _groups("pids", cgroups, own):
+        limit, used = _number(place / "pids.max"), _number(place / "pids.current")
+        if limit is not None and used is not None:
+            found.append((limit, used, "this container or job"))
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft == resource.RLIM_INFINITY or os.geteuid() == 0:  # root is not held to it
+    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # root is not held to it
+        found.append((soft, _threads_of(os.geteuid()), "this user"))
+    if not found:
         return judge_threads(0, None, "")
-    return judge_threads(_threads_of(os.geteuid()), soft, "this user")
+    limit, used, whose = min(found, key=lambda one: one[0] - one[1])
+    return judge_threads(used, limit, whose)
 
 
 def _threads_of(user: int) -> int:
@@ -137,17 +151,6 @@ def _threads_of(user: int) -> int:
                 if entry.stat().st_uid == user:
                     count += len(os.listdir(entry / "task"))
     return count
-
-
-def _own_group(cgroups: Path) -> Path:
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers == "":
-                return cgroups / group.lstrip("/")
-    except (OSError, ValueError):
-        pass
-    return cgroups
 
 
 def check_load() -> CheckResult:

@@ -1,10 +1,12 @@
 """A liveness ping: do all ranks still answer, and if not, which ones do not?
 
 Guarantee: `ping` returns when every rank has answered, or raises PingFailedError with the ranks that did not,
-within its timeout (and about a second, should this process itself not be running). It waits in no collective
-of training: the ranks leave marks in the store first, and only when all have does the backend get its turn,
-with a reduction of one number in a group of its own. So a rank that is gone is found without a collective
-that would hang or bring its group down.
+within its timeout and three seconds more (and 1.5 ms for each rank): one in which a call that is late may
+still say who is missing, and two, after a reduction that failed, to learn where and to take it back.
+
+It waits in no collective of training: the ranks leave marks in the store first, and only when all have does
+the backend get its turn, with a reduction of one number in a group of its own. So a rank that is gone is
+found without a collective that would hang or bring its group down.
 
 Usable alone:
 
@@ -19,7 +21,7 @@ pings that everybody answers.
 from __future__ import annotations
 
 import contextlib
-import threading
+import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,7 +30,10 @@ from typing import Any, Self
 
 import msgspec
 
+from holdfast.bounded import Bounded
 from holdfast.errors import PingFailedError, UsageError
+
+log = logging.getLogger("holdfast.health")
 
 POLL = 0.002
 SLOWEST_POLL = 0.05
@@ -39,6 +44,12 @@ FIRST = 300.0
 """Seconds for a communicator to be made."""
 NAMING = 2000
 """Marks that are looked at in a second, at the least, to name who is missing."""
+GRACE = 1.0
+"""Seconds that a call has beyond its deadline to say what it knows."""
+AFTERWARDS = 2.0
+"""Seconds to learn where a reduction failed, and to take it back."""
+CLOSING = 10.0
+"""Seconds for the ping's group to be given back."""
 LAST = 0.5
 """Seconds that rank 0 stays for the others to learn who is missing."""
 
@@ -231,24 +242,14 @@ class LivenessPing:
 
         A store whose host is stopped never answers some calls, and a sick device never ends its work.
         """
-        failure: list[BaseException] = []
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001 - told below, whatever it is
-                failure.append(error)
-            finally:
-                done.set()
-
-        threading.Thread(target=run, name="holdfast-ping", daemon=True).start()
-        # A moment more than the call has itself: it knows better than this clock who is missing.
-        grace = 1.0 + 2 * self.world_size / NAMING
-        if not done.wait(max(0.0, deadline - time.monotonic()) + grace):
+        called = Bounded(call, "ping")
+        grace = GRACE + 2 * self.world_size / NAMING
+        if not called.ended(max(0.0, deadline - time.monotonic()) + grace):
             return "no answer at all"
-        if failure:
-            return str(failure[0]).partition("\n")[0][:300] or type(failure[0]).__name__
+        try:
+            called.result()
+        except Exception as error:  # noqa: BLE001 - told to whoever pinged, whatever it is
+            return str(error).partition("\n")[0][:300] or type(error).__name__
         return ""
 
     # --- failures -------------------------------------------------------------------------------------------
@@ -273,14 +274,12 @@ class LivenessPing:
     def _failed_backend(self, problem: str, began: float) -> PingFailedError:
         """All ranks are alive, and what they reach each other by does not work."""
         took = time.monotonic() - began
-        marked: set[int] = set()
-
-        def look() -> None:
-            marked.update(self._marked("reduced"))
-
-        known = not self._bounded(look, time.monotonic() + 1.0)
-        missing = [rank for rank in range(self.world_size) if rank not in marked] if known else []
-        self._abort()
+        looking = Bounded(lambda: self._marked("reduced"), "ping")
+        missing: list[int] = []
+        with contextlib.suppress(Exception):  # the store may be what failed
+            if looking.ended(AFTERWARDS / 2 + self.world_size / NAMING):
+                missing = sorted(set(range(self.world_size)) - looking.result())
+        self._abort(AFTERWARDS / 2)
         text = (
             f"all {self.world_size} ranks answered ping {self._number} through the store, but a reduction "
             f"over {self._backend} failed after {took:.1f} s ({problem}); it did not end on "
@@ -289,20 +288,26 @@ class LivenessPing:
         )
         return _with(PingFailedError(text), missing, took)
 
-    def _abort(self) -> None:
+    def _abort(self, seconds: float) -> None:
         """Take back the reduction that hangs, so that it does not hold this process up at its end."""
         abort = getattr(self._group, "abort", None)
         if self._backend == "nccl" and abort is not None:
-            self._bounded(abort, time.monotonic() + 2.0)
+            Bounded(abort, "ping-abort").ended(seconds)
 
     def close(self) -> None:
-        """Give the ping's group back, on all ranks alike."""
-        if self._group is not None:
-            import torch.distributed as dist
+        """Give the ping's group back, on all ranks alike; not waited for much longer than it takes."""
+        if self._group is None:
+            return
+        import torch.distributed as dist
 
-            group, self._group = self._group, None
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+        group, self._group = self._group, None
+        if not dist.is_initialized():
+            return
+        closing = Bounded(lambda: dist.destroy_process_group(group), "ping-close")
+        if closing.ended(CLOSING):
+            closing.result()
+        else:
+            log.warning("holdfast: the ping's group was not given back within %g s; going on", CLOSING)
 
     def __enter__(self) -> Self:
         return self

@@ -8,16 +8,14 @@ says a hang means; one that raises could not look, which is `unknown`.
 from __future__ import annotations
 
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from holdfast.policy.health import CheckResult, Status, problems, worst
-
-__all__ = ["Check", "CheckResult", "Status", "ask", "problems", "run_checks", "worst"]
+from holdfast.bounded import Bounded
+from holdfast.policy.health import CheckResult, Status
 
 Looked = CheckResult | Sequence[CheckResult]
 
@@ -42,13 +40,10 @@ def run_checks(checks: Sequence[Check]) -> list[CheckResult]:
 class _Running:
     def __init__(self, check: Check) -> None:
         self._check = check
-        self._found: list[CheckResult] | None = None
         self._began = time.monotonic()
-        self._ended = self._began
-        self._thread = threading.Thread(target=self._look, name=f"holdfast-check-{check.name}", daemon=True)
-        self._thread.start()
+        self._looking = Bounded(self._look, f"check-{check.name}")
 
-    def _look(self) -> None:
+    def _look(self) -> list[CheckResult]:
         began = time.monotonic()
         try:
             looked = self._check.look()
@@ -57,14 +52,11 @@ class _Running:
             text = f"could not be looked at: {type(error).__name__}: {error}"[:300]
             found = [CheckResult(name=self._check.name, status=Status.UNKNOWN, found=text)]
         took = time.monotonic() - began
-        self._found = [
-            one if one.seconds else msgspec.structs.replace(one, seconds=round(took, 4)) for one in found
-        ]
+        return [one if one.seconds else msgspec.structs.replace(one, seconds=round(took, 4)) for one in found]
 
     def results(self) -> list[CheckResult]:
-        self._thread.join(max(0.0, self._began + self._check.deadline - time.monotonic()))
-        if self._found is not None:
-            return self._found
+        if self._looking.ended(self._began + self._check.deadline - time.monotonic()):
+            return self._looking.result()
         limit = self._check.deadline
         return [
             CheckResult(

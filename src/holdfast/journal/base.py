@@ -1,4 +1,4 @@
-"""What every event of the journal is; the events are in events.py, cluster_events.py, straggler_events.py."""
+"""What every event of the journal is; the events are in events.py and the other files named so."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ class StopAsked(Event, tag="stop_asked"):
     """Somebody or something asked the run to stop; from here on the deadline counts."""
 
     source: str
-    """signal, stop_file, operator, time_limit."""
+    """signal, stop_file, operator, time_limit or straggler."""
     detail: str
     """In words: which signal, who, why."""
     node: str = ""
@@ -19,6 +19,14 @@ class StopAsked(Event, tag="stop_asked"):
     """Where it was seen; None if no rank saw it."""
     seconds: float | None = None
     """Until the hard deadline; None if there is none."""
+
+
+class StopHastened(Event, tag="stop_hastened"):
+    """The scheduler ends the job sooner than was known when the stop was asked for."""
+
+    seconds: float
+    """Until the hard deadline as it is now."""
+    why: str
 
 
 class StopAgreed(Event, tag="stop_agreed"):
@@ -44,9 +52,10 @@ class StopSaved(Event, tag="stop_saved"):
 
 
 class StopForced(Event, tag="stop_forced"):
-    """A stop did not come to its end by the deadline, or was asked for again: ended without saving."""
+    """A stop did not come to its end by the deadline, or was asked for again: ended as it was."""
 
     why: str
+    """Says so if the state was saved all the same."""
     rank: int | None = None
     stacks: str = ""
     """File with what every thread of the rank was doing."""
@@ -63,7 +72,8 @@ class JobFound(Event, tag="job_found"):
     nodes: list[str] = msgspec.field(default_factory=list)
     ends_at: float | None = None
     """Seconds since 1970 at which it will be ended; None if never, or if that is not known."""
-    may_requeue: bool | None = None
+    requeue: str = ""
+    """The run's slurm.requeue; empty if an older release wrote this."""
     partition: str = ""
 
 

@@ -21,7 +21,14 @@ from holdfast.journal.cluster_events import (
     StopAgreed,
     StopAsked,
     StopForced,
+    StopHastened,
     StopSaved,
+)
+from holdfast.journal.restart_events import (
+    FunctionRestarted,
+    RestartFaulted,
+    RestartHandedOver,
+    RestartPlanned,
 )
 from holdfast.journal.straggler_events import StragglerFound, StragglersReported
 
@@ -74,6 +81,8 @@ class WorkersStarted(Event, tag="workers_started"):
     pids: dict[int, int]
     """Global rank → process id."""
     master: str = ""
+    kept: bool = False
+    """Whether they are those of the attempt before, which go on in the same processes."""
 
 
 class WorkerFailed(Event, tag="worker_failed"):
@@ -438,6 +447,7 @@ AnyEvent = (
     | DataSkipped
     | DeterminismMeasured
     | StopAsked
+    | StopHastened
     | StopAgreed
     | StopSaved
     | StopForced
@@ -447,6 +457,10 @@ AnyEvent = (
     | PingFailed
     | StragglersReported
     | StragglerFound
+    | RestartFaulted
+    | RestartPlanned
+    | RestartHandedOver
+    | FunctionRestarted
     | RunFinished
     | OperatorActed
     | Warned

@@ -54,7 +54,9 @@ from holdfast.journal.events import (
     decode_loss,
 )
 from holdfast.journal.render_cluster import ClusterEvent, render_cluster
+from holdfast.journal.render_restarts import RestartEvent, render_restarts
 from holdfast.journal.render_stragglers import StragglerEvent, render_stragglers
+from holdfast.journal.restart_events import FunctionRestarted
 from holdfast.journal.text import MAX_TEXT as MAX_TEXT
 from holdfast.journal.text import Rendered as Rendered
 from holdfast.journal.text import duration as duration
@@ -145,6 +147,8 @@ def render(body: AnyEvent | Unknown) -> Rendered:
         return render_cluster(body)
     if isinstance(body, StragglerEvent):
         return render_stragglers(body)
+    if isinstance(body, RestartEvent):
+        return render_restarts(body)
     match body:
         case RunCreated():
             return Rendered(
@@ -160,7 +164,8 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             under = f" under {printable(body.launcher)}" if body.launcher != "none" else ""
             return Rendered(f"attempt started: {plural(body.world_size, 'rank')}{where}{under}", "good")
         case WorkersStarted():
-            return Rendered(f"{plural(len(body.pids), 'worker')} started on {printable(body.node)}", "plain")
+            how = "of %s go on" if body.kept else "started on %s"
+            return Rendered(f"{plural(len(body.pids), 'worker')} {how % printable(body.node)}", "plain")
         case WorkerFailed():
             details = [f"last section: {printable(body.section)}"] if body.section else []
             if body.error_file:
@@ -288,14 +293,14 @@ def render(body: AnyEvent | Unknown) -> Rendered:
 
 
 def condense(lines: Iterable[Line]) -> list[Line]:
-    """The lines worth a person's time: every rank does the same steps, so only rank 0's are kept, and its
-    neighbouring batches are joined into one."""
+    """The lines worth a person's time: every rank does the same steps, and starts again alike, so only those
+    of rank 0 are kept, and its neighbouring batches of steps are joined into one."""
     joined: list[Line] = []
     for line in lines:
+        if line.who != REPORTER and isinstance(line.body, StepsDone | FunctionRestarted):
+            continue
         if not isinstance(line.body, StepsDone):
             joined.append(line)
-            continue
-        if line.who != REPORTER:
             continue
         before = joined[-1] if joined else None
         if (

@@ -12,12 +12,21 @@ from holdfast.journal.cluster_events import (
     StopAgreed,
     StopAsked,
     StopForced,
+    StopHastened,
     StopSaved,
 )
 from holdfast.journal.text import Rendered, duration, plural, printable
 
 ClusterEvent = (
-    StopAsked | StopAgreed | StopSaved | StopForced | JobFound | RequeueAsked | HealthFailed | PingFailed
+    StopAsked
+    | StopHastened
+    | StopAgreed
+    | StopSaved
+    | StopForced
+    | JobFound
+    | RequeueAsked
+    | HealthFailed
+    | PingFailed
 )
 
 
@@ -26,6 +35,9 @@ def render_cluster(body: ClusterEvent) -> Rendered:
         case StopAsked():
             limit = "" if body.seconds is None else f"; {duration(body.seconds)} until the deadline"
             return Rendered(f"asked to stop: {printable(body.detail)}{limit}", "decision")
+        case StopHastened():
+            text = f"the stop must be over within {duration(body.seconds)}: {printable(body.why)}"
+            return Rendered(text, "warning")
         case StopAgreed():
             return Rendered(
                 f"all ranks stop after step {body.step} (agreed in {duration(body.after)})", "decision"
@@ -35,7 +47,7 @@ def render_cluster(body: ClusterEvent) -> Rendered:
         case StopForced():
             whose = f"rank {body.rank}" if body.rank is not None else "the workers"
             details = [f"stacks: {printable(body.stacks)}"] if body.stacks else []
-            return Rendered(f"{whose} ended without saving: {printable(body.why)}", "fault", details)
+            return Rendered(f"{whose} ended by force: {printable(body.why)}", "fault", details)
         case JobFound():
             return _job(body)
         case RequeueAsked():
@@ -70,6 +82,6 @@ def _job(body: JobFound) -> Rendered:
     details = []
     if body.ends_at is not None:
         details.append(f"ends at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(body.ends_at))}")
-    if body.may_requeue is not None:
-        details.append("may be queued again" if body.may_requeue else "may not be queued again")
+    if body.requeue == "never":
+        details.append("is not to be queued again: slurm.requeue = never")
     return Rendered(text, "plain", details)

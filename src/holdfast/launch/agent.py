@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
@@ -27,8 +29,11 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from holdfast.cluster.node_name import node_name
+from holdfast.control.attempts import FailureRecord
 from holdfast.control.devices import visible_devices
 from holdfast.control.exclusions import exclude
+from holdfast.control.hosted_store import reachable_address
 from holdfast.control.operator import stop_asked
 from holdfast.errors import ControlError, DecisionTimeoutError, HoldfastError
 from holdfast.exit_codes import ExitCode
@@ -44,12 +49,13 @@ from holdfast.launch.attempt import (
     lead,
     refuse,
 )
-from holdfast.launch.attempt_store import reachable_address
+from holdfast.launch.consent import Consent
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import StoreLostError
 from holdfast.launch.ends import Ends
 from holdfast.launch.evidence import count_oom_kills, gather, stop_and_see
 from holdfast.launch.hanging import look_at_hang
+from holdfast.launch.in_process import InProcess
 from holdfast.launch.incident import report
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.pause import wait_while_paused
@@ -60,6 +66,9 @@ from holdfast.launch.summary import say
 from holdfast.launch.upstream import launch_store, make_workers, unshared_store
 from holdfast.launch.vigil import Vigil
 from holdfast.launch.workers import Workers
+from holdfast.policy.inprocess import limits_of
+from holdfast.policy.rounds import Member
+from holdfast.worker.stop_file import StopFile
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -81,8 +90,10 @@ class HoldfastAgent(LocalElasticAgent):
         self._recovery = Recovery(context, self._meeting, self._worker_group.spec.local_world_size)
         self._ends = Ends(context, self._meeting, self._recovery, self._shutdown)
         self._stopping: Stopping | None = None
+        self._stop_file = StopFile(self._settings.stop_file(), say)
         self._rounds = 0
         self._oom_kills = 0
+        self._in_process: InProcess | None = None
 
     # -- torch's hooks --------------------------------------------------------------------------------------
 
@@ -100,7 +111,7 @@ class HoldfastAgent(LocalElasticAgent):
             node=self._node_name(nodes, group.group_rank),
             group_rank=group.group_rank,
             nodes=nodes,
-            world_size=worker_group.workers[0].world_size,
+            world_size=self._active(worker_group.workers[0].world_size),
         )
         context.launch = agree_on_launch(launch_store(store, spec), context.launch)
         if spec.rdzv_handler.get_backend() == "static":
@@ -120,15 +131,23 @@ class HoldfastAgent(LocalElasticAgent):
         if attempt.place.leads:
             context.scheduler.found(attempt.journal, say)
 
+    def _active(self, started: int) -> int:
+        """How many ranks of those that are started train."""
+        chosen = self._settings.inprocess
+        return min(started, limits_of(chosen, started).wanted) if chosen.enabled else started
+
     def _take_places(self, group: Any, attempt: Attempt) -> None:
         """Ranks as the leader arranged the nodes, which may not be the order in which they met."""
         arranged = attempt.told.arrangement
         if self._meeting is None or not arranged.nodes:
             return
-        members = {member.node: member for member in self._meeting.members}
-        ordered = [members[one.node] for one in arranged.nodes]
         group.group_rank = arranged.place_of(attempt.place.node)
-        group.workers = make_workers(ordered, group.group_rank)
+        group.workers = make_workers(self._in_rank_order(attempt), group.group_rank)
+
+    def _in_rank_order(self, attempt: Attempt) -> list[Member]:
+        """The nodes that take part; empty where they do not meet by themselves."""
+        members = {one.node: one for one in self._meeting.members} if self._meeting is not None else {}
+        return [members[one.node] for one in attempt.told.arrangement.nodes if one.node in members]
 
     def _begin(self, place: Place, address: str, store: Store) -> Attempt:
         context = self._context
@@ -168,7 +187,7 @@ class HoldfastAgent(LocalElasticAgent):
     def _node_name(self, nodes: int, group_rank: int) -> str:
         if self._meeting is not None:
             return self._meeting.node
-        host = self._settings.launch.node_name or socket.gethostname()
+        host = node_name(self._settings.launch.node_name)
         return host if nodes == 1 else f"{host}.{group_rank}"
 
     def _silent_leader(self) -> str:
@@ -191,13 +210,20 @@ class HoldfastAgent(LocalElasticAgent):
         told, node = attempt.told, attempt.place.node
         handover = context.handover(told, node)
         worker_env.update(handover.to_environment())
+        if self._in_process is not None:
+            worker_env.update(self._in_process.environment())
         if told.arrangement.nodes:
             worker_env.update(told.arrangement.environment(node, visible_devices()))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._oom_kills = count_oom_kills()
-        assert self._attempt is not None
-        self._context.gate.begin(self._attempt.place.node)
+        attempt = self._attempt
+        assert attempt is not None
+        self._begin_evidence()
+        self._in_process = None
+        if self._settings.inprocess.enabled:
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            in_all, ordered = worker_group.workers[0].world_size, self._in_rank_order(attempt)
+            self._in_process = InProcess(attempt, self._context, ranks, ordered, in_all)
         starter = self._context.starter
         with self._signals.interruptible():
             starter.prepare()
@@ -208,15 +234,22 @@ class HoldfastAgent(LocalElasticAgent):
         workers = Workers(ids, self._context.orphans)
         monitor, learner = self._context.monitor, self._context.learner
         self._workers = workers
+        if self._in_process is not None:
+            self._in_process.started(workers, self._begin_evidence)
         self._signals.hurry = workers.kill
-        attempt = self._attempt
-        assert attempt is not None
         monitor.begin(ids, learner.begin(attempt.place.node, attempt.number))
         if attempt.place.leads:
             self._context.leadership.guard(workers.kill)
         master = f"{worker_group.master_addr}:{worker_group.master_port}"
         attempt.journal.write(WorkersStarted(node=attempt.place.node, pids=workers.pids, master=master))
         return pids
+
+    def _begin_evidence(self) -> None:
+        """From here on what the kernel and the devices report is this attempt's."""
+        attempt = self._attempt
+        assert attempt is not None
+        self._oom_kills = count_oom_kills()
+        self._context.gate.begin(attempt.place.node)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         del worker_group, args, kwargs
@@ -227,6 +260,8 @@ class HoldfastAgent(LocalElasticAgent):
         del args, kwargs
         workers, self._workers = self._workers, None
         self._signals.hurry = None
+        if self._in_process is not None:
+            self._in_process.close()
         if workers is not None:
             dead = workers.stop(self._settings.launch.stop_grace, self._context.monitor.hearing().defer)
             workers.forget()
@@ -295,9 +330,8 @@ class HoldfastAgent(LocalElasticAgent):
             asked = stop_asked(context.control, [context.launch, *context.earlier_launches])
             if asked is not None:
                 raise StopRun(ExitCode.STOPPED, f"an operator asked for it, {asked.describe()}")
-        path = self._settings.stop_file()
-        if path.exists():
-            raise StopRun(ExitCode.STOPPED, f"the stop file {path} is there")
+        if self._stop_file.is_there():
+            raise StopRun(ExitCode.STOPPED, f"the stop file {self._stop_file.path} is there")
 
     def _live_once(self) -> int | None:
         """One attempt: an exit code, or None for another one."""
@@ -349,6 +383,12 @@ class HoldfastAgent(LocalElasticAgent):
         assert workers is not None
         spec = self._worker_group.spec
         self._stopping = stopping = Stopping(attempt, workers, self._context)
+        kept, consent = self._in_process, None
+        if kept is not None and attempt.place.leads:
+            consent = Consent(
+                attempt, workers, self._context, self._recovery, self._meeting, stopping, self._seen_ends
+            )
+            kept.consult(consent.give)
         notice = Vigil(
             attempt,
             workers,
@@ -358,43 +398,69 @@ class HoldfastAgent(LocalElasticAgent):
             interval=spec.monitor_interval,
             finish_timeout=self._exit_barrier_timeout,
             newcomers=spec.rdzv_handler.num_nodes_waiting,
+            in_process=kept,
         ).watch()
-        self._report_end(attempt, notice, stopping)
+        if kept is not None:
+            kept.close()
+        self._report_end(attempt, notice, stopping, consent)
         return self._ends.settle(attempt, notice, stopping)
 
-    def _report_end(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> None:
+    def _report_end(
+        self, attempt: Attempt, notice: Notice, stopping: Stopping, consent: Consent | None
+    ) -> None:
         """Stop this node's workers, and report those that failed by themselves."""
-        workers, monitor = self._workers, self._context.monitor
+        workers, monitor, kept = self._workers, self._context.monitor, self._in_process
         assert workers is not None
+        ranks = kept.ranks() if kept is not None else {rank: rank for rank in workers.pids}
         if notice.kind == "hang":
-            look_at_hang(attempt, workers.pids, monitor)
-        sections = monitor.sections()
+            look_at_hang(attempt, workers.pids, monitor, ranks)
+        sections = {ranks.get(one, one): section for one, section in monitor.sections().items()}
         self._recovery.last_step = max(monitor.last_steps().values(), default=None)
         self._context.learner.keep(monitor)
-        files = {w.global_rank: self._error_file(w.local_rank) for w in self._worker_group.workers}
         failed = stop_and_see(
             workers,
-            files,
+            self._error_files(),
             self._settings.launch.stop_grace,
             at_once=monitor.hearing().defer,
             fine=FINE if stopping.request is not None else (0,),
         )
-        failures = gather(
-            attempt.control.attempt(attempt.number),
-            attempt.place.node,
-            workers.pids,
-            failed,
-            files,
-            oom_kills=count_oom_kills() - self._oom_kills,
-            devices=attempt.told.arrangement.devices_of_ranks(
-                attempt.place.node, {w.global_rank: w.local_rank for w in self._worker_group.workers}
-            ),
-        )
+        if kept is not None:
+            failed = {one: code for one, code in failed.items() if not kept.explains(one, code)}
+            if consent is not None:
+                consent.hand_over(kept)
+        failures = self._gather(attempt, workers, failed)
         monitor.begin({})
         self._shutdown()
         if failures or notice.kind == "hang":
             self._context.gate.keep_device_errors(attempt.number)
         report(attempt, failures, sections)
 
-    def _error_file(self, local_rank: int) -> str:
-        return str(self._pcontext.error_files[local_rank]) if self._pcontext is not None else ""
+    def _gather(self, attempt: Attempt, workers: Workers, failed: Mapping[int, int]) -> list[FailureRecord]:
+        """Of workers of this node that failed, by the rank that they were started with."""
+        found = gather(
+            attempt.control.attempt(attempt.number),
+            attempt.place.node,
+            workers.pids,
+            failed,
+            self._error_files(),
+            oom_kills=count_oom_kills() - self._oom_kills,
+            devices=attempt.told.arrangement.devices_of_ranks(
+                attempt.place.node, {w.global_rank: w.local_rank for w in self._worker_group.workers}
+            ),
+        )
+        ranks = self._in_process.ranks() if self._in_process is not None else {}
+        return [msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank)) for one in found]
+
+    def _seen_ends(self, members: Collection[int]) -> dict[int, FailureRecord]:
+        """Of members of this node those that have ended, by member."""
+        attempt, workers = self._attempt, self._workers
+        assert attempt is not None
+        assert workers is not None
+        ended = workers.ended()
+        return {one: self._gather(attempt, workers, {one: ended[one]})[0] for one in members if one in ended}
+
+    def _error_files(self) -> dict[int, str]:
+        if self._pcontext is None:
+            return {worker.global_rank: "" for worker in self._worker_group.workers}
+        files = self._pcontext.error_files
+        return {worker.global_rank: str(files[worker.local_rank]) for worker in self._worker_group.workers}

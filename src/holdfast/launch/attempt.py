@@ -20,6 +20,7 @@ import msgspec
 from holdfast.control.attempts import EndRecord, begin_attempt, end_attempt, ends_of
 from holdfast.control.decisions import Decisions, await_key, within
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.hosted_store import HostedStore
 from holdfast.control.lease import Claim, Fence
 from holdfast.control.secret import run_secret
 from holdfast.errors import HoldfastError
@@ -27,7 +28,6 @@ from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.arrangement import Arrangement, arrange_attempt
-from holdfast.launch.attempt_store import AttemptStore
 from holdfast.launch.history import last_decision, past_attempts, was_kept
 from holdfast.launch.suspicion import still_open, write_findings
 from holdfast.launch.watch import FollowerWatch, LeaderWatch
@@ -136,12 +136,15 @@ class Attempt:
         self.fence = Fence(control, told.epoch)
         self.journal = JournalWriter(control.journal, f"agent-{place.node}", told.attempt)
         self.decisions = Decisions(control, self.fence, told.attempt, store, store_timeout=patience)
-        self.hosted: AttemptStore | None = None
+        self.hosted: HostedStore | None = None
         self.watched: FollowerWatch | None = None
         """How a follower sees the leader."""
         self.watching: LeaderWatch | None = None
         """How the leader sees the others."""
         self.ended = False
+        self._got_to: set[str] = set()
+        self.nodes_of_ranks: dict[int, str] = {}
+        """Global rank → node, where members of an in-process restart have changed their ranks."""
         self._store = store
         self._patience = patience
 
@@ -174,7 +177,10 @@ class Attempt:
         return self._ask(look)
 
     def count_in(self, what: str) -> None:
-        """Say that this node has got to `what`."""
+        """Say that this node has got to `what`; it counts once, however often it is said."""
+        if what in self._got_to:
+            return
+        self._got_to.add(what)
         self._ask(lambda: self._store.add(f"holdfast/{what}", 1))
 
     def counted(self, what: str) -> int:
@@ -201,6 +207,17 @@ class Attempt:
     def lost_leader(self) -> str:
         """How the leader was lost, as a follower knows it; empty while it was not."""
         return self.watched.lost if self.watched is not None else ""
+
+    def go_on(self, told: Announcement, world_size: int) -> None:
+        """The same workers go on as the next attempt: whatever bears its number or epoch is new."""
+        self.journal.close()
+        self.place = msgspec.structs.replace(self.place, world_size=world_size)
+        self.told, self.number, self.ended = told, told.attempt, False
+        self.fence = Fence(self.control, told.epoch)
+        self.journal = JournalWriter(self.control.journal, f"agent-{self.place.node}", told.attempt)
+        self.decisions = Decisions(
+            self.control, self.fence, told.attempt, self._store, store_timeout=self._patience
+        )
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -243,6 +260,57 @@ def lead(
     max_restarts: int,
 ) -> Attempt:
     """Number the attempt, host its store, watch over the others, tell them."""
+    begun = _begin_next(control, place, held, members, max_restarts)
+    hosted = HostedStore(address)
+    watching = None
+    if place.nodes > 1:
+        watching = LeaderWatch(
+            run_secret(control),
+            attempt=begun.attempt,
+            epoch=held.epoch,
+            nodes=place.nodes,
+            timeout=node_timeout,
+            patience=max(node_timeout, CONNECT_PATIENCE),
+        )
+    told = msgspec.structs.replace(
+        begun,
+        master_addr=address,
+        master_port=hosted.port,
+        watch_port=watching.port if watching is not None else 0,
+    )
+    attempt = Attempt(control, place, held.owner, told, store, node_timeout)
+    attempt.hosted, attempt.watching = hosted, watching
+    _journal_begin(attempt, held, torch_version)
+    store.set(ANNOUNCEMENT, msgspec.json.encode(told).decode())
+    return attempt
+
+
+def lead_on(
+    attempt: Attempt,
+    held: Claim,
+    torch_version: str,
+    *,
+    members: Sequence[Member],
+    max_restarts: int,
+    world_size: int,
+) -> None:
+    """Number the next attempt of the same workers: its store, its watch and its nodes stay."""
+    place = msgspec.structs.replace(attempt.place, world_size=world_size)
+    begun = _begin_next(attempt.control, place, held, members, max_restarts)
+    told = attempt.told
+    attempt.go_on(
+        msgspec.structs.replace(
+            begun, master_addr=told.master_addr, master_port=told.master_port, watch_port=told.watch_port
+        ),
+        world_size,
+    )
+    _journal_begin(attempt, held, torch_version)
+
+
+def _begin_next(
+    control: ControlDirectory, place: Place, held: Claim, members: Sequence[Member], max_restarts: int
+) -> Announcement:
+    """Begin an attempt on what was decided about the last one; what is told of it but where to meet."""
     earlier = sum(record.launch == held.owner for record, _ in ends_of(control))
     fence = Fence(control, held.epoch)
     newest, decided = last_decision(control)
@@ -261,44 +329,29 @@ def lead(
         placement=arrangement.placement,
         rotation=arrangement.rotation,
     )
-    hosted = AttemptStore(address)
-    watching = None
-    if place.nodes > 1:
-        watching = LeaderWatch(
-            run_secret(control),
-            attempt=begun.number,
-            epoch=held.epoch,
-            nodes=place.nodes,
-            timeout=node_timeout,
-            patience=max(node_timeout, CONNECT_PATIENCE),
-        )
-    told = Announcement(
+    return Announcement(
         run=control.run_id,
         attempt=begun.number,
         epoch=held.epoch,
         restarts=earlier,
-        master_addr=address,
-        master_port=hosted.port,
-        watch_port=watching.port if watching is not None else 0,
         arrangement=arrangement,
         avoid=decided.avoid if decided is not None else [],
         rerun=rerun,
         trial=trial,
     )
-    attempt = Attempt(control, place, held.owner, told, store, node_timeout)
-    attempt.hosted, attempt.watching = hosted, watching
+
+
+def _journal_begin(attempt: Attempt, held: Claim, torch_version: str) -> None:
     attempt.journal.write(LeaseClaimed(epoch=held.epoch, owner=held.owner, evidence=held.evidence))
     attempt.journal.write(
         AttemptStarted(
             epoch=held.epoch,
-            world_size=place.world_size,
-            nodes=place.nodes,
+            world_size=attempt.place.world_size,
+            nodes=attempt.place.nodes,
             launcher="holdfast run",
             torch=torch_version,
         )
     )
-    store.set(ANNOUNCEMENT, msgspec.json.encode(told).decode())
-    return attempt
 
 
 def refuse(store: Store, error: HoldfastError | StopRun) -> None:

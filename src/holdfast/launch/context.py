@@ -50,6 +50,11 @@ class LaunchContext:
     learned_exclusions: list[Decided] = field(default_factory=list)
     """What decisions of this launch excluded: known here before the record of it can be read everywhere."""
 
+    @property
+    def elastic(self) -> bool:
+        """Whether the group may go on with fewer nodes than it began with."""
+        return self.min_nodes < self.max_nodes
+
     def tend_starter(self) -> None:
         """Look after the parent of the workers; it is a child that is neither a worker nor an orphan."""
         self.starter.tend()

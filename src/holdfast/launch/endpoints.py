@@ -13,6 +13,7 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from holdfast.control.hosted_store import connect
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
 
@@ -125,13 +126,7 @@ class Endpoints:
                 self.hosting, self.port = True, store.port
                 return store
         self.hosting = False
-        store = TCPStore(
-            host,
-            port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._timeout),
-        )
+        store = connect(host, port, self._timeout)
         self.port = store.port
         return store
 

@@ -25,6 +25,7 @@ from holdfast.launch.recovering import Recovery, report_timeout
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.summary import next_step, say
 from holdfast.policy.classify import Cause
+from holdfast.policy.halting import leaves
 from holdfast.policy.recovery import Action
 from holdfast.policy.stopping import Source, StopRequest
 
@@ -116,26 +117,25 @@ class Ends:
         failed = stopping is not None and stopping.request is not None  # its workers were in no state to save
         code = int(ExitCode.STOPPED_UNSAVED if failed else ExitCode.STOPPED)
         context, meeting = self._context, self._meeting
-        elastic = context.min_nodes < context.max_nodes
+        leads = attempt.place.leads if attempt is not None else meeting is not None and meeting.leads
+        alone = leaves(leads=leads, elastic=context.elastic)
         if attempt is not None and attempt.place.nodes > 1 and not attempt.ended:
             node = attempt.place.node
-            leaves = elastic and not attempt.place.leads
             detail = f"the agent on {node} got {number.name}"
             notice = Notice(
-                kind="left" if leaves else "stopped",
+                kind="left" if alone else "stopped",
                 node=node,
-                nodes=[node] if leaves else [],
+                nodes=[node] if alone else [],
                 detail=detail,
                 exit_code=code,
             )
             with contextlib.suppress(DecisionTimeoutError):  # no store, nobody to tell
                 attempt.give(notice)
         self._shutdown()
-        leads = attempt.place.leads if attempt is not None else meeting is not None and meeting.leads
         if meeting is not None:
             why = f"its agent got {number.name}"
             with contextlib.suppress(StoreLostError):
-                if leads or (not elastic and meeting.belongs()):
+                if leads or (not alone and meeting.belongs()):
                     meeting.finish(code, f"{meeting.node} ends: {why}")
                 else:
                     meeting.leave(why)

@@ -7,21 +7,21 @@ gate never fails itself: a fault in here lets the node take part, and says so.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
+from holdfast.cluster.node_name import node_name
 from holdfast.config import Settings
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.device_errors import record_device_errors
 from holdfast.control.devices import visible_devices
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import excluded
-from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
 from holdfast.health.examination import GATE_PATIENCE, gpu_check, places_of, quick_checks
 from holdfast.health.gpu import judge_gpus
@@ -57,7 +57,7 @@ class Gate:
         kernel_log: Path | None = None,
     ) -> None:
         """`alone`: no other node could take this one's place, so there is nothing to be parked beside."""
-        self.node = settings.launch.node_name or socket.gethostname()
+        self.node = node_name(settings.launch.node_name)
         self._mode = settings.health.gate
         self._control = control
         self._say = say
@@ -101,14 +101,21 @@ class Gate:
         if self._mode == "off":
             return GateAnswer()
         if self._answer is None or time.monotonic() >= self._until:
-            try:
+            self._answer = GateAnswer()
+            with self._without_fail("the look at this node's health"):
                 self._answer = judge_gate(self._look(), self._mode)
-            except Exception as error:  # noqa: BLE001 - a fault in here must not keep a healthy node out
-                self._say(f"warning: the health checks failed themselves ({error!r:.200}); going on without")
-                self._answer = GateAnswer()
             self._until = time.monotonic() + (AGAIN if self._answer.kept_out else FRESH)
-            self._tell(self._answer)
+            with self._without_fail("the record of the health checks"):
+                self._tell(self._answer)
         return self._answer
+
+    @contextlib.contextmanager
+    def _without_fail(self, what: str) -> Iterator[None]:
+        """A fault in here must neither keep a healthy node out nor end a run."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - see above
+            self._say(f"warning: {what} failed by a fault of its own ({error!r:.200}); going on without")
 
     def _tell(self, answer: GateAnswer) -> None:
         """In the journal and on the terminal, once for each set of problems."""
@@ -168,20 +175,18 @@ class Gate:
         self.node = node
         self._attempts += 1
         self._before = None
-        if self._mode == "off" or not self._has_devices():
-            return
-        log = read_kernel_log(kmsg=self._kernel_log)
-        self._before = None if log.problem else {error.identity for error in log.errors}
+        with self._without_fail("the look at the devices' errors"):
+            if self._mode == "off" or not self._has_devices():
+                return
+            log = read_kernel_log(kmsg=self._kernel_log)
+            self._before = None if log.problem else {error.identity for error in log.errors}
 
     def keep_device_errors(self, attempt: int) -> None:
         """After an attempt that failed: what the driver reported since it began, as evidence."""
         self.forget()
-        if self._mode == "off" or not self._has_devices():
-            return
-        try:
-            record_device_errors(self._control, attempt, self.node, self.device_errors())
-        except (OSError, ControlError) as error:
-            self._say(f"warning: what the devices reported could not be kept: {error}")
+        with self._without_fail("the look at the devices' errors"):
+            if self._mode != "off" and self._has_devices():
+                record_device_errors(self._control, attempt, self.node, self.device_errors())
 
     def device_errors(self) -> list[DeviceError]:
         gpus = ask_gpus(EVIDENCE_TIMEOUT)

@@ -12,14 +12,15 @@ signal's default action would end the process.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from holdfast.bounded import Bounded
 from holdfast.files import make_dirs, read_regular, replace_atomic
 from holdfast.launch import processes
 from holdfast.launch.hang_report import (
@@ -86,24 +87,20 @@ def collect(
     """
     began = time.monotonic()
     span = max(0.0, deadline - began)
-    found: dict[int, tuple[RankEvidence, str]] = {}
 
-    def look(rank: int, pid: int) -> None:
+    def look(rank: int, pid: int) -> tuple[RankEvidence, str]:
         try:
-            found[rank] = _Look(rank, pid, ask, stacks, began, span).all()
+            return _Look(rank, pid, ask, stacks, began, span).all()
         except Exception as error:  # noqa: BLE001 - evidence is worth having, but never a failure of its own
             problem = f"{type(error).__name__}: {error}"
-            found[rank] = RankEvidence(rank=rank, pid=pid, problems=[problem]), ""
+            return RankEvidence(rank=rank, pid=pid, problems=[problem]), ""
 
-    looks = []
-    for rank, pid in sorted(pids.items()):
-        looks.append(
-            threading.Thread(target=look, args=(rank, pid), name=f"holdfast-look-{rank}", daemon=True)
-        )
-        looks[-1].start()
-    for thread in looks:
-        thread.join(max(0.0, began + READING * span - time.monotonic()))
-    in_time = dict(found)
+    looks = {rank: Bounded(partial(look, rank, pid), f"look-{rank}") for rank, pid in sorted(pids.items())}
+    in_time = {
+        rank: one.result()
+        for rank, one in looks.items()
+        if one.ended(began + READING * span - time.monotonic())
+    }
     late = [
         RankEvidence(rank=rank, pid=pid, problems=["nothing could be found out in time"])
         for rank, pid in pids.items()
@@ -277,22 +274,22 @@ def _keep(directory: Path, report: HangReport, texts: Mapping[int, str], deadlin
     """Write it all, the node's report first. In a thread: a disk that hangs must not hold up the kill."""
     path = directory / f"{report.node}.json"
     kept = msgspec.structs.replace(report, kept=str(directory))
-    done: list[str] = []
 
-    def work() -> None:
+    def work() -> str:
         try:
             make_dirs(directory)
             replace_atomic(path, msgspec.json.encode(kept) + b"\n")
             for rank, text in sorted(texts.items()):
                 replace_atomic(directory / f"rank_{rank:06d}.txt", text.encode(errors="replace"))
-            done.append("")
         except OSError as error:
-            done.append(f"the evidence could not be written to {directory}: {error.strerror or error}")
+            return f"the evidence could not be written to {directory}: {error.strerror or error}"
+        return ""
 
-    thread = threading.Thread(target=work, name="holdfast-hang-evidence", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
-    problem = done[0] if done else f"the evidence was not written to {directory} in time; its disk may hang"
+    writing = Bounded(work, "hang-evidence")
+    if writing.ended(deadline - time.monotonic()):
+        problem = writing.result()
+    else:
+        problem = f"the evidence was not written to {directory} in time; its disk may hang"
     return kept if not problem else msgspec.structs.replace(report, problems=[*report.problems, problem])
 
 

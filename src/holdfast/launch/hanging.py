@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import msgspec
+
 from holdfast.launch.arrangement import Arrangement
 from holdfast.launch.attempt import Attempt
 from holdfast.launch.hang import collect, read_reports
@@ -20,14 +22,20 @@ LOOKING = 10.0
 """Seconds for finding out what the ranks of a node do, and for writing it down."""
 
 
-def look_at_hang(attempt: Attempt, pids: Mapping[int, int], monitor: Monitor) -> None:
-    """Keep what this node's ranks are doing, while they still do it."""
+def look_at_hang(
+    attempt: Attempt, pids: Mapping[int, int], monitor: Monitor, ranks: Mapping[int, int]
+) -> None:
+    """Keep what this node's ranks are doing, while they still do it.
+
+    `ranks`: by what each worker was started with, its present rank; who has none does nothing.
+    """
+    started = {rank: first for first, rank in ranks.items()}
     collect(
         attempt.control.attempt(attempt.number),
         attempt.place.node,
-        pids,
-        monitor.ask,
-        hung=monitor.overdue(),
+        {rank: pids[first] for rank, first in started.items()},
+        lambda rank, timeout: monitor.ask(started[rank], timeout),
+        hung=[msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank)) for one in monitor.overdue()],
         deadline=time.monotonic() + LOOKING,
         stacks=monitor.path.parent,
     )
@@ -39,7 +47,7 @@ def hangs_of(attempt: Attempt) -> tuple[list[Hang], list[str]]:
     if not reports:
         return [], []
     found = merge(reports, world=attempt.place.world_size)
-    nodes = _nodes_of_ranks(attempt.told.arrangement, attempt.place.world_size)
+    nodes = attempt.nodes_of_ranks or _nodes_of_ranks(attempt.told.arrangement, attempt.place.world_size)
     hangs = [
         Hang(
             rank=one.rank,

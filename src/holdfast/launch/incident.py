@@ -30,6 +30,7 @@ from holdfast.control.attempts import (
     read_attempt,
     record_failure,
 )
+from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.device_errors import device_errors_of
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.control.exclusions import exclude, readmit
@@ -41,7 +42,7 @@ from holdfast.journal import events
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.evidence import highest_committed_step
-from holdfast.launch.history import DECISION, keep_incident, past_attempts
+from holdfast.launch.history import keep_incident, past_attempts
 from holdfast.launch.suspicion import doubtful_with, still_open, write_findings
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.capacity import Cluster
@@ -81,6 +82,12 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
 def report(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
     """Record this node's failures durably, then say that they are all there."""
+    record(attempt, failures, sections)
+    attempt.count_in("reported")
+
+
+def record(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
+    """Record failures durably; `sections`: rank → the one that it was in."""
     for failure in failures:
         record_failure(attempt.control, attempt.number, failure)
         ended = describe_end(failure.exit_code)
@@ -96,7 +103,6 @@ def report(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[in
                 section=sections.get(failure.rank, ""),
             )
         )
-    attempt.count_in("reported")
 
 
 def decide(
@@ -117,7 +123,7 @@ def decide(
     ]
     history = past_attempts(control, before=attempt.number)
     situation = _situation(control, failed, history, settings, known, facts)
-    decision = attempt.decisions.decide("recovery", Decision, lambda: recover(history, situation))
+    decision = attempt.decisions.decide(RECOVERY, Decision, lambda: recover(history, situation))
     _write_down(control, attempt.fence, attempt.journal, failed, root, decision)
     if decision.exit_code == ExitCode.STOPPED_UNSAVED:
         attempt.end("stopped", exit_code=decision.exit_code, cause="", highest_step=failed.highest_step)
@@ -160,7 +166,7 @@ def decide_lost(
     history = past_attempts(control, before=lost.number)
     situation = _situation(control, failed, history, settings, known, facts)
     fence = Fence(control, held.epoch)
-    path = control.attempt(lost.number) / "decisions" / DECISION
+    path = decision_path(control, lost.number, RECOVERY)
     with fence.guard(f"decide about attempt {lost.number}"):
         decision = read_record(path, Decision)
         if decision is None:
@@ -177,7 +183,7 @@ def decide_lost(
 
 def learn(attempt: Attempt, timeout: float) -> Incident:
     """The followers' part: the leader's decision, before the deadline."""
-    decision = attempt.decisions.await_decision("recovery", Decision, timeout, attempt.lost_leader)
+    decision = attempt.decisions.await_decision(RECOVERY, Decision, timeout, attempt.lost_leader)
     failures = failures_of(attempt.control, attempt.number)
     root = root_cause(failures) if failures else None
     cause = str(diagnose(Evidence(ends=[end_of(one) for one in failures])).cause) if failures else ""

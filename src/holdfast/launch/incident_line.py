@@ -32,6 +32,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
     action: str
     exit_code: int = 0
     reason: str = ""
+    evidence: list[str] = []
     restarts_left: int | None = None
     exclude: list[dict[str, Any]] = []
     avoid: list[str] = []

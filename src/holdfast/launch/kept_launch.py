@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 
+from holdfast.cluster.node_name import node_name
 from holdfast.control.launches import record_launch
 from holdfast.launch.context import LaunchContext
 
@@ -18,7 +18,7 @@ def keep_launch(
         context.control,
         context.launch,
         argv,
-        node=settings.launch.node_name or socket.gethostname(),
+        node=node_name(settings.launch.node_name),
         min_nodes=context.min_nodes,
         max_nodes=context.max_nodes,
         workers_per_node=workers_per_node,

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import uuid
@@ -33,6 +32,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from torch.distributed.run import config_from_args
 
+from holdfast.cluster.node_name import node_name
 from holdfast.cluster.slurm import current_job
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.devices import visible_devices
@@ -41,6 +41,7 @@ from holdfast.control.handover import VARIABLE
 from holdfast.control.limits import limits_of
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
+from holdfast.inprocess import handed
 from holdfast.journal.events import Warned
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch import run_path
@@ -51,6 +52,7 @@ from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import Endpoints, parse_endpoints
 from holdfast.launch.gate import Gate
+from holdfast.launch.history import LAUNCHER_ENDED
 from holdfast.launch.keeper import Keeper
 from holdfast.launch.kept_launch import keep_launch
 from holdfast.launch.leadership import Leadership
@@ -64,6 +66,7 @@ from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.starting import Starter
 from holdfast.launch.summary import next_step, say
+from holdfast.worker.stop_file import refuse_stop_file
 
 
 def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
@@ -72,10 +75,11 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
     `parent`: a preloaded parent that was started ahead of time; the caller ends it.
     """
     options = parse(argv)
-    _refuse_stop_file(options.settings.stop_file())
+    refuse_stop_file(options.settings.stop_file())
     with _scratch_logs(options) as scratch:
         config, command = _configure(options)
-        os.environ.pop(VARIABLE, None)  # of an outer launch: our workers are not its workers
+        for name in (VARIABLE, handed.VARIABLE):  # of an outer launch: our workers are not its workers
+            os.environ.pop(name, None)
         signals = StopSignals(getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"))
         signals.install()
         starter = Starter(
@@ -83,7 +87,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
         )
         starter.expect(command, numa=getattr(config, "numa_options", None) is not None)
         control, created = ControlDirectory.open_or_create(Path(options.settings.run.dir))
-        tell = _Teller(control)
+        tell = _Teller(control, node_name(options.settings.launch.node_name))
         monitor = Monitor(Path(tempfile.mkdtemp(prefix="holdfast_")), limits_of(options.effective), tell)
         leadership = Leadership(control, options.settings.control.lease_ttl, options.settings.handover())
         context = LaunchContext(
@@ -131,15 +135,6 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             context.scheduler.part(say)
 
 
-def _refuse_stop_file(path: Path) -> None:
-    """It would stop the run as soon as it began; whoever left it there has to say that it may go on."""
-    if path.exists():
-        raise UsageError(
-            f"the stop file {path} is there: the run would stop at once, so it was not started. Remove the "
-            "file to start it"
-        )
-
-
 def _keep_together(context: LaunchContext) -> None:
     """From now on nothing that this process starts can get away from it, nor outlive it but for a while."""
     if not context.orphans.become_reaper():
@@ -153,8 +148,9 @@ def _keep_together(context: LaunchContext) -> None:
 class _Teller:
     """Tells what a person should know of the launcher itself: on the terminal, and in the journal."""
 
-    def __init__(self, control: ControlDirectory) -> None:
+    def __init__(self, control: ControlDirectory, node: str) -> None:
         self._control = control
+        self._node = node
 
     def __call__(self, text: str) -> None:
         say(f"warning: {text}")
@@ -162,7 +158,7 @@ class _Teller:
 
     def ended(self, code: int, why: str) -> int:
         """No decision tells of this end, which concerns this node only as far as it knows."""
-        self.quietly(f"the launcher on {socket.gethostname()} ended with code {code}: {why}")
+        self.quietly(f"{LAUNCHER_ENDED}{self._node} ended with code {code}: {why}")
         return code
 
     def quietly(self, text: str) -> None:
@@ -248,7 +244,7 @@ def _make_handler(
     if parameters.backend == "static":
         return rendezvous_registry.get_rendezvous_handler(parameters)
     launch = context.settings.launch
-    name = launch.node_name or socket.gethostname()
+    name = node_name(launch.node_name)
     endpoints = Endpoints(
         parse_endpoints(parameters.endpoint),
         is_host=parameters.get_as_bool("is_host"),

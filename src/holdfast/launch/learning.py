@@ -41,6 +41,11 @@ class Learner:
             self._tell(problem)
         return self._earlier
 
+    def go_on(self, monitor: Monitor, attempt: int) -> Learned:
+        """The same workers go on as another attempt: what it begins with, as `begin` says it."""
+        self.keep(monitor)
+        return self.begin(self._node, attempt)
+
     def poll(self, monitor: Monitor) -> None:
         """Call it now and then during an attempt."""
         if time.monotonic() - self._wrote >= PERIOD:

@@ -15,13 +15,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from holdfast.launch.peers import ANCESTORS, descends, lineage, make_private, peer_of
+from holdfast.control.peers import ANCESTORS, descends, lineage, make_private, peer_of
+from holdfast.control.waking import Waking
 from holdfast.launch.questions import Questions
 from holdfast.launch.stop_words import Hearing, StopWords
 from holdfast.policy.timeouts import (
@@ -135,10 +136,12 @@ class Monitor:
         self._look = LOOK
         self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._stopping = threading.Event()
-        self._ticked = _awake()
+        self._waking = Waking()
         self._fresh = self._began = time.monotonic()
         self._told_unheard = False
         self._refused = 0
+        self._waiting: frozenset[int] = frozenset()
+        """Reserves of an in-process restart, which say nothing while they wait."""
         make_private(directory)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -161,12 +164,29 @@ class Monitor:
             self._by_pid = {pid: rank for rank, pid in pids.items()}
             self._learned = learned or Learned()
             self._stop_words, self._look = StopWords(), LOOK
+            self._waiting = frozenset()
             self._began = self._fresh = time.monotonic()
             self._told_unheard = not pids
             self._questions.give_up()
             for connection in list(self._connections.values()):
                 if connection.rank is not None or not self._adopt(connection):
                     self._drop(connection)
+
+    def go_on(self, ranks: Collection[int], reserves: Collection[int], learned: Learned) -> None:
+        """The same workers go on, as another attempt: those that are left, with all clocks afresh."""
+        with self._lock:
+            for rank in set(self._ranks) - set(ranks):
+                left = self._ranks.pop(rank)
+                self._by_pid.pop(left.pid, None)
+                if left.connection is not None:
+                    self._drop(left.connection)
+            for known in self._ranks.values():
+                if known.connection is not None:
+                    self._read(known.connection)  # its farewell may lie there, or already its next hello
+                if known.connection is None or (known.state is not None and known.state.done):
+                    known.state = known.seen = None
+            self._learned, self._waiting = learned, frozenset(reserves)
+            self._fresh = time.monotonic()
 
     def overdue(self) -> list[Overdue]:
         """The ranks that have used up the limit that rules them now, the most overdue first."""
@@ -301,8 +321,7 @@ class Monitor:
                 self._tell_unheard()
 
     def _notice_blindness(self) -> None:
-        now = _awake()
-        blind, self._ticked = now - self._ticked, now
+        blind = self._waking.missed()
         if blind > BLIND:
             self._fresh = time.monotonic()
             self._tell(
@@ -314,7 +333,7 @@ class Monitor:
         if self._told_unheard or time.monotonic() - max(self._began, self._fresh) < UNHEARD:
             return
         self._told_unheard = True
-        silent = sorted(rank for rank, known in self._ranks.items() if known.state is None)
+        silent = sorted({rank for rank, known in self._ranks.items() if known.state is None} - self._waiting)
         if silent:
             shown = ", ".join(map(str, silent[:8])) + (" …" if len(silent) > 8 else "")
             self._tell(
@@ -472,11 +491,6 @@ class Monitor:
     def _limits_of(self, known: _Rank) -> Limits:
         limits = known.limits or self._limits
         return apply(self._learned, limits) if known.learns else limits
-
-
-def _awake() -> float:
-    """Seconds on a clock that goes on while the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _longer(one: Observed, other: Observed) -> Observed:

@@ -5,7 +5,7 @@ none, also when the id has been given to another one meanwhile. Nothing here wai
 files that show a process's memory (arguments, environment) may make the reader wait as long as that process
 holds its memory's lock, which in the kernel can be for ever: read them through `within`.
 
-Standard library only.
+Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import ctypes
 import errno
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+
+from holdfast.bounded import Bounded
 
 PROC = Path("/proc")
 PR_SET_CHILD_SUBREAPER = 36
@@ -202,16 +203,10 @@ def arguments(pid: int) -> list[str]:
 
 def within(seconds: float, call: Callable[[], T]) -> T | None:
     """What `call` returns, or None if it takes longer (it then goes on in a thread of its own) or raises."""
-    results: list[T] = []
-
-    def work() -> None:
-        with contextlib.suppress(Exception):  # None says that there is no answer
-            results.append(call())
-
-    thread = threading.Thread(target=work, name="holdfast-within", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
+    called = Bounded(call, "within")
+    with contextlib.suppress(Exception):  # None says that there is no answer
+        return called.result() if called.ended(seconds) else None
+    return None
 
 
 def become_reaper() -> bool:

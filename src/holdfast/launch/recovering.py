@@ -5,17 +5,27 @@ The decision itself is `policy.recovery`'s, and how it is fixed for all nodes `l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from holdfast.config import Settings
+from holdfast.control.attempts import record_failure
 from holdfast.control.lease import Claim
 from holdfast.launch.alert import EXCLUSION, INCIDENT, STOP
 from holdfast.launch.attempt import Attempt, Notice, StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.evidence import highest_committed_step
 from holdfast.launch.hanging import hangs_of
-from holdfast.launch.incident import Circumstances, Incident, decide, decide_lost, learn, lost_nodes
+from holdfast.launch.incident import (
+    Circumstances,
+    Incident,
+    decide,
+    decide_lost,
+    learn,
+    lost_nodes,
+    record,
+)
 from holdfast.launch.meeting import MeetingHandler
+from holdfast.launch.restart_evidence import Faulted
 from holdfast.launch.summary import describe, one_line, say
 from holdfast.policy.capacity import Cluster, Exclusion
 from holdfast.policy.evidence import LostNode
@@ -42,6 +52,8 @@ class Recovery:
         """The last step that a rank of this node completed in the attempt that ended."""
         self.lost_leader: list[LostNode] = []
         """How the last attempt's leader was lost, for whoever decides about that."""
+        self._faulted = Faulted()
+        self._decided: Incident | None = None
 
     def settle(self, attempt: Attempt, notice: Notice, stopping: str = "") -> Incident:
         """The decision about a failed attempt: made here if this node leads, else learnt.
@@ -51,13 +63,38 @@ class Recovery:
         if not attempt.place.leads:
             return learn(attempt, self._settings.control.decision_timeout)
         reported = attempt.await_all("reported", report_timeout(self._settings))
+        if self._decided is not None and self.has_decided(attempt):
+            return self._decided  # it was to go on in its processes, and that could not be done
+        return self._decide(attempt, notice, reported, stopping, notice.nodes)
+
+    def has_decided(self, attempt: Attempt) -> bool:
+        """Whether it was decided about this attempt while its workers lived."""
+        return self._decided is not None and self._decided.attempt == attempt.number
+
+    def take_faults(self, attempt: Attempt, faulted: Faulted, sections: Mapping[int, str]) -> None:
+        """The leader records what befell members of the restart that is open, and keeps it as evidence."""
+        record(attempt, faulted.ended, sections)
+        for failure in faulted.raised:
+            record_failure(attempt.control, attempt.number, failure)
+        self._faulted = faulted
+
+    def settle_in_process(self, attempt: Attempt, notice: Notice, stopping: str) -> Incident:
+        """The decision about a failed attempt whose workers live. Who is lost is counted as there: whether
+        the others suffice was looked at before."""
+        self._decided = self._decide(attempt, notice, attempt.place.nodes, stopping, [])
+        return self._decided
+
+    def _decide(
+        self, attempt: Attempt, notice: Notice, reported: int, stopping: str, without: Sequence[str]
+    ) -> Incident:
         hangs, told = hangs_of(attempt)
+        faulted = self._faulted if self._faulted.attempt == attempt.number else Faulted()
         known = Circumstances(
-            cluster=self._cluster(notice.nodes),
-            lost=lost_nodes(notice),
-            hangs=hangs,
+            cluster=self._cluster(without),
+            lost=[*lost_nodes(notice), *faulted.lost],
+            hangs=[*hangs, *faulted.hangs],
             last_step=self.last_step,
-            facts=told,
+            facts=[*told, *faulted.facts],
             stopping=stopping,
             can_requeue=self._can_requeue,
         )
@@ -119,6 +156,6 @@ class Recovery:
             workers_per_node=self._workers_per_node,
             min_nodes=self._context.min_nodes,
             max_nodes=self._context.max_nodes,
-            may_shrink=self._context.min_nodes < self._context.max_nodes,
+            may_shrink=self._context.elastic,
             excluded=excluded,
         )

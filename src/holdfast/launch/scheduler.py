@@ -6,18 +6,17 @@ most once a launch, by the leading agent alone, as the very last thing: a job th
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 
+from holdfast.cluster.requeue_record import ask_on_record
 from holdfast.cluster.requeueing import Asked, may_requeue, requeue_after_stop, requeue_by_decision
-from holdfast.cluster.slurm import SlurmJob
+from holdfast.cluster.slurm import SlurmJob, job_found
 from holdfast.cluster.time_limit import TimeLimit
 from holdfast.config import Settings
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.requeues import record_requeue, requeues_without_progress, withdraw_requeue
+from holdfast.control.requeues import requeues_without_progress
 from holdfast.errors import ControlError, HoldfastError
-from holdfast.journal.cluster_events import JobFound, RequeueAsked
 from holdfast.journal.text import duration, plural
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.budgets import MAX_REQUEUES
@@ -41,14 +40,20 @@ class Scheduler:
 
     @property
     def ends_at(self) -> float | None:
-        """When the job will be ended, as far as it is known here."""
-        if self._limit is not None:
-            return self._limit.ends_at
-        return self.job.ends_at if self.job is not None else None
+        """When the job will be ended, as far as the scheduler was asked from here: the leading agent does.
+
+        What the environment says alone is as old as the job: somebody may have extended its limit since.
+        """
+        return self._limit.ends_at if self._limit is not None else None
 
     def due(self) -> StopRequest | None:
         """The request to stop ahead of the time limit. For one agent: who calls it asks the scheduler."""
         return self._watch().due(time.time())
+
+    def ask_again(self) -> None:
+        """A stop was asked for, maybe by the scheduler, which then ends the job sooner. Returns at once."""
+        if self.job is not None:
+            self._watch().ask_again()
 
     def _watch(self) -> TimeLimit:
         if self._limit is None:
@@ -66,16 +71,7 @@ class Scheduler:
         if job is None:
             return
         ends_at = self._first_answer()
-        journal.write(
-            JobFound(
-                scheduler=NAME.lower(),
-                job=job.label,
-                restarts=job.restarts,
-                nodes=list(job.nodes),
-                ends_at=ends_at,
-                partition=job.partition,
-            )
-        )
+        journal.write(job_found(job, ends_at, self._setting))
         parts = [f"{NAME} job {job.label}"]
         parts += [f"restart {job.restarts}"] if job.restarts else []
         parts += [plural(len(job.nodes), "node")] if job.nodes else []
@@ -84,9 +80,7 @@ class Scheduler:
 
     def can_requeue(self, step: int) -> bool:
         """Whether the job would be started again, and has not been too often without progress."""
-        if self.job is None or self._stalled(step) >= MAX_REQUEUES:
-            return False
-        return may_requeue(self.job, self._setting)
+        return self.job is not None and may_requeue(self.job, self._setting, self._stalled(step))
 
     def after_stop(self, attempt: int, request: StopRequest, step: int, exclude: Sequence[str]) -> None:
         """The run stops on request: at the end of this launch it may be queued again."""
@@ -94,8 +88,8 @@ class Scheduler:
         self._at_last(
             attempt,
             step,
-            lambda: requeue_after_stop(
-                self.job, self._setting, request, exclude=list(exclude), stalled=stalled
+            lambda job: requeue_after_stop(
+                job, self._setting, request, exclude=list(exclude), stalled=stalled
             ),
         )
 
@@ -104,7 +98,7 @@ class Scheduler:
         self._at_last(
             attempt,
             step,
-            lambda: requeue_by_decision(self.job, self._setting, reason, exclude=list(exclude)),
+            lambda job: requeue_by_decision(job, self._setting, reason, exclude=list(exclude)),
         )
 
     def part(self, tell: Callable[[str], None]) -> None:
@@ -119,25 +113,13 @@ class Scheduler:
         except (HoldfastError, OSError) as error:  # how the run ended is settled, and must be what is told
             tell(f"warning: whether job {self.job.label if self.job else ''} is queued again: {error}")
 
-    def _at_last(self, attempt: int, step: int, ask: Callable[[], Asked | None]) -> None:
+    def _at_last(self, attempt: int, step: int, ask: Callable[[SlurmJob], Asked]) -> None:
         job = self.job
         if job is None:
             return
 
         def last(tell: Callable[[str], None]) -> None:
-            # Before it is asked: that may end this process before anything is written.
-            number = record_requeue(self._control, attempt, step, job.label)
-            done = ask()
-            if done is None or not done.asked:
-                withdraw_requeue(self._control, number, attempt, step)
-            if done is None:
-                return
-            with contextlib.closing(JournalWriter(self._control.journal, "launcher", attempt)) as journal:
-                journal.write(
-                    RequeueAsked(
-                        job=job.label, asked=done.asked, reason=done.reason, exclude=list(done.exclude)
-                    )
-                )
+            done = ask_on_record(self._control, "launcher", job, attempt, step, lambda: ask(job))
             asked = "asked" if done.asked else "not asked"
             tell(f"{NAME} was {asked} to queue job {job.label} again: {done.reason}")
 

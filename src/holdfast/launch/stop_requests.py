@@ -13,10 +13,13 @@ from collections.abc import Mapping
 from holdfast.control.operator import stop_asked
 from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
+from holdfast.journal.events import Warned
 from holdfast.launch.attempt import Attempt
 from holdfast.launch.context import LaunchContext
+from holdfast.launch.summary import say
 from holdfast.policy.stopping import Source, StopRequest
 from holdfast.worker.beat_messages import Wish
+from holdfast.worker.stop_file import StopFile
 
 LOOK = 1.0
 """Seconds between two looks at what lies in files."""
@@ -31,6 +34,7 @@ class StopRequests:
         self._attempt = attempt
         self._context = context
         self._looked = 0.0
+        self._stop_file = StopFile(context.settings.stop_file(), self._warn)
 
     def look(self, ended: Mapping[int, int], wishes: Mapping[int, Wish]) -> StopRequest | None:
         """A request, if there is one. `ended`: exit codes of the ranks that have ended."""
@@ -66,9 +70,8 @@ class StopRequests:
         due = context.scheduler.due()
         if due is not None:
             return due
-        path = context.settings.stop_file()
-        if path.exists():
-            return self._request(Source.STOP_FILE, f"the stop file {path}")
+        if self._stop_file.is_there():
+            return self._request(Source.STOP_FILE, f"the stop file {self._stop_file.path}")
         try:
             asked = stop_asked(context.control, [context.launch, *context.earlier_launches])
         except ControlError:  # it is looked for again, and told of where the directory is needed
@@ -76,6 +79,10 @@ class StopRequests:
         if asked is not None:
             return self._request(Source.OPERATOR, f"an operator, {asked.describe()}")
         return None
+
+    def _warn(self, told: str) -> None:
+        self._attempt.journal.write(Warned(message=told))
+        say(f"warning: {told}")
 
     def _request(
         self, source: Source, detail: str, *, signal: str = "", node: str = "", rank: int | None = None

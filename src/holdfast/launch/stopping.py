@@ -9,8 +9,8 @@ Guarantee: every agent of the attempt learns of the request or of the attempt's 
 themselves) ends with the workers killed and code 32, on every node that can still be reached.
 
 With several nodes the words go through the round's store, each key written once:
-`stop/request`, `stop/word/<group rank>`, `stop/agreed`, `stop/leaving/<group rank>`, and how many nodes have
-`stop/said` and `stop/done`, and on how many a rank `stop/halted`.
+`stop/request`, `stop/word/<group rank>`, `stop/agreed`, `stop/leaving/<group rank>`, `stop/sooner/<number>`,
+and how many nodes have `stop/said` and `stop/done`, and on how many a rank `stop/halted`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import msgspec
 
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced
+from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopHastened
 from holdfast.journal.text import duration
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.context import LaunchContext
@@ -29,8 +29,8 @@ from holdfast.launch.stop_requests import StopRequests
 from holdfast.launch.stop_words import StopWords
 from holdfast.launch.summary import say
 from holdfast.launch.workers import Workers
-from holdfast.policy.halting import Agreed, NodeWord, agree, node_word
-from holdfast.policy.stopping import StopRequest, deadline
+from holdfast.policy.halting import Agreed, NodeWord, agree, goes_on, leaves, node_word
+from holdfast.policy.stopping import Deadline, StopRequest, deadline, sooner
 from holdfast.worker.beat_messages import Prepare, StopAt
 
 QUICK = 0.03
@@ -47,17 +47,15 @@ LAST_WORDS = 1.0
 """Seconds for the monitor to read what a rank said before it ended."""
 FINE = (int(ExitCode.OK), int(ExitCode.STOPPED))
 """Codes of a worker that has stopped as it was asked to."""
-REQUEST, AGREED = "stop/request", "stop/agreed"
+REQUEST, AGREED, SOONER = "stop/request", "stop/agreed", "stop/sooner"
 
 
 class Handed(msgspec.Struct, frozen=True, kw_only=True):
     """A request as it is handed round."""
 
     request: StopRequest
-    seconds: float | None = None
-    """Until the hard deadline, from the request on; None for none."""
-    why: str = ""
-    """What the deadline rests on."""
+    limit: Deadline
+    """From the request on."""
     leaves: str = ""
     """The node that alone is to leave a group which may shrink; empty if the whole run is to stop."""
 
@@ -72,6 +70,11 @@ class Stopping:
         self._requests = StopRequests(attempt, context)
         self._alone = attempt.place.nodes == 1
         self._handed: Handed | None = None
+        self._limit = Deadline(None, "")
+        """The hard deadline as it is now, from `_limited` on."""
+        self._limited = 0.0
+        self._hastened = 0
+        """How often it has come closer."""
         self._learnt = 0.0
         self._moved = 0.0
         self._read = 0.0
@@ -84,6 +87,8 @@ class Stopping:
         self._leaving = False
         self._done = False
         self._forced = False
+        self.asked_between = False
+        """Whether the request came while the ranks were between two attempts."""
 
     @property
     def request(self) -> StopRequest | None:
@@ -107,15 +112,22 @@ class Stopping:
         fine = FINE if self._handed is not None else (int(ExitCode.OK),)
         return any(code not in fine for code in ended.values())
 
-    def poll(self, ended: Mapping[int, int]) -> Notice | None:
-        """See to the stop, if there is one: the notice of its end, once there is one."""
+    def poll(self, ended: Mapping[int, int], *, between: bool = False) -> Notice | None:
+        """See to the stop, if there is one: the notice of its end, once there is one.
+
+        `between`: the ranks are between two attempts, where nobody can save. A request is learnt then, and
+        whoever lets them go on asks for it.
+        """
         words = self._context.monitor.stop_words()
-        if self._handed is None and not self._learn(ended, words):
-            return None
-        notice = self._hurried(ended, words) or self._late()
-        if notice is not None or self.failed(ended):
+        if self._handed is None:
+            if not self._learn(ended, words):
+                return None
+            self.asked_between = between
+        notice = self._hurried(ended, words) or self._late(words)
+        if notice is not None or between or self.failed(ended):
             return notice
         self._take_leave()
+        self._hasten()
         if self._agreed is None:
             self._prepare()
             self._speak(ended, words)
@@ -143,8 +155,10 @@ class Stopping:
             handed = msgspec.json.decode(there, type=Handed) if there else None
         if handed is None:
             return False
-        self._handed = handed
-        self._learnt = self._moved = time.monotonic()
+        self._handed, self._limit = handed, handed.limit
+        self._learnt = self._moved = self._limited = time.monotonic()
+        if self._attempt.place.leads:
+            self._context.scheduler.ask_again()
         if handed == mine:
             request = handed.request
             self._attempt.journal.write(
@@ -153,27 +167,53 @@ class Stopping:
                     detail=request.detail,
                     node=request.node,
                     rank=request.rank,
-                    seconds=handed.seconds,
+                    seconds=handed.limit.seconds,
                 )
             )
         what = f"node {handed.leaves} leaves" if handed.leaves else "all ranks save and stop"
-        limit = f", within {duration(handed.seconds)} ({handed.why})" if handed.seconds is not None else ""
-        say(f"asked to stop: {handed.request.detail}; {what}{limit}")
+        limit = self._limit
+        within = f", within {duration(limit.seconds)} ({limit.why})" if limit.seconds is not None else ""
+        say(f"asked to stop: {handed.request.detail}; {what}{within}")
         return True
 
     def _hand(self, request: StopRequest) -> Handed:
         context, place = self._context, self._attempt.place
         limit = deadline(context.settings.stop.shutdown_timeout_sec, request.lead)
-        elastic = context.min_nodes < context.max_nodes
-        alone = elastic and not place.leads and context.signals.received is not None and request.rank is None
-        return Handed(
-            request=request, seconds=limit.seconds, why=limit.why, leaves=place.node if alone else ""
-        )
+        signalled = context.signals.received is not None and request.rank is None
+        alone = signalled and leaves(leads=place.leads, elastic=context.elastic)
+        return Handed(request=request, limit=limit, leaves=place.node if alone else "")
 
     def _left(self) -> float | None:
         """Seconds until the deadline."""
-        seconds = self._handed.seconds if self._handed is not None else None
-        return None if seconds is None else seconds - (time.monotonic() - self._learnt)
+        seconds = self._limit.seconds
+        return None if seconds is None else seconds - (time.monotonic() - self._limited)
+
+    def _hasten(self) -> None:
+        """The scheduler may end the job sooner than who asked knew: the leading agent sees, and tells all."""
+        closer = self._sooner() if self._attempt.place.leads else self._told_sooner()
+        if closer is None or closer.seconds is None:
+            return
+        self._hastened += 1
+        self._limit, self._limited = closer, time.monotonic()
+        self._prepared.clear()  # every rank is told again, and minds the shorter one
+        if self._attempt.place.leads:
+            self._attempt.journal.write(StopHastened(seconds=closer.seconds, why=closer.why))
+        say(f"the stop must be over within {duration(closer.seconds)}: {closer.why}")
+
+    def _sooner(self) -> Deadline | None:
+        ends_at = self._context.scheduler.ends_at
+        found = sooner(self._left(), None if ends_at is None else ends_at - time.time())
+        if found is not None and not self._alone:
+            self._attempt.fix(f"{SOONER}/{self._hastened}", msgspec.json.encode(found).decode())
+        return found
+
+    def _told_sooner(self) -> Deadline | None:
+        if time.monotonic() - self._read < LEARN:
+            return None
+        self._read = time.monotonic()
+        key = f"{SOONER}/{self._hastened}"
+        raw = self._attempt.read([key]).get(key)
+        return msgspec.json.decode(raw, type=Deadline) if raw else None
 
     def _take_leave(self) -> None:
         """In a group that may go on: who was told to stop itself says so."""
@@ -220,9 +260,10 @@ class Stopping:
         if self._alone:
             self._agreed = agree([self._said]) if self._said is not None else None
         elif attempt.place.leads:
-            if self._said is None or attempt.counted("stop/said") < attempt.place.nodes:
+            there = [rank for rank in range(attempt.place.nodes) if rank not in attempt.lost_nodes()]
+            if self._said is None or attempt.counted("stop/said") < len(there):
                 return
-            keys = [f"stop/word/{rank}" for rank in range(attempt.place.nodes)]
+            keys = [f"stop/word/{rank}" for rank in there]
             said = attempt.read(keys)
             if len(said) < len(keys):
                 return
@@ -276,7 +317,8 @@ class Stopping:
                 attempt.count_in("stop/halted")
             attempt.count_in("stop/done")
             self._moved = time.monotonic()
-        if not attempt.place.leads or attempt.counted("stop/done") < attempt.place.nodes:
+        there = attempt.place.nodes - len(attempt.lost_nodes())
+        if not attempt.place.leads or attempt.counted("stop/done") < there:
             return None
         if attempt.counted("stop/halted"):
             return self._conclude(int(ExitCode.STOPPED))
@@ -305,39 +347,41 @@ class Stopping:
         else:
             return None
         self._workers.kill()
-        return self._force(why, urgent)
+        return self._force(why, words, urgent)
 
-    def _late(self) -> Notice | None:
+    def _late(self, words: StopWords) -> Notice | None:
         left = self._left()
         if left is None or left + OVERTIME > 0:
             return None
-        assert self._handed is not None
-        return self._force(f"not all ranks had ended by the deadline ({self._handed.why})")
+        return self._force(f"not all ranks had ended by the deadline ({self._limit.why})", words)
 
-    def _force(self, why: str, rank: int | None = None) -> Notice:
+    def _force(self, why: str, words: StopWords, rank: int | None = None) -> Notice:
+        """The workers are ended as they are. A rank halts when the state of all is safe: that is no loss."""
+        why = f"the state is saved, but not all ranks had ended: {why}" if words.halted else why
         if not self._forced:
             self._forced = True
             self._attempt.journal.write(StopForced(why=why, rank=rank))
             say(f"the stop is forced: {why}")
-        return self._conclude(int(ExitCode.STOPPED_UNSAVED), why)
+        return self._conclude(int(ExitCode.STOPPED if words.halted else ExitCode.STOPPED_UNSAVED), why)
 
     def _conclude(self, code: int, why: str = "") -> Notice:
         """The notice of the end, the same for all nodes; the others go on if a node only leaves."""
         handed, attempt = self._handed, self._attempt
         assert handed is not None
         detail = f"{handed.request.detail}; {why}" if why else handed.request.detail
-        kind, leavers = "stopped", {}
+        kind, nodes = "stopped", set[str]()
         if handed.leaves:
             keys = {f"stop/leaving/{rank}": rank for rank in range(attempt.place.nodes)}
             leavers = {keys[key]: node.decode() for key, node in attempt.read(list(keys)).items()}
             nodes = {*leavers.values(), handed.leaves}
-            if 0 not in leavers and attempt.place.nodes - len(nodes) >= self._context.min_nodes:
+            fewest = self._context.min_nodes
+            if goes_on(attempt.place.nodes, len(nodes), without_leader=0 in leavers, min_nodes=fewest):
                 kind = "left"
         return attempt.give(
             Notice(
                 kind=kind,
                 node=handed.leaves or handed.request.node or attempt.place.node,
-                nodes=sorted({*leavers.values(), handed.leaves}) if kind == "left" else [],
+                nodes=sorted(nodes) if kind == "left" else [],
                 at=time.time(),
                 detail=detail,
                 exit_code=code,

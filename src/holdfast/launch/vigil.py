@@ -10,11 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from holdfast.journal.events import Warned
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import StoreLostError
 from holdfast.launch.history import past_attempts
+from holdfast.launch.in_process import InProcess
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.workers import Workers
@@ -40,6 +43,7 @@ class Vigil:
         interval: float,
         finish_timeout: float,
         newcomers: Callable[[], int],
+        in_process: InProcess | None = None,
     ) -> None:
         """`newcomers` says how many nodes wait that the group has room for."""
         self._attempt = attempt
@@ -50,18 +54,25 @@ class Vigil:
         self._interval = interval
         self._finish_timeout = finish_timeout
         self._newcomers = newcomers
+        self._in_process = in_process
         self._finished: float | None = None
         self._tended = time.monotonic()
 
     def watch(self) -> Notice:
         """Until something ends the attempt: the notice that all nodes act on."""
         while True:
-            time.sleep(min(self._interval, self._stopping.pause or self._interval))
+            self._pause(min(self._interval, self._stopping.pause or self._interval))
             self._tend()
             self._context.tend_starter()
             found = self._look()
             if found is not None:
                 return found
+
+    def _pause(self, seconds: float) -> None:
+        if self._in_process is not None:
+            self._in_process.pause(seconds)
+        else:
+            time.sleep(seconds)
 
     def _tend(self) -> None:
         """Reap what was left behind, and see that the keeper lives, every now and then."""
@@ -83,8 +94,12 @@ class Vigil:
             return attempt.give(Notice(kind="lease_lost", node=node, detail=lost))
         if self._meeting is not None and self._meeting.lost:
             raise StoreLostError(f"the rendezvous store is lost: {self._meeting.lost}")
-        ended = self._workers.ended()
-        stopped = self._stopping.poll(ended)
+        ended, between = self._workers.ended(), False
+        if self._in_process is not None:
+            self._in_process.look()
+            ended = self._in_process.counted(ended)
+            between = self._in_process.between
+        stopped = self._stopping.poll(ended, between=between)
         if stopped is not None:
             return stopped
         if self._stopping.failed(ended):
@@ -95,9 +110,13 @@ class Vigil:
         given = attempt.notice()
         if given is not None:
             return given
+        if between:
+            return None
         overdue = self._context.monitor.overdue()
         if overdue:
-            detail = "; ".join(str(one) for one in overdue[:NAMED])
+            ranks = self._in_process.ranks() if self._in_process is not None else {}
+            named = [msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank)) for one in overdue]
+            detail = "; ".join(str(one) for one in named[:NAMED])
             return attempt.give(Notice(kind="hang", node=node, at=time.time(), detail=detail))
         if self._stopping.request is not None:
             return None
@@ -113,8 +132,12 @@ class Vigil:
         if self._finished is None:
             self._finished = time.monotonic()
             attempt.count_in("finished")
-        if attempt.counted("finished") >= attempt.place.nodes:
-            return Notice(kind="finished", node=node)
+        lost = len(attempt.lost_nodes())  # those that the others went on without
+        if attempt.counted("finished") >= attempt.place.nodes - lost:
+            # Given, so that a node which is asked to stop at this very moment learns of it too.
+            return attempt.give(Notice(kind="finished", node=node))
+        if self._in_process is not None and self._in_process.idle:
+            return None  # its members were left out: it waits for the others, however long they train
         if time.monotonic() - self._finished > self._finish_timeout:
             waited = f"{self._finish_timeout:g} s after {node} finished, other nodes had not"
             return attempt.give(Notice(kind="failure", node=node, detail=waited))
@@ -126,6 +149,8 @@ class Vigil:
         lost = attempt.lost_nodes()
         if lost:
             names = {rank: self._name_of(rank) for rank in sorted(lost)}
+            if self._in_process is not None and self._in_process.lose({names[r]: lost[r] for r in names}):
+                return None
             detail = "; ".join(f"node {name} was lost: {lost[rank]}" for rank, name in names.items())
             nodes = list(names.values())
             return Notice(kind="node_lost", node=nodes[0], nodes=nodes, at=time.time(), detail=detail)

@@ -20,8 +20,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from holdfast.control.hosted_store import listen
 from holdfast.control.secret import prove, proves
-from holdfast.launch.attempt_store import listen
 
 NONCE = 16
 HELLO = struct.Struct(">QQI32s")

@@ -1,7 +1,8 @@
 """A run's journal sorted into attempts. Pure.
 
 Some lines speak about an attempt that is over: a new launcher may record the end of one that it found lost,
-or the decision about it, before its own attempt starts. Such lines belong to the attempt they speak about.
+or the decision about it, before its own attempt starts; after a restart in place the next attempt tells what
+ended the one before. Such lines belong to the attempt they speak about.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from holdfast.journal.events import (
     Unknown,
     WorkerFailed,
 )
+from holdfast.journal.restart_events import RestartFaulted, RestartPlanned
 from holdfast.observe.steps import Step, steps_done
 
 RECOVERY = "recovery"
@@ -45,6 +47,10 @@ class Attempt:
     finished_at: float | None = None
     """When the run finished in it."""
     failures: list[tuple[float, WorkerFailed]] = field(default_factory=list)
+    faults: list[tuple[float, RestartFaulted]] = field(default_factory=list)
+    """What befell processes of which others went on in place."""
+    planned: RestartPlanned | None = None
+    """The restart in place that followed."""
     recovery: Decision | None = None
     recovery_at: float | None = None
     resume: Decision | None = None
@@ -52,6 +58,12 @@ class Attempt:
     """Rungs it could not use, with the reasons."""
     saves: list[tuple[float, SaveCommitted]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+
+    @property
+    def failed_at(self) -> float | None:
+        """When the first fault of it was seen; None if none was."""
+        seen = [at for at, _ in self.failures] + [at for at, _ in self.faults]
+        return min(seen, default=None)
 
     @property
     def reached(self) -> int | None:
@@ -67,10 +79,11 @@ def attempts(lines: list[Line]) -> list[Attempt]:
     """The run's attempts, in order."""
     found: dict[int, Attempt] = {}
     for line in lines:
-        if line.attempt not in found and found and _about_an_earlier_one(line.body):
+        number = line.attempt
+        if isinstance(line.body, RestartFaulted | RestartPlanned):
+            number = line.body.ended or line.attempt
+        elif line.attempt not in found and found and _about_an_earlier_one(line.body):
             number = max(found)
-        else:
-            number = line.attempt
         attempt = found.get(number)
         if attempt is None:
             attempt = found[number] = Attempt(number, line.at, line.at)
@@ -107,6 +120,10 @@ def _add(attempt: Attempt, line: Line) -> None:
             attempt.finished_at = line.at
         case WorkerFailed():
             attempt.failures.append((line.at, body))
+        case RestartFaulted() if body.ended:
+            attempt.faults.append((min(body.at or line.at, line.at), body))
+        case RestartPlanned() if body.ended:
+            attempt.planned = body
         case Decision(about=about) if about == RECOVERY:
             attempt.recovery, attempt.recovery_at = body, line.at
         case Decision(about=about) if about == RESUME:

@@ -1,9 +1,10 @@
 """Incidents: each fault of a run, from its detection to the first productive step after it. Pure.
 
 One attempt's failures are one incident: when a rank dies the others fail with it, and only the first is a
-cause. An attempt that was lost with its launcher had nobody to see it end; it counts from its last sign of
-life. If the next fault comes before the run is back where it was, the next incident takes over there, so no
-second is counted in two incidents.
+cause. That holds for a restart in place too, of which nobody but the culprit may have ended. An attempt that
+was lost with its launcher had nobody to see it end; it counts from its last sign of life. If the next fault
+comes before the run is back where it was, the next incident takes over there, so no second is counted in two
+incidents.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.events import Decision, Line, WorkerFailed
-from holdfast.journal.render import printable, worker_end
+from holdfast.journal.render import plural, printable, worker_end
+from holdfast.journal.render_restarts import restart_fault
+from holdfast.journal.restart_events import RestartFaulted
 from holdfast.observe.history import Attempt, attempts
+from holdfast.policy.classify import is_symptom
 
 MAX_OTHERS = 8
 """Failures named beside the cause; when a node dies there may be very many."""
@@ -72,10 +76,8 @@ def _fault(life: list[Attempt], index: int) -> _Fault | None:
     attempt = life[index]
     outcome = attempt.ended.outcome if attempt.ended else ""
     # Workers that end badly because the run was asked to stop are no fault, unless it was treated as one.
-    failures = attempt.failures if outcome != "stopped" or attempt.recovery else []
-    if failures:
-        seen = min(at for at, _ in failures)
-        return _Fault(seen, seen)
+    if attempt.failed_at is not None and (outcome != "stopped" or attempt.recovery):
+        return _Fault(attempt.failed_at, attempt.failed_at)
     if outcome == "failed" and attempt.ended_at is not None:
         return _Fault(attempt.ended_at, attempt.ended_at)
     if outcome == "lost" and attempt.ended_at is not None:
@@ -144,7 +146,16 @@ def _root(attempt: Attempt) -> WorkerFailed | None:
     return next(iter(by_name or by_signal or ordered), None)
 
 
+def _first_fault(attempt: Attempt) -> RestartFaulted | None:
+    """Of a restart in place, the first that is not the loss of a peer only."""
+    ordered = sorted(attempt.faults, key=lambda pair: (is_symptom(0, pair[1].detail), pair[0]))
+    return ordered[0][1] if ordered else None
+
+
 def _what(attempt: Attempt) -> str:
+    fault = _first_fault(attempt)
+    if fault is not None:  # says more than the record of a process that did not end
+        return restart_fault(fault)
     root = _root(attempt)
     if root is not None:
         return worker_end(root)
@@ -171,8 +182,11 @@ def _evidence(attempt: Attempt, after: Attempt | None) -> list[str]:
             found.append(f"last section: {root.section}")
         if root.error_file:
             found.append(f"error file: {root.error_file}")
-    elif attempt.ended is None:
+    elif attempt.ended is None and not attempt.faults:
         found.append("no end was recorded before the next attempt")
+    first = _first_fault(attempt)
+    others_in_place = [fault for _, fault in attempt.faults if fault is not first]
+    found.extend(f"followed by: {restart_fault(fault)}" for fault in others_in_place[:MAX_OTHERS])
     found.extend(decided)
     if not any(text.startswith("ranks ") for text in decided):  # recovery has named the others already
         others = [failure for _, failure in attempt.failures if failure is not root]
@@ -196,6 +210,8 @@ def _passed_over(attempt: Attempt) -> list[tuple[str, list[str]]]:
 
 def _decision(failed: Attempt, after: Attempt | None) -> str:
     parts = [failed.recovery.chosen] if failed.recovery is not None else []
+    if failed.planned is not None:
+        parts.append(f"in place, with {plural(failed.planned.world_size, 'rank')}")
     if after is not None:
         if after.resumed is not None:
             parts.append(resume_text(after.resumed.checkpoint, after.resumed.step))

@@ -55,8 +55,8 @@ def accounting(lines: list[Line]) -> Ledger:
         claims.append((2, "starting", Span(begin, life[0].first_at)))
     for attempt in life:
         over = end
-        if attempt.failures:
-            over = min(at for at, _ in attempt.failures)
+        if attempt.failed_at is not None:
+            over = attempt.failed_at
         elif attempt.ended is not None and attempt.ended.outcome != "lost":
             over = attempt.ended_at or attempt.last_at
         elif attempt.ended is not None or attempt is not life[-1]:

@@ -35,18 +35,19 @@ from holdfast.control.standing import StandingBook
 from holdfast.errors import ControlError
 from holdfast.exit_codes import MEANINGS, ExitCode
 from holdfast.journal.render import printable
-from holdfast.launch.history import INCIDENT, past_attempts
+from holdfast.launch.history import INCIDENT, past_attempts, shown_decision
 from holdfast.launch.incident_line import Decided, one_line
 from holdfast.launch.suspicion import still_open
 from holdfast.observe.stops import StopState, outcome, progress, stop_of
 from holdfast.observe.tails import batches, last_loss, last_step, nodes_started, rate
 from holdfast.policy.budgets import restarts_left, restarts_without_progress
 from holdfast.policy.classify import root_cause
+from holdfast.policy.runbook import LIVE
 
 FROM_SIGNALS = 128
 """Exit codes above it are those of releases that ended with a signal's number."""
 
-ALIVE = ("new", "starting", "running", "stopping", "restarting", "paused", "finished")
+ALIVE = ("new", *LIVE, "finished")
 """States for which `holdfast status` exits with 0."""
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ def look(control: ControlDirectory) -> Status:
         newest.record = tried(lambda: read_record(folder / "attempt.json", AttemptRecord), None)
         newest.end = tried(lambda: read_record(folder / "end.json", EndRecord), None)
         newest.head = tried(lambda: read_record(folder / "head.json", HeadRecord), None)
-        newest.decided = tried(lambda: _decided(control, newest.number), None)
+        newest.decided = tried(lambda: shown_decision(control, newest.number), None)
     held = tried(lambda: newest_claim(control), None)
     nothing = Controls(paused=None, budget_reset=None, pin=None, exclusions=[])
     controls = tried(lambda: in_force(control), nothing)
@@ -278,11 +279,6 @@ def _last_local_save(control: ControlDirectory) -> LastSave | None:
     return None
 
 
-def _decided(control: ControlDirectory, number: int) -> Decided | None:
-    found = read_record(control.attempt(number) / "decisions" / "recovery.json", dict)
-    return Decided.of(found) if found is not None else None
-
-
 def _message(control: ControlDirectory, number: int) -> str:
     known = read_record(control.attempt(number) / INCIDENT, dict)
     return str(known.get("message", "")) if known is not None else ""
@@ -309,7 +305,7 @@ def _last_incident(
                 attempt=number,
                 cause=end.cause,
                 root=root_cause(failures) if failures else None,
-                decision=_decided(control, number),
+                decision=shown_decision(control, number),
                 step=last_step(control.journal, files, number),
                 max_restarts=max_restarts,
                 detail=_message(control, number),

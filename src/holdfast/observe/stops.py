@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.exit_codes import MEANINGS, ExitCode
-from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopSaved
+from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopHastened, StopSaved
 from holdfast.journal.render import REPORTER
 from holdfast.journal.text import duration, printable
 from holdfast.observe.tails import tails
@@ -29,10 +29,13 @@ class StopState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stop_of(journal: Path, files: list[str], attempt: int) -> StopState | None:
-    """How the newest stop of an attempt stands; None if nobody asked for one."""
-    lines = [line for who in ("agent", REPORTER) for line in tails(journal, files, attempt, who)]
+    """How the stop of an attempt stands, by whoever asked for it first; None if nobody did."""
+    lines = sorted(
+        (line for who in ("agent", REPORTER) for line in tails(journal, files, attempt, who)),
+        key=lambda line: line.at,
+    )
     found: StopState | None = None
-    for line in sorted(lines, key=lambda line: line.at):
+    for line in lines:
         body = line.body
         if isinstance(body, StopAsked) and found is None:
             ends = None if body.seconds is None else line.at + body.seconds
@@ -40,8 +43,11 @@ def stop_of(journal: Path, files: list[str], attempt: int) -> StopState | None:
             found = StopState(asked_by=asked, source=body.source, at=line.at, ends_at=ends)
     if found is None:
         return None
-    for body in (line.body for line in lines):
-        if isinstance(body, StopAgreed):
+    for line in lines:
+        body = line.body
+        if isinstance(body, StopHastened):
+            found = msgspec.structs.replace(found, ends_at=line.at + body.seconds)
+        elif isinstance(body, StopAgreed):
             found = msgspec.structs.replace(found, step=body.step)
         elif isinstance(body, StopSaved):
             kept = printable(body.checkpoint)

@@ -21,6 +21,7 @@ import msgspec
 from holdfast.exit_codes import ExitCode
 from holdfast.policy.evidence import DeviceError, Evidence, Hang, Loss, LostNode, WorkerEnd, comparable
 from holdfast.policy.rejection import Kind, Place, Rejection
+from holdfast.policy.xids import proves_broken
 
 
 class Cause(StrEnum):
@@ -77,11 +78,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 KERNEL_OOM = "killed by the kernel for lack of memory"
 """How the agent's message begins when the kernel's counters say so."""
 
-HARDWARE_XIDS = frozenset({48, 62, 64, 74, 79, 94, 95, 119, 120, 140})
-"""Numbers by which NVIDIA's driver reports broken hardware: memory errors beyond correction, failed row
-remapping, NVLink, off the bus, a dead controller. Others (13, 31, 43, 45 …) a program's bug can cause too, or
-they follow from its end; they say nothing clear."""
-
 _LOST_PEER = re.compile(
     r"connection closed by peer|connection reset by peer|connection was likely closed|broken pipe"
     r"|connection refused|socket timeout|ncclremoteerror|nccl remote error|remote process exited"
@@ -130,7 +126,11 @@ _BY_CODE = {
     ExitCode.CONTROL_UNUSABLE: Cause.INFRASTRUCTURE,
     ExitCode.STOPPED: Cause.PREEMPTION,
     ExitCode.STOPPED_UNSAVED: Cause.PREEMPTION,
+    ExitCode.HANDED_OVER: Cause.UNKNOWN,
 }
+
+_SYMPTOMS = frozenset({ExitCode.DECISION_TIMEOUT, ExitCode.HANDED_OVER})
+"""Codes that say of what another rank's fault has led to, never of a fault."""
 
 _BY_KIND = {
     Kind.STEP: Cause.UNKNOWN,
@@ -142,11 +142,6 @@ _BY_KIND = {
 
 _HAS_A_PLACE = frozenset({Cause.INFRASTRUCTURE, Cause.DEVICE, Cause.HANG, Cause.UNKNOWN})
 """Causes for which it matters where they were seen. A job's own error accuses no node."""
-
-
-def evidence_of(failure: Failure) -> Evidence:
-    """One worker's end alone, as evidence."""
-    return Evidence(ends=[end_of(failure)])
 
 
 def end_of(failure: Failure) -> WorkerEnd:
@@ -162,8 +157,8 @@ def end_of(failure: Failure) -> WorkerEnd:
 
 
 def is_symptom(exit_code: int, message: str) -> bool:
-    """Whether a failure only says that a peer was lost."""
-    return exit_code == ExitCode.DECISION_TIMEOUT or bool(_LOST_PEER.search(message))
+    """Whether a failure only says that a peer was lost, or that a restart in place was given up."""
+    return exit_code in _SYMPTOMS or bool(_LOST_PEER.search(message))
 
 
 def _doubt(failure: Failure) -> int:
@@ -177,11 +172,6 @@ def _doubt(failure: Failure) -> int:
 def root_cause(failures: Sequence[F]) -> F:
     """The failure that the others follow from. At least one must be given."""
     return min(failures, key=lambda f: (_doubt(f), f.at, f.rank, f.exit_code, f.message))
-
-
-def classify(evidence: Evidence) -> Cause:
-    """The kind of an incident."""
-    return diagnose(evidence).cause
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -244,7 +234,7 @@ _Key = tuple[int, float, bytes]
 def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
     """Everything seen that may be a root cause, with its place in the order; the last part breaks ties."""
     for error in evidence.devices:
-        if error.uncorrectable or error.xid in HARDWARE_XIDS or _DEVICE.search(error.message):
+        if _is_broken(error):
             yield (-1, error.at, _tie(error)), error
     if evidence.ends:
         end = root_cause(sorted(evidence.ends, key=_tie))
@@ -253,6 +243,13 @@ def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
         yield (0, hang.at, _tie(hang)), hang
     for lost in evidence.lost:
         yield (0, lost.at, _tie(lost)), lost
+
+
+def _is_broken(error: DeviceError) -> bool:
+    """Whether the hardware itself says so. A number says it better than the words around it."""
+    if error.uncorrectable or error.xid is None:
+        return error.uncorrectable or bool(_DEVICE.search(error.message))
+    return proves_broken(error.xid)
 
 
 def _tie(item: _Item) -> bytes:

@@ -6,8 +6,13 @@ means that there is nothing left to replace it with, and the device is due for r
 
 from __future__ import annotations
 
-from holdfast.policy.health import CheckResult, Status, amount
+from collections.abc import Sequence
 
+from holdfast.journal.text import size
+from holdfast.policy.health import CheckResult, Status
+from holdfast.policy.xids import XIDS, accuses_device
+
+WHOSE = "see who uses it with `nvidia-smi`; an earlier job's process may hang"
 HOT = 90.0
 """Degrees Celsius; data-centre devices slow down a little above."""
 SLOWED = {
@@ -86,17 +91,105 @@ def judge_free_memory(name: str, used: int | None, total: int | None) -> CheckRe
     return CheckResult(
         name=name,
         status=Status.WARNING if crowded else Status.OK,
-        found=f"{amount(used)} of {amount(total)} in use",
+        found=f"{size(used)} of {size(total)} in use",
         expected="almost none in use",
-        fix="see who uses it with `nvidia-smi`; an earlier job's process may hang" if crowded else "",
+        fix=WHOSE if crowded else "",
     )
 
 
-def judge_computed(name: str, right: bool, problem: str, gflops: float) -> CheckResult:
-    if problem or not right:
-        found = problem or "a product whose every element is known came out WRONG"
+def judge_computed(
+    name: str, *, right: bool, gflops: float, free: int | None = None, problem: str = ""
+) -> CheckResult:
+    """`free`: bytes of its memory, if too few to compute with; `problem`: why there is no answer at all."""
+    expected = "the known answer"
+    if free is not None or "out of memory" in problem.lower():
+        # Whoever is the only one on a device finds its memory empty: this says nothing about its health.
+        left = problem if free is None else f"{size(free)} of its memory free"
+        found = f"not tried, because another program uses it: {left}"
+        return CheckResult(name=name, status=Status.WARNING, found=found, expected=expected, fix=WHOSE)
+    if problem:
+        fix = "look at the kernel log for XIDs; drain the node if it fails again while nothing else uses it"
+        return CheckResult(name=name, status=Status.CRITICAL, found=problem, expected=expected, fix=fix)
+    if not right:
+        found = "a product whose every element is known, or what was written to its memory, came out WRONG"
         fix = "drain the node: a device that miscounts ruins what it trains"
-        return CheckResult(
-            name=name, status=Status.CRITICAL, found=found, expected="the known answer", fix=fix
-        )
+        return CheckResult(name=name, status=Status.CRITICAL, found=found, expected=expected, fix=fix)
     return CheckResult(name=name, status=Status.OK, found=f"the known answer, {gflops:.4g} GFLOP/s")
+
+
+def judge_untried(name: str, said: str, *, hung: bool) -> CheckResult:
+    """Of computing without an answer: a device that hangs is ill, one that could not be tried may be well."""
+    if not hung:
+        return CheckResult(name=name, status=Status.UNKNOWN, found=f"could not be tried: {said}")
+    return CheckResult(
+        name=name,
+        status=Status.CRITICAL,
+        found=said,
+        expected="an answer",
+        fix="the driver or a device hangs: look at the kernel log, drain the node and reboot",
+    )
+
+
+def judge_unusable(name: str, problem: str) -> CheckResult:
+    """Of torch on a node with a driver: none of its devices can be used."""
+    return CheckResult(
+        name=name,
+        status=Status.CRITICAL,
+        found=problem,
+        expected="CUDA works",
+        fix="compare the driver's release (`nvidia-smi`) with torch's (`torch.version.cuda`)",
+    )
+
+
+# --- the driver, and the kernel's log -----------------------------------------------------------------------
+
+
+def judge_driver(problem: str, *, visible: bool, hung: bool, source: str) -> CheckResult:
+    """Of a driver that says nothing: one that hangs is ill, one that nobody here can ask may be well."""
+    ill = visible and (hung or source == "nvidia-smi")
+    return CheckResult(
+        name="gpu",
+        status=Status.CRITICAL if ill else Status.UNKNOWN,
+        found=problem,
+        expected="an answer",
+        fix="look at the kernel log for XIDs; drain the node and reboot" if ill else "",
+    )
+
+
+def judge_count(listed: int, visible: Sequence[str], *, source: str, insist: bool) -> CheckResult | None:
+    """None if none is missing. `insist`: the visible ones must be there, because the kernel shows them and
+    nobody named them. Parts of a device (MIG) are not listed one by one."""
+    if listed >= len(visible) or any(name.startswith("MIG-") for name in visible):
+        return None
+    return CheckResult(
+        name="gpu count",
+        status=Status.CRITICAL if insist else Status.WARNING,
+        found=f"{source} lists {listed} of {len(visible)}",
+        expected=f"{len(visible)}: {', '.join(visible)}",
+        fix="a device is lost, or CUDA_VISIBLE_DEVICES names one that is not there; see XID 79",
+    )
+
+
+def judge_kernel_log(problem: str, errors: Sequence[tuple[int, str]]) -> CheckResult:
+    """`errors`: (XID, in words), oldest first; `problem`: why the log could not be read."""
+    name = "kernel log"
+    if problem:
+        return CheckResult(
+            name=name,
+            status=Status.UNKNOWN,
+            found=problem,
+            expected="no XID errors",
+            fix="allow it (kernel.dmesg_restrict=0, or the group systemd-journal), or look as root",
+        )
+    if not errors:
+        return CheckResult(name=name, status=Status.OK, found="no XID errors")
+    bad = [one for one in errors if accuses_device(one[0])]
+    number, told = (bad or errors)[-1]
+    known = XIDS.get(number)
+    return CheckResult(
+        name=name,
+        status=Status.CRITICAL if bad else Status.WARNING,
+        found=f"{len(errors)} XID errors, of which {len(bad)} accuse a device; {told}",
+        expected="no XID errors",
+        fix=f"for the node: {known.for_node}" if known is not None else "see NVIDIA's catalogue of XIDs",
+    )

@@ -1,4 +1,5 @@
-"""What comes of the ranks' promises: after which step all stop, or that nobody is left who could be asked.
+"""What comes of the ranks' promises: after which step all stop, or that nobody is left who could be asked;
+and whether it is the run that stops, or a node that leaves it.
 
 Guarantee: pure. A step is named only when every rank that can be asked has promised, so nobody is past it. A
 rank that cannot be asked (its script does not use Run, or it has not come so far) never holds a stop up for
@@ -37,6 +38,16 @@ class Agreed(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the workers are ended as they are."""
     code: int = int(ExitCode.STOPPED)
     """What the launcher ends with then."""
+
+
+def leaves(*, leads: bool, elastic: bool) -> bool:
+    """Whether a signal to a node's agent means that node alone: one that the group can do without."""
+    return elastic and not leads
+
+
+def goes_on(nodes: int, leaving: int, *, without_leader: bool, min_nodes: int) -> bool:
+    """Whether a group of so many nodes goes on when some leave."""
+    return not without_leader and nodes - leaving >= min_nodes
 
 
 def node_word(

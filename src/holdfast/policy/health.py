@@ -12,6 +12,8 @@ from enum import StrEnum
 
 import msgspec
 
+from holdfast.journal.text import size
+
 MIB = 1024 * 1024
 GIB = 1024 * MIB
 
@@ -90,21 +92,13 @@ def judge_gate(results: Sequence[CheckResult], gate: str) -> GateAnswer:
 
 MEMORY_CRITICAL, MEMORY_WARNING = 128 * MIB, GIB
 SPACE_CRITICAL, SPACE_WARNING = 16 * MIB, GIB
-SHARED_CRITICAL, SHARED_WARNING = 0, 256 * MIB
+SHARED_WARNING = 256 * MIB
 FILES_CRITICAL, FILES_WARNING = 128, 1024
 THREADS_CRITICAL, THREADS_WARNING = 64, 1024
 SKEW_WARNING = 2.0
 LATENCY_WARNING = 2.0
 """Seconds for one small file to be written, made durable, moved and read back."""
 INODES_WARNING = 1000
-
-
-def amount(count: float) -> str:
-    """Bytes for people."""
-    for unit, size in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count:.0f} bytes"
 
 
 def _by_limits(value: float, critical: float, warning: float) -> Status:
@@ -116,20 +110,20 @@ def _by_limits(value: float, critical: float, warning: float) -> Status:
 def judge_memory(available: int, limit: int | None) -> CheckResult:
     """`available` to this process, the limit of its cgroup counted in, if it has one."""
     status = _by_limits(available, MEMORY_CRITICAL, MEMORY_WARNING)
-    where = f" of the {amount(limit)} that its cgroup allows" if limit is not None else ""
+    where = f" of the {size(limit)} that its cgroup allows" if limit is not None else ""
     return CheckResult(
         name="memory",
         status=status,
-        found=f"{amount(available)} available{where}",
-        expected=f"at least {amount(MEMORY_WARNING)}",
+        found=f"{size(available)} available{where}",
+        expected=f"at least {size(MEMORY_WARNING)}",
         fix="" if status is Status.OK else "end what else runs here, or ask the scheduler for more (--mem)",
     )
 
 
-def judge_space(what: str, path: str, free: int, inodes: int | None, need: int = 0) -> CheckResult:
+def judge_space(what: str, path: str, free: int, inodes: int | None) -> CheckResult:
     """`inodes`: that are free; None where a file system does not count them."""
-    status = _by_limits(free, SPACE_CRITICAL, max(SPACE_WARNING, need))
-    found = f"{amount(free)} free in {path}"
+    status = _by_limits(free, SPACE_CRITICAL, SPACE_WARNING)
+    found = f"{size(free)} free in {path}"
     if inodes is not None and inodes < INODES_WARNING:
         # Some file systems make more of them when they are needed: whether a file can be made, a trial tells.
         status = max(status, Status.WARNING, key=_GRAVITY.__getitem__)
@@ -138,20 +132,19 @@ def judge_space(what: str, path: str, free: int, inodes: int | None, need: int =
         name=f"space of {what}",
         status=status,
         found=found,
-        expected=f"at least {amount(max(SPACE_WARNING, need))}",
+        expected=f"at least {size(SPACE_WARNING)}",
         fix="" if status is Status.OK else "free some space (`holdfast ckpt gc`), or set another directory",
     )
 
 
-def judge_shared_memory(total: int, free: int, need: int = 0) -> CheckResult:
+def judge_shared_memory(total: int, free: int) -> CheckResult:
     """Data loaders and asynchronous saves hand tensors over through it; containers give 64 MiB of it."""
-    wanted = max(SHARED_WARNING, need)
-    status = Status.OK if free >= wanted else Status.WARNING
+    status = Status.OK if free >= SHARED_WARNING else Status.WARNING
     return CheckResult(
         name="shared memory",
         status=status,
-        found=f"{amount(free)} free of {amount(total)} in /dev/shm",
-        expected=f"at least {amount(wanted)}",
+        found=f"{size(free)} free of {size(total)} in /dev/shm",
+        expected=f"at least {size(SHARED_WARNING)}",
         fix="" if status is Status.OK else "start the container with --shm-size or --ipc=host, or clear it",
     )
 

@@ -85,28 +85,39 @@ def _without(cluster: Cluster, drains: Sequence[Drain]) -> Cluster:
     return msgspec.structs.replace(cluster, excluded=[*cluster.excluded, *gone])
 
 
-def capacity(cluster: Cluster, drains: Sequence[Drain], free: int | None, scheduler: str = "") -> Finding:
+def nodes_to_start_with(cluster: Cluster, drains: Sequence[Drain]) -> int | None:
+    """How many nodes a start of a run that may shrink would have; None where its launch alone says that."""
+    if not cluster.may_shrink:
+        return None
+    found = fit(_without(cluster, drains), cluster.max_nodes)
+    return len(found.nodes) if found.nodes and not found.missing else None
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes that a scheduler has for the run now, without those that are kept out."""
+
+    by: str
+    nodes: int
+    queues: bool
+    """Whether a start waits in its queue until there are enough; a job that runs keeps the nodes it has."""
+
+
+def capacity(cluster: Cluster, drains: Sequence[Drain], offer: Offer | None) -> Finding:
     """Whether there are nodes enough: enough, shrink, or wait.
 
-    `free`: nodes that the scheduler could give now; None if there is none to ask, or no answer.
+    `offer`: None if there is no scheduler to ask, or no answer; then the last attempts' nodes count.
     """
-    if not cluster.nodes and free is None:
+    if not cluster.nodes and offer is None:
         return Finding(
             stage=Stage.CAPACITY, mark=Mark.UNKNOWN, text="not known: the run has no record of its nodes"
         )
     wanted = max(cluster.max_nodes or len(cluster.nodes), cluster.min_nodes)
-    if scheduler and free is not None:
-        return _offered(cluster, free, wanted, scheduler)
+    if offer is not None:
+        return _offered(cluster, offer, wanted)
     found = fit(_without(cluster, drains), wanted)
     have = f"{len(found.nodes)} of {wanted} node{'s' * (wanted != 1)}"
     if found.missing:
-        return Finding(
-            stage=Stage.CAPACITY,
-            mark=Mark.PROBLEM,
-            text=f"wait: {have} usable, {found.missing} more needed",
-            code=int(ExitCode.NO_CAPACITY),
-            next=MEANINGS[ExitCode.NO_CAPACITY][1],
-        )
+        return _too_few(f"wait: {have} usable, {found.missing} more needed")
     if found.shrinks:
         text = f"shrink: {have} usable, and the run may go on with {cluster.min_nodes} or more"
         return Finding(stage=Stage.CAPACITY, mark=Mark.NOTE, text=text)
@@ -114,15 +125,22 @@ def capacity(cluster: Cluster, drains: Sequence[Drain], free: int | None, schedu
     return Finding(stage=Stage.CAPACITY, mark=Mark.OK, text=f"enough: {have} ({where})")
 
 
-def _offered(cluster: Cluster, free: int, wanted: int, scheduler: str) -> Finding:
-    have = f"{scheduler} has {free} free, {wanted} are wanted"
-    if free >= wanted:
+def _offered(cluster: Cluster, offer: Offer, wanted: int) -> Finding:
+    have = f"{offer.by} has {offer.nodes} {'free' if offer.queues else 'usable'}, {wanted} are wanted"
+    if offer.nodes >= wanted:
         return Finding(stage=Stage.CAPACITY, mark=Mark.OK, text=f"enough: {have}")
-    if cluster.may_shrink and free >= cluster.min_nodes:
+    if cluster.may_shrink and offer.nodes >= cluster.min_nodes:
         text = f"shrink: {have}, and the run may go on with {cluster.min_nodes} or more"
         return Finding(stage=Stage.CAPACITY, mark=Mark.NOTE, text=text)
+    if not offer.queues:
+        return _too_few(f"wait: {have}")
     text = f"wait: {have}; the job waits in the queue until they are there"
     return Finding(stage=Stage.CAPACITY, mark=Mark.NOTE, text=text)
+
+
+def _too_few(text: str) -> Finding:
+    code = ExitCode.NO_CAPACITY
+    return Finding(stage=Stage.CAPACITY, mark=Mark.PROBLEM, text=text, code=int(code), next=MEANINGS[code][1])
 
 
 # --- storage, and the number of ranks ----------------------------------------------------------------------
@@ -196,3 +214,40 @@ def world(saved: int | None, wanted: int | None, *, shared: bool | None) -> Find
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def command(
+    shown: str | None, *, nodes: int = 1, missing: Sequence[str] = (), submit: str = "", wrong: str = ""
+) -> Finding:
+    """How the run starts again. `shown`: the command in words, None if it is not known.
+
+    `missing`: variables that the last launch had; `submit`: how to start it where it must not be run here;
+    `wrong`: why it would not start this run.
+    """
+    if shown is None:
+        return Finding(
+            stage=Stage.COMMAND,
+            mark=Mark.UNKNOWN,
+            text="not known: the run was not started by `holdfast run`",
+            next="start it as before, or give the command after `--`",
+        )
+    if wrong and not submit:
+        return Finding(
+            stage=Stage.COMMAND,
+            mark=Mark.PROBLEM,
+            text=shown,
+            evidence=[wrong],
+            code=int(ExitCode.USAGE),
+            next="give the command that starts this run after `--`",
+        )
+    evidence = [f"set for the last launch, and not here: {', '.join(missing)}"] if missing else []
+    if submit:
+        evidence.append(submit)
+    elif nodes > 1:
+        evidence.append(f"on each of {nodes} nodes, or through the batch script again")
+    return Finding(
+        stage=Stage.COMMAND, mark=Mark.NOTE if evidence else Mark.OK, text=shown, evidence=evidence
+    )

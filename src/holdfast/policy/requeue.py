@@ -53,8 +53,8 @@ def after_stop(setting: str, request: StopRequest, facts: JobFacts | None, stall
             return Verdict(False, f"{name} comes from a person")
         if not facts.preempted and not facts.timed_out:
             return Verdict(False, f"{name}, and Slurm does not say that the job is being preempted")
-    if stalled >= MAX_REQUEUES:
-        return Verdict(False, f"it was queued again {stalled} times without progress; look at it first")
+    if too_often := _too_often(stalled):
+        return too_often
     if request.source is Source.TIME_LIMIT or (facts.timed_out and not facts.preempted):
         return Verdict(True, f"the time limit: {request.detail}")
     if facts.preempted:
@@ -62,9 +62,18 @@ def after_stop(setting: str, request: StopRequest, facts: JobFacts | None, stall
     return Verdict(True, f"the scheduler's signal: {request.detail}")
 
 
-def by_decision(setting: str, reason: str, facts: JobFacts | None) -> Verdict:
-    """After recovery decided that the nodes it has cannot do it; its own budget has counted already."""
-    return _against(setting, facts) or Verdict(True, reason)
+def by_decision(setting: str, reason: str, facts: JobFacts | None, stalled: int) -> Verdict:
+    """After a decision that the nodes it has cannot do it.
+
+    `stalled`: as above; 0 where recovery decided, whose own budget has counted already.
+    """
+    return _against(setting, facts) or _too_often(stalled) or Verdict(True, reason)
+
+
+def _too_often(stalled: int) -> Verdict | None:
+    if stalled < MAX_REQUEUES:
+        return None
+    return Verdict(False, f"it was queued again {stalled} times without progress; look at it first")
 
 
 def _against(setting: str, facts: JobFacts | None) -> Verdict | None:

@@ -63,8 +63,8 @@ class StopFacts(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """signal, stop_file, operator or time_limit."""
     detail: str
-    saved: str = ""
-    """The checkpoint that holds the last step."""
+    saved: str | None = None
+    """The checkpoint that holds the last step; None if it was not saved, empty if there was nothing to."""
     forced: str = ""
     """Why it ended without saving."""
 
@@ -88,6 +88,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     decided_code: int = 0
     reason: str = ""
     grounds: list[str] = []
+    """What recovery's decision rests on."""
     failures: list[str] = []
     hang: str = ""
     """Where the reports of a hang lie; empty if there was none."""
@@ -102,7 +103,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str] = []
 
 
-LIVE = ("starting", "running", "restarting", "paused")
+LIVE = ("starting", "running", "stopping", "restarting", "paused")
+"""States of a run that somebody holds: it is left alone."""
 STANDING = frozenset(
     {
         ExitCode.FAILED,
@@ -144,9 +146,9 @@ def trigger(facts: Facts) -> Finding:
         return Finding(stage=Stage.TRIGGER, mark=Mark.NOTE, text=what, evidence=[*found, *evidence])
     if facts.stop is not None and facts.state == "stopped":
         what = f"attempt {facts.attempt} was asked to stop{_at(facts)}: {facts.stop.detail}"
-        kept = f"its state is saved as {facts.stop.saved}" if facts.stop.saved else "it ended without saving"
-        kept = f"{kept}: {facts.stop.forced}" if facts.stop.forced else kept
-        return Finding(stage=Stage.TRIGGER, mark=Mark.NOTE, text=what, evidence=[kept, *evidence])
+        return Finding(
+            stage=Stage.TRIGGER, mark=Mark.NOTE, text=what, evidence=[_kept(facts.stop), *evidence]
+        )
     if facts.state == "stopped":
         what = f"attempt {facts.attempt} was stopped{_at(facts)} {facts.detail}".rstrip()
         return Finding(stage=Stage.TRIGGER, mark=Mark.NOTE, text=what, evidence=evidence)
@@ -154,6 +156,16 @@ def trigger(facts: Facts) -> Finding:
     decided = [f"decided: {facts.action}, {facts.reason}"] if facts.action else []
     found = list(dict.fromkeys([*evidence, *decided, *facts.grounds]))
     return Finding(stage=Stage.TRIGGER, mark=Mark.NOTE, text=what, evidence=found)
+
+
+def _kept(stop: StopFacts) -> str:
+    if stop.saved:
+        text = f"its state is saved as {stop.saved}"
+    elif stop.saved is not None:
+        text = "there was nothing to save"
+    else:
+        text = "it ended without saving"
+    return f"{text}: {stop.forced}" if stop.forced else text
 
 
 class Side(StrEnum):
@@ -258,3 +270,37 @@ def exit_code(findings: Sequence[Finding]) -> int:
     """Of the first finding that stands in the way; one that somebody holds the run outranks all."""
     codes = [finding.code for finding in findings if finding.code]
     return int(ExitCode.RUN_IS_LIVE) if ExitCode.RUN_IS_LIVE in codes else next(iter(codes), 0)
+
+
+class NotStarted(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a run is not started again."""
+
+    text: str
+    code: int = 0
+    """What to end with; 0 if the findings have said it."""
+    question: str = ""
+    """What to ask a person, whose word overrules it; empty if nobody's does."""
+
+
+def why_not_started(
+    findings: Sequence[Finding], answer: str, *, known: bool, submit: str
+) -> NotStarted | None:
+    """Only a stop that recovery decided on can be overruled. None: it may be started.
+
+    `known`: whether there is a command; `submit`: how else to start it, if it must not be run here.
+    """
+    blocking = [one for one in findings if one.code]
+    if any(one.stage is not Stage.CLASSIFY for one in blocking):
+        return NotStarted(text=answer)
+    if not known:
+        text = "how it was started is not known: give the command after `--`"
+        return NotStarted(text=text, code=int(ExitCode.USAGE))
+    if submit:
+        return NotStarted(text=submit, code=int(ExitCode.USAGE))
+    if not blocking:
+        return None
+    stands = blocking[0]
+    return NotStarted(
+        text=f"{stands.text}. Give --yes to start it all the same",
+        question=f"{stands.evidence[0]} Start it all the same?",
+    )

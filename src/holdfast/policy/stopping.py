@@ -15,6 +15,8 @@ import msgspec
 
 MARGIN = 10.0
 """Seconds before the scheduler's own end at which ranks must be gone, so that what they leave can be told."""
+WORTH = 2.0
+"""Seconds by which a deadline must have come closer to be told again: schedulers name whole ones."""
 REPEATED = 3.0
 """Seconds within which a second signal is the same request on another way: a scheduler signals every process,
 and a batch script forwards what it gets. Later, it means now."""
@@ -51,16 +53,30 @@ class Deadline(msgspec.Struct, frozen=True):
 
 
 def deadline(shutdown_timeout: float, lead: float | None) -> Deadline:
-    """By when ranks must have ended: the setting (0 is none), or the scheduler's lead less a margin."""
+    """By when ranks must have ended: the setting (0 is none), or the scheduler's lead less a margin.
+
+    An end that has passed says nothing: the job is there, so its scheduler leaves it more time than that.
+    """
     limits: list[tuple[float, str]] = []
     if shutdown_timeout > 0:
         limits.append((shutdown_timeout, f"stop.shutdown_timeout_sec = {shutdown_timeout:g}"))
-    if lead is not None:
-        left = max(lead - MARGIN, lead / 2, 0.0)
+    if lead is not None and lead > 0:
+        left = max(lead - MARGIN, lead / 2)
         limits.append((left, f"the scheduler ends the job in {lead:.0f} s"))
     if not limits:
         return Deadline(None, "no limit is set")
     return Deadline(*min(limits))
+
+
+def sooner(left: float | None, lead: float | None) -> Deadline | None:
+    """The deadline that the scheduler's lead, as it is known now, makes of one that is `left` away.
+
+    None if that is no closer; None for `left` is no limit so far.
+    """
+    found = deadline(0.0, lead)
+    if found.seconds is None:
+        return None
+    return found if left is None or found.seconds < left - WORTH else None
 
 
 def stop_step(promises: Iterable[int]) -> int:

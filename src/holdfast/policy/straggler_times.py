@@ -33,6 +33,8 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     noise: float = 0.0
     """Standard error of the seconds until it arrives."""
+    marked: bool = True
+    """Whether it saw where its own work ended, so that waiting could be told from it."""
     sections: dict[str, Span] = {}
 
     @property
@@ -176,6 +178,30 @@ def summarise(
     arrived = [value * part for value, part in zip(arrivals, kept, strict=True)]
     noise = statistics.stdev(arrived) / math.sqrt(count) if count > 1 else 0.0
     return sections, noise
+
+
+def alike(ranks: Sequence[RankTimes]) -> list[RankTimes]:
+    """The ranks as they can be compared. Where some could tell waiting from work and others could not, nobody
+    is taken to have: what counts in a section with waiting is the time on a core, or, where nobody knows
+    that, all of it, which is the same for everybody."""
+    if len({one.marked for one in ranks if one.steps}) < 2:
+        return list(ranks)
+    core = all(one.busy is not None for one in ranks if one.steps)
+    waits = {name for one in ranks for name, span in one.sections.items() if span.wait > 0}
+    return [
+        msgspec.structs.replace(
+            one,
+            sections={
+                name: _unmarked(span, core) if name in waits else span for name, span in one.sections.items()
+            },
+        )
+        for one in ranks
+    ]
+
+
+def _unmarked(span: Span, core: bool) -> Span:
+    own = span.busy or 0.0 if core else span.own + span.wait
+    return Span(own, span.own + span.wait - own, span.busy)
 
 
 def _rank_by(score: Score) -> tuple[float, float, int]:

@@ -6,10 +6,11 @@ time, without its waiting. The rank that is late is the one that arrives later t
 least.
 
 Guarantee: a rank that waits for others is never named. Waiting that was seen as such does not count for it.
-Waiting that nobody could tell from work (a collective in the middle of a section) makes all ranks arrive at
-the same time, the late one too; then no rank is later than the others, most are slower than they were, and
-nobody is named: it is only said that the group got slower. A rank that is named was late in two of its last
-three reports, by more than noise, and by a part of a step that is worth a word.
+Waiting that a rank could not tell from work (a collective in the middle of a section) makes all ranks arrive
+at the same time, the late one too; then no rank is later than the others, most are slower than they were, and
+nobody is named: it is only said that the group got slower. Where only some could tell, none is taken to have.
+A rank that is named was late in two of its last three reports, by more than noise, and by a part of a step
+that is worth a word.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from holdfast.policy.straggler_times import (
     RankTimes,
     Score,
     Span,
+    alike,
 )
 
 MATTERS = 0.1
@@ -60,12 +62,15 @@ class Judge:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self._pasts: dict[frozenset[bool], dict[int, _Past]] = {}
         self._past: dict[int, _Past] = {}
         self._late: dict[str, deque[bool]] = {}
         self._named: set[str] = set()
 
     def judge(self, report: Sequence[RankTimes]) -> Finding:
-        ranks = sorted(report, key=lambda one: one.rank)
+        ranks = sorted(alike(report), key=lambda one: one.rank)
+        # What counts as arriving depends on who could tell waiting from work: best is best of its like.
+        self._past = self._pasts.setdefault(frozenset(one.marked for one in ranks if one.steps), {})
         step = _median([one.arrives + one.waits for one in ranks])
         individual = {one.rank: self._individual(one) for one in ranks}
         scores = [

@@ -249,14 +249,14 @@ def contradictions(all_of: Timeouts) -> list[str]:
     found: list[str] = []
     step = all_of.sections.get(STEP)
     for other in (step, all_of.heartbeat):
-        if other is not None and _hides(all_of.initial, other, ties=False):
+        if other is not None and hides(all_of.initial, other, ties=False):
             found.append(
                 f"{all_of.initial.shown} with {other.shown}: the first step of an attempt compiles and warms "
                 "up, and so needs at least as long as any later one; the right order is initial ≥ step and "
                 "initial ≥ heartbeat"
             )
     saving = all_of.sections.get(CHECKPOINTING)
-    if saving is not None and all_of.save.given and _hides(saving, all_of.save):
+    if saving is not None and all_of.save.given and hides(saving, all_of.save):
         found.append(
             f"{all_of.save.shown} with {saving.shown}: a slow save would be ended as a hang before it can "
             f"fail as a save and training go on; the right order is checkpoint.timeout < the limit of "
@@ -264,7 +264,7 @@ def contradictions(all_of: Timeouts) -> list[str]:
         )
     waiting = all_of.sections.get(SETUP)
     waiting = waiting if waiting is not None and waiting.seconds else all_of.initial
-    if _hides(waiting, all_of.decision):
+    if hides(waiting, all_of.decision):
         found.append(
             f"{all_of.decision.shown} with {waiting.shown}: ranks wait for the group's decision during "
             f"{SETUP}, and would be ended as hung before they can say that none came; the right order is "
@@ -273,7 +273,7 @@ def contradictions(all_of: Timeouts) -> list[str]:
     watchdog = all_of.collective_watchdog
     for other in (step, all_of.heartbeat) if watchdog is not None else ():
         assert watchdog is not None
-        if other is not None and _hides(watchdog, other):
+        if other is not None and hides(watchdog, other):
             found.append(
                 f"{watchdog.shown} with {other.shown}: NCCL's watchdog would end every rank of a hung "
                 "collective before the hung one is found and its stacks are kept; the right order is "
@@ -288,7 +288,7 @@ def contradictions(all_of: Timeouts) -> list[str]:
     return found
 
 
-def _hides(shorter: Value, longer: Value, *, ties: bool = True) -> bool:
+def hides(shorter: Value, longer: Value, *, ties: bool = True) -> bool:
     """Whether `shorter` would fire first although it should not; either being off hides nothing."""
     if not shorter.seconds or not longer.seconds:
         return False

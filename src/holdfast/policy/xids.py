@@ -24,10 +24,13 @@ class XidClass(StrEnum):
     """Something is broken that has to be replaced or looked at by a person."""
 
 
-class Xid(msgspec.Struct, frozen=True, kw_only=True):
-    number: int
+class Xid(msgspec.Struct, frozen=True):
     meaning: str
     kind: XidClass
+    proof: bool = False
+    """Whether recovery takes it for broken hardware by itself: memory errors beyond correction, failed row
+    remapping, NVLink, off the bus, a dead controller. A program's bug causes some others too, some follow
+    from its end, and the rest leave open whether the device is to blame."""
 
     @property
     def for_node(self) -> str:
@@ -51,73 +54,74 @@ _A, _N, _R, _D, _H = (
     XidClass.HARDWARE,
 )
 
-_COPY = ("an exception in a copy engine", _A)
-_VIDEO = ("an exception in a video engine", _A)
-_LINK = ("an error in the hardware of NVLink", _D)
-_SETTINGS = ("the device's power controller could not reach its own settings", _D)
+_COPY = Xid("an exception in a copy engine", _A)
+_VIDEO = Xid("an exception in a video engine", _A)
+_LINK = Xid("an error in the hardware of NVLink", _D)
+_SETTINGS = Xid("the device's power controller could not reach its own settings", _D)
 
-_TABLE: dict[int, tuple[str, XidClass]] = {
-    8: ("the device stopped working on a channel", _A),
-    13: ("an exception in a compute engine, often an access out of bounds", _A),
-    31: ("an access to memory that is not mapped", _A),
-    32: ("an invalid or corrupted command buffer", _A),
-    38: ("an error of the driver's firmware", _R),
+XIDS: dict[int, Xid] = {
+    8: Xid("the device stopped working on a channel", _A),
+    13: Xid("an exception in a compute engine, often an access out of bounds", _A),
+    31: Xid("an access to memory that is not mapped", _A),
+    32: Xid("an invalid or corrupted command buffer", _A),
+    38: Xid("an error of the driver's firmware", _R),
     **dict.fromkeys((39, 40, 41, 70, 71, 72, 75, 76, 77, 85), _COPY),
     **dict.fromkeys((42, 47, 65, 68, 73, 82, 83, 84, 86, 88, 89), _VIDEO),
-    43: ("a program's work was stopped after its own error", _A),
-    44: ("a fault while contexts were switched", _A),
-    45: ("a program's work was cleaned up, because it ended or failed", _N),
-    46: ("the device stopped answering the driver", _R),
-    48: ("a memory error that ECC could not correct", _R),
-    54: ("the device's own power cable is not connected", _H),
-    59: ("an error of the device's internal controller", _R),
-    61: ("the device's internal controller stopped at a breakpoint", _R),
-    62: ("the device's internal controller halted", _R),
-    63: ("a bad row or page of memory was noted; it is replaced at the next reset", _N),
-    64: ("a bad row or page of memory could not be replaced", _H),
-    66: ("an illegal access by the driver", _A),
-    69: ("a wrong use of a compute engine by a program", _A),
-    74: ("an error of NVLink: this device, the other end, or what is between them", _D),
-    78: ("a virtual device could not start", _R),
-    79: ("the device has fallen off the bus: it cannot be reached any more", _D),
-    92: ("many memory errors that ECC corrected", _N),
-    94: ("a memory error beyond correction, contained: only the program that met it fails", _R),
-    95: ("a memory error beyond correction, not contained: every program on the device is affected", _R),
-    109: ("a context switch did not end in time", _R),
-    110: ("a security fault", _D),
-    119: ("the device's system processor did not answer the driver in time", _R),
-    120: ("the device's system processor failed", _R),
-    121: ("an error on the link between the device and its host processor", _N),
+    43: Xid("a program's work was stopped after its own error", _A),
+    44: Xid("a fault while contexts were switched", _A),
+    45: Xid("a program's work was cleaned up, because it ended or failed", _N),
+    46: Xid("the device stopped answering the driver", _R),
+    48: Xid("a memory error that ECC could not correct", _R, proof=True),
+    54: Xid("the device's own power cable is not connected", _H),
+    59: Xid("an error of the device's internal controller", _R),
+    61: Xid("the device's internal controller stopped at a breakpoint", _R),
+    62: Xid("the device's internal controller halted", _R, proof=True),
+    63: Xid("a bad row or page of memory was noted; it is replaced at the next reset", _N),
+    64: Xid("a bad row or page of memory could not be replaced", _H, proof=True),
+    66: Xid("an illegal access by the driver", _A),
+    69: Xid("a wrong use of a compute engine by a program", _A),
+    74: Xid("an error of NVLink: this device, the other end, or what is between them", _D, proof=True),
+    78: Xid("a virtual device could not start", _R),
+    79: Xid("the device has fallen off the bus: it cannot be reached any more", _D, proof=True),
+    92: Xid("many memory errors that ECC corrected", _N),
+    94: Xid(
+        "a memory error beyond correction, contained: only the program that met it fails", _R, proof=True
+    ),
+    95: Xid(
+        "a memory error beyond correction, not contained: every program on the device is affected",
+        _R,
+        proof=True,
+    ),
+    109: Xid("a context switch did not end in time", _R),
+    110: Xid("a security fault", _D),
+    119: Xid("the device's system processor did not answer the driver in time", _R, proof=True),
+    120: Xid("the device's system processor failed", _R, proof=True),
+    121: Xid("an error on the link between the device and its host processor", _N),
     **dict.fromkeys((122, 123, 124), _SETTINGS),
-    125: ("the device's store of its own facts cannot be read", _D),
-    137: ("an illegal access through NVLink by a program", _A),
-    140: ("memory errors that were not recovered from", _R),
-    143: ("the device could not be initialised", _D),
+    125: Xid("the device's store of its own facts cannot be read", _D),
+    137: Xid("an illegal access through NVLink by a program", _A),
+    140: Xid("memory errors that were not recovered from", _R, proof=True),
+    143: Xid("the device could not be initialised", _D),
     **dict.fromkeys(range(144, 151), _LINK),
-    154: ("the driver says which action would bring the device back", _N),
-    156: ("a part of the device was retired", _N),
-    157: ("a bad part of the device could not be retired", _H),
-    158: ("the device did not answer in time and cannot go on", _D),
-    160: ("a channel of memory was retired", _N),
-    161: ("a bad channel of memory could not be retired", _H),
-    167: ("the device's bus did not answer in time and cannot go on", _D),
-    171: ("an error in the device's memory that ECC could not correct", _R),
-    172: ("an error in the device's internal memory that ECC could not correct", _R),
-    173: ("the link between the device and its host processor failed", _D),
+    154: Xid("the driver says which action would bring the device back", _N),
+    156: Xid("a part of the device was retired", _N),
+    157: Xid("a bad part of the device could not be retired", _H),
+    158: Xid("the device did not answer in time and cannot go on", _D),
+    160: Xid("a channel of memory was retired", _N),
+    161: Xid("a bad channel of memory could not be retired", _H),
+    167: Xid("the device's bus did not answer in time and cannot go on", _D),
+    171: Xid("an error in the device's memory that ECC could not correct", _R),
+    172: Xid("an error in the device's internal memory that ECC could not correct", _R),
+    173: Xid("the link between the device and its host processor failed", _D),
 }
-
-
-def meaning_of(number: int) -> Xid | None:
-    """None if it is not one of those in the table."""
-    found = _TABLE.get(number)
-    return Xid(number=number, meaning=found[0], kind=found[1]) if found is not None else None
-
-
-def known() -> list[Xid]:
-    return [Xid(number=number, meaning=text, kind=kind) for number, (text, kind) in sorted(_TABLE.items())]
 
 
 def accuses_device(number: int) -> bool:
     """Whether it means that the device must not be used as it is."""
-    found = meaning_of(number)
+    found = XIDS.get(number)
     return found is not None and found.kind in (XidClass.RESET, XidClass.DRAIN, XidClass.HARDWARE)
+
+
+def proves_broken(number: int) -> bool:
+    found = XIDS.get(number)
+    return found is not None and found.proof

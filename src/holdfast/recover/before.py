@@ -15,10 +15,8 @@ from holdfast.control.attempts import HeadRecord, attempt_numbers
 from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.lineage import CommitRecord, commits_of, read_timeline
 from holdfast.control.standing import StandingBook
-from holdfast.journal.events import Line, StepsDone, decode_loss
-from holdfast.journal.render import REPORTER
 from holdfast.policy.resume_check import Before
-from holdfast.recover.journalled import recent_lines
+from holdfast.recover.journalled import recent_lines, steps_told
 
 COUNTED = 6
 """Checkpoints whose counts and distances are compared."""
@@ -82,23 +80,12 @@ def _done_after(
             comparable.append(number)
     losses: dict[int, float] = {}
     digests: dict[int, str] = {}
-    for line in recent_lines(control, comparable[-2:]):
-        _add_steps(line, name.step, losses, digests)
+    for told in steps_told(recent_lines(control, comparable[-2:])):
+        if told.step > name.step and told.loss is not None:
+            losses[told.step] = told.loss
+        if told.step > name.step and told.samples:
+            digests[told.step] = told.samples
     return losses, digests
-
-
-def _add_steps(line: Line, after: int, losses: dict[int, float], digests: dict[int, str]) -> None:
-    if not isinstance(line.body, StepsDone) or line.who != REPORTER:
-        return
-    for at in range(len(line.body.seconds)):
-        step = line.body.first + at
-        if step <= after:
-            continue
-        loss = decode_loss(line.body.loss[at]) if at < len(line.body.loss) else None
-        if loss is not None:
-            losses[step] = loss
-        if at < len(line.body.samples) and line.body.samples[at]:
-            digests[step] = line.body.samples[at]
 
 
 def _rates(control: ControlDirectory, root: Path, records: Sequence[CommitRecord], count: str) -> list[float]:

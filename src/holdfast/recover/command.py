@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,10 +38,6 @@ def command_of(
         run_dir=started.run_dir,
         missing=[name for name in started.environment if name not in environ],
     )
-
-
-def this_node() -> str:
-    return socket.gethostname()
 
 
 def _asked(argv: Sequence[str]) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.checkpoint.resolution import FRESH
 from holdfast.checkpoint.resolver import checkpoint_root
 from holdfast.checkpoint.verify import Progress
 from holdfast.control.attempts import attempt_numbers
@@ -23,7 +22,8 @@ from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
 from holdfast.files import explain_os_error, replace_atomic
 from holdfast.policy.resume_check import Agreement, is_correct
-from holdfast.policy.runbook import LIVE, Finding, Mark, Stage
+from holdfast.policy.runbook import LIVE, Finding, Mark, Stage, why_not_started
+from holdfast.policy.rungs import FRESH
 from holdfast.recover.acting import Started, drain
 from holdfast.recover.examine import ATTEMPTS, examine, timeline
 from holdfast.recover.journalled import recent_lines
@@ -118,23 +118,15 @@ def _drain(control: ControlDirectory, report: Report, wishes: Wishes, show: Show
 
 
 def _may_start(report: Report, wishes: Wishes, show: Show, ask: Ask) -> bool:
-    """Whether the command may be run; only a decided stop can be overruled."""
-    blocking = [one for one in report.findings if one.code]
-    if any(one.stage is not Stage.CLASSIFY for one in blocking):
-        show(Row("not run", "bold red", report.answer))
-        return False
-    if report.command is None:
-        report.exit_code = int(ExitCode.USAGE)
-        show(Row("not run", "bold red", "how it was started is not known: give the command after `--`"))
-        return False
-    if report.submit:
-        report.exit_code = int(ExitCode.USAGE)
-        show(Row("not run", "bold red", report.submit))
-        return False
-    if blocking and not (wishes.yes or ask(f"{blocking[0].evidence[0]} Start it all the same?")):
-        show(Row("not run", "bold red", f"{blocking[0].text}. Give --yes to start it all the same"))
-        return False
-    return True
+    """Whether the command may be run; asks a person where a person's word counts."""
+    refused = why_not_started(
+        report.findings, report.answer, known=report.command is not None, submit=report.submit
+    )
+    if refused is None or (refused.question and (wishes.yes or ask(refused.question))):
+        return True
+    report.exit_code = refused.code or report.exit_code
+    show(Row("not run", "bold red", refused.text))
+    return False
 
 
 def _start(control: ControlDirectory, report: Report, wishes: Wishes, show: Show) -> None:

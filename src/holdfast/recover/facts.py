@@ -13,12 +13,12 @@ from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.exclusions import Exclusion, excluded
 from holdfast.control.launches import LaunchRecord
 from holdfast.errors import ControlError
-from holdfast.journal.cluster_events import HealthFailed, PingFailed, StopAsked, StopForced, StopSaved
+from holdfast.journal.cluster_events import HealthFailed, PingFailed, StopForced
 from holdfast.journal.events import LeaseLost, Line, OperatorActed, SaveFailed, StorageAlarm, Warned
 from holdfast.journal.render import printable, render
-from holdfast.launch.history import past_attempts
-from holdfast.launch.incident_line import Decided
+from holdfast.launch.history import LAUNCHER_ENDED, past_attempts, shown_decision
 from holdfast.observe.status import Status
+from holdfast.observe.stops import StopState
 from holdfast.policy.budgets import episode
 from holdfast.policy.capacity import Cluster
 from holdfast.policy.capacity import Exclusion as KeptOut
@@ -27,11 +27,9 @@ from holdfast.policy.recovery import describe_end
 from holdfast.policy.runbook import Facts, StopFacts
 
 SHOWN = 8
-"""Failures and notes told one by one."""
+"""Failures, grounds and notes told one by one."""
 REMEMBERED = 5
 """Attempts whose nodes are taken to be there still."""
-LAUNCHER_ENDED = "the launcher on "
-"""How the launcher's own warning begins when it ends without a decision."""
 
 T = TypeVar("T")
 
@@ -49,7 +47,7 @@ def facts_of(control: ControlDirectory, status: Status, lines: list[Line]) -> Fa
             return default
 
     folder = control.attempt(number)
-    decided = tried(lambda: _decided(control, number), None)
+    decided = tried(lambda: shown_decision(control, number), None)
     end = tried(lambda: read_record(folder / "end.json", EndRecord), None)
     failures: list[FailureRecord] = tried(lambda: failures_of(control, number), [])
     told = [
@@ -73,9 +71,10 @@ def facts_of(control: ControlDirectory, status: Status, lines: list[Line]) -> Fa
         action=decided.action if decided is not None else "",
         decided_code=decided.exit_code if decided is not None else 0,
         reason=printable(decided.reason) if decided is not None else "",
+        grounds=[printable(line) for line in decided.evidence[:SHOWN]] if decided is not None else [],
         failures=told,
         hang=str(folder / "hang") if (folder / "hang").is_dir() else "",
-        stop=_stop(mine),
+        stop=_stop(status.stop, mine),
         lease=f"{status.lease.holder}, {status.lease.detail}" if status.lease is not None else "",
         notes=_notes(mine),
         forgiven=reset is not None and reset.attempt >= number,
@@ -84,22 +83,16 @@ def facts_of(control: ControlDirectory, status: Status, lines: list[Line]) -> Fa
     )
 
 
-def _decided(control: ControlDirectory, number: int) -> Decided | None:
-    found = read_record(control.attempt(number) / "decisions" / "recovery.json", dict)
-    return Decided.of(found) if found is not None else None
-
-
-def _stop(lines: list[Line]) -> StopFacts | None:
-    asked = next((line.body for line in lines if isinstance(line.body, StopAsked)), None)
-    if asked is None:
+def _stop(stop: StopState | None, lines: list[Line]) -> StopFacts | None:
+    """As the status has it, and why any rank was ended, which it tells of rank 0 alone."""
+    if stop is None:
         return None
-    saved = [line.body.checkpoint for line in lines if isinstance(line.body, StopSaved)]
     forced = [line.body.why for line in lines if isinstance(line.body, StopForced)]
     return StopFacts(
-        source=asked.source,
-        detail=printable(asked.detail),
-        saved=saved[-1] if saved else "",
-        forced=printable(forced[-1]) if forced else "",
+        source=stop.source,
+        detail=stop.asked_by,
+        saved=stop.checkpoint,
+        forced=stop.forced or printable(next(iter(forced), "")),
     )
 
 

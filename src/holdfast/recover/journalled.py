@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from holdfast.control.directory import ControlDirectory, list_names
-from holdfast.journal.events import Line
+from holdfast.journal.events import Line, StepsDone, decode_loss
 from holdfast.journal.reader import read_tail
+from holdfast.journal.render import REPORTER
 
 TAIL_BYTES = 1024 * 1024
 """Of each writer's file: many thousand steps."""
@@ -31,6 +33,25 @@ def recent_lines(control: ControlDirectory, attempts: Iterable[int]) -> list[Lin
         for line in read_tail(control.journal / name, TAIL_BYTES)
     ]
     return sorted(lines, key=lambda line: (line.at, line.who, line.seq))
+
+
+class StepTold(NamedTuple):
+    step: int
+    seconds: float
+    loss: float | None
+    samples: str
+    """The digest of its sample ids; empty if it had none."""
+
+
+def steps_told(lines: Iterable[Line]) -> Iterator[StepTold]:
+    """What rank 0 journalled of every completed step, in the order of the lines."""
+    for line in lines:
+        body = line.body
+        if isinstance(body, StepsDone) and line.who == REPORTER:
+            for at, took in enumerate(body.seconds):
+                loss = decode_loss(body.loss[at]) if at < len(body.loss) else None
+                samples = body.samples[at] if at < len(body.samples) else ""
+                yield StepTold(body.first + at, took, loss, samples)
 
 
 def _importance(name: str) -> tuple[bool, str]:

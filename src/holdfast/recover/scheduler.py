@@ -13,31 +13,32 @@ from holdfast.cluster.scontrol import drain as drain_node
 from holdfast.cluster.scontrol import job_record, node_records, partition_nodes
 from holdfast.cluster.slurm import current_job
 from holdfast.control.launches import LaunchRecord
+from holdfast.policy.readiness import Offer
 from holdfast.recover.report import Action
 
-SLURM = "Slurm"
 _FREE = re.compile(r"\bIDLE\b")
 
 
-def free_nodes(
+def offered_nodes(
     started: LaunchRecord | None, without: Collection[str], environ: Mapping[str, str] = os.environ
-) -> tuple[int | None, str]:
-    """(nodes that could be had now, the scheduler's name); (None, "") where there is none, or no answer.
+) -> Offer | None:
+    """The nodes that could be had now; None where there is no scheduler, or no answer.
 
     Inside of a job these are its own nodes; else those of the last launch's partition that are idle.
     """
     job = current_job(environ)
     if job is not None:
-        return len([node for node in job.nodes if node not in without]) or None, SLURM
+        usable = [node for node in job.nodes if node not in without]
+        return Offer(by=f"Slurm job {job.label}", nodes=len(usable), queues=False) if job.nodes else None
     if started is None or not started.job:
-        return None, ""
+        return None
     last = job_record(started.job)
     names = partition_nodes(last.partition) if last is not None and last.partition else None
     if names is None:
-        return None, ""
+        return None
     found = node_records(names)
     free = [one for one in found.values() if one.usable and _FREE.search(one.state.upper())]
-    return len([one for one in free if one.name not in without]), SLURM
+    return Offer(by="Slurm", nodes=len([one for one in free if one.name not in without]), queues=True)
 
 
 def drain(node: str, reason: str) -> Action | None:

@@ -13,7 +13,6 @@ from holdfast.policy.resume_check import Agreement, Point
 from holdfast.policy.runbook import Finding, Mark
 from holdfast.recover.report import Report
 
-WORDS = {Mark.OK: "ok", Mark.NOTE: "note", Mark.PROBLEM: "problem", Mark.UNKNOWN: "unknown"}
 STYLES = {Mark.OK: "green", Mark.NOTE: "yellow", Mark.PROBLEM: "bold red", Mark.UNKNOWN: "yellow"}
 AGREED = {Agreement.CORRECT: "green", Agreement.NOT_CORRECT: "bold red", Agreement.NOT_KNOWN: "yellow"}
 
@@ -34,9 +33,7 @@ def rows(report: Report) -> Iterator[Row]:
 
 
 def _finding(finding: Finding) -> Iterator[Row]:
-    yield Row(
-        WORDS[finding.mark], STYLES[finding.mark], f"{finding.stage:<10}{printable(finding.text, 2000)}"
-    )
+    yield Row(finding.mark, STYLES[finding.mark], f"{finding.stage:<10}{printable(finding.text, 2000)}")
     for line in finding.evidence:
         yield Row("", "", f"{'':10}- {printable(line, 2000)}")
     if finding.next:
@@ -81,7 +78,7 @@ def markdown(report: Report) -> str:
         "",
         "| stage | | found |",
         "|---|---|---|",
-        *(f"| {one.stage} | {WORDS[one.mark]} | {_cell(one.text)} |" for one in report.findings),
+        *(f"| {one.stage} | {one.mark} | {_cell(one.text)} |" for one in report.findings),
         "",
         "## Evidence",
         "",

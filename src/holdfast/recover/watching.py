@@ -17,13 +17,11 @@ from holdfast.journal.events import (
     Resumed,
     RunFinished,
     SaveCommitted,
-    StepsDone,
-    decode_loss,
 )
 from holdfast.journal.reader import JournalReader
-from holdfast.journal.render import REPORTER
 from holdfast.policy.resume_check import Before, Point, Since, judge
 from holdfast.recover.before import before_resume, manifest_of
+from holdfast.recover.journalled import steps_told
 
 
 class ResumeWatch:
@@ -37,16 +35,12 @@ class ResumeWatch:
         self._expected = expected
         self._reader = JournalReader(control.journal, since=after + 1)
         self._attempt = 0
+        """The attempt that is watched; 0 if none has resumed yet."""
         self._lines: list[Line] = []
         self._world: int | None = None
         self._resumed: Resumed | None = None
         self.over = False
         """Whether there is nothing more to wait for: probation has ended, or the attempt."""
-
-    @property
-    def attempt(self) -> int:
-        """The attempt that is watched; 0 if none has resumed yet."""
-        return self._attempt
 
     def poll(self) -> None:
         """Take in what is new."""
@@ -90,10 +84,14 @@ class ResumeWatch:
         probation: ProbationEnded | None = None
         finished: RunFinished | None = None
         interval, skipped = 0, False
+        for told in steps_told(self._lines):
+            seconds[told.step] = told.seconds
+            finite = told.loss is not None and math.isfinite(told.loss)
+            losses[told.step] = told.loss if finite else None
+            if told.samples:
+                digests[told.step] = told.samples
         for line in self._lines:
             match line.body:
-                case StepsDone() if line.who == REPORTER:
-                    _add_steps(line.body, losses, seconds, digests)
                 case SaveCommitted():
                     saves[line.body.step] = line.body.checkpoint
                 case ProbationEnded():
@@ -146,15 +144,3 @@ class ResumeWatch:
                 done = newest.step - step
                 return (newest.samples - samples) / done, (newest.tokens - tokens) / done
         return None, None
-
-
-def _add_steps(
-    body: StepsDone, losses: dict[int, float | None], seconds: dict[int, float], digests: dict[int, str]
-) -> None:
-    for at, took in enumerate(body.seconds):
-        step = body.first + at
-        seconds[step] = took
-        loss = decode_loss(body.loss[at]) if at < len(body.loss) else None
-        losses[step] = loss if loss is not None and math.isfinite(loss) else None
-        if at < len(body.samples) and body.samples[at]:
-            digests[step] = body.samples[at]

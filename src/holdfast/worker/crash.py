@@ -23,19 +23,29 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-def install_crash_hook(on_crash: Callable[[BaseException], None]) -> None:
-    """Go before the present excepthook; `on_crash` is told once the error file is written."""
-    previous: Hook = sys.excepthook
+class CrashHook:
+    """Goes before the present excepthook; `on_crash` is told, if given, once the error file is written."""
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __init__(self, on_crash: Callable[[BaseException], None] | None = None) -> None:
+        self._on_crash = on_crash
+        self._previous: Hook = sys.excepthook
+        self._own: Hook = self._hook
+        sys.excepthook = self._own
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         write_error_file(error)
-        on_crash(error)
-        previous(kind, error, trace)
+        if self._on_crash is not None:
+            self._on_crash(error)
+        self._previous(kind, error, trace)
         if isinstance(error, HoldfastError):
             sys.stderr.flush()
             raise SystemExit(int(error.exit_code))
 
-    sys.excepthook = hook
+    def remove(self) -> None:
+        """Nobody is told any more; unless another hook was put before it, it is gone."""
+        self._on_crash = None
+        if sys.excepthook is self._own:
+            sys.excepthook = self._previous
 
 
 def write_error_file(error: BaseException) -> None:

@@ -2,7 +2,8 @@
 
 Where gradients are reduced by torch's DDP, or by hand after the backward, what comes after the last gradient
 is waiting for the others. A hook on that one parameter tells; which one it is shows in the first steps, in
-which all parameters have a hook. A model whose gradients come another way (FSDP reduces its own) shows none.
+which all parameters have a hook. A model whose gradients come another way (FSDP reduces its own) shows none,
+and where the last one is another every time there is no mark.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 AGREE = 2
 """Steps in a row that must end with the same parameter."""
 MOST_TRIES = 8
-"""Steps after which it is left: they end differently every time."""
+"""Steps after which it is given up: they end differently every time, and a wrong mark is worse than none."""
 
 
 class GradientMark:
@@ -30,28 +31,30 @@ class GradientMark:
         self._last: int | None = None
         self._before: int | None = None
         self._same = self._tries = 0
-        self._found = False
+        self._settled = False
         self.seen = 0
         """Times that it was told since this was last set to 0."""
         self._look_for_it()
 
     def end_step(self) -> None:
         """A step is complete."""
-        if self._found or self._last is None:
+        if self._settled or self._last is None:
             return
         self._same = self._same + 1 if self._last == self._before else 1
         self._before, self._last = self._last, None
         self._tries += 1
-        if self._same >= AGREE or self._tries >= MOST_TRIES:
+        agreed = self._same >= AGREE
+        if agreed or self._tries >= MOST_TRIES:
             self.close()
-            self._found = True
+            self._settled = True
+        if agreed:
             self._hooks = [_hook(self._parameters[self._before], self._mark)]
 
     def look_again(self) -> None:
-        """It was not seen any more: the model's last gradient may be another one now."""
-        if self._found:
+        """It was not seen any more, or never: the model's last gradient may be another one now."""
+        if self._settled:
             self.close()
-            self._found = False
+            self._settled = False
             self._before, self._same, self._tries = None, 0, 0
             self._look_for_it()
 

@@ -15,13 +15,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import ClassVar
 
-from holdfast.cluster.slurm import current_job
+from holdfast.cluster.slurm import current_job, job_found
 from holdfast.cluster.time_limit import TimeLimit
 from holdfast.control.group import Group
-from holdfast.errors import UsageError
+from holdfast.exit_codes import ExitCode
 from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopSaved
 from holdfast.journal.events import Event, Warned
 from holdfast.policy.stopping import Source, StopRequest, deadline
@@ -33,6 +32,7 @@ from holdfast.worker.loader_signals import LoaderSignals
 from holdfast.worker.membership import Membership
 from holdfast.worker.saving import Kept
 from holdfast.worker.stop_deadline import StopDeadline
+from holdfast.worker.stop_file import StopFile
 from holdfast.worker.stop_signals import StopSignals
 from holdfast.worker.stop_store import StopOverStore
 from holdfast.worker.stopping import Stopping
@@ -64,6 +64,13 @@ class Halting:
     @property
     def takes_sigterm(self) -> bool:
         return self._signals is not None and self._signals.takes(signal.SIGTERM)
+
+    @property
+    def asked_by(self) -> str:
+        """The signal, or else what it was, that asked for a stop; empty if nothing did."""
+        if self._wish is not None:
+            return self._wish.signal or self._wish.detail
+        return self.stopping.why if self.stopping.asked else ""
 
     # --- getting ready --------------------------------------------------------------------------------------
 
@@ -119,12 +126,15 @@ class Halting:
 
     def _requests(self, settings: Settings) -> Callable[[], StopRequest | None]:
         """What rank 0 looks at once a second."""
-        file = settings.stop_file()
+        file = StopFile(settings.stop_file(), self._warn)
         limit = self._watched = time_limit(settings)
+        job = current_job()
+        if job is not None:
+            self._write(job_found(job, job.ends_at, settings.slurm.requeue))
 
         def look() -> StopRequest | None:
-            if _exists(file):
-                return StopRequest(source=Source.STOP_FILE, detail=f"{file} is there", at=time.time())
+            if file.is_there():
+                return StopRequest(source=Source.STOP_FILE, detail=f"{file.path} is there", at=time.time())
             return limit.due(time.time()) if limit is not None else None
 
         return look
@@ -140,17 +150,19 @@ class Halting:
             rank=self._rank,
             at=time.time(),
         )
-        if not self.stopping.asked:
-            log.warning("holdfast: %s: the run is to save and stop", wish.detail)
+        again = self.stopping.asked
         self.arm(self._timeout)
         self._wish = wish
         if self._beats is not None and self._beats.watched:
             self._beats.wish(wish.detail, wish.signal)
         elif self._over_store is not None:
             self._over_store.wish(wish)
+        if not again:  # last: whoever reads our words may be what hangs
+            log.warning("holdfast: %s: the run is to save and stop", wish.detail)
 
     def _on_second_signal(self, number: signal.Signals) -> None:
-        why = f"{number.name} came to rank {self._rank} a second time"
+        saved = "its state is saved, but the process did not end: " if self.deadline.saved else ""
+        why = f"{saved}{number.name} came to rank {self._rank} a second time"
         if self._beats is not None:
             self._beats.wish(why, number.name, now=True)
         self._forced(why, "")
@@ -193,7 +205,9 @@ class Halting:
 
     def _heard(self, request: StopRequest) -> None:
         """A request counts for the group, and no agent journals it."""
-        seconds = self.arm(self._timeout, request.lead)
+        ends_at = self._watched.ends_at if self._watched is not None else None
+        lead = request.lead if ends_at is None else max(0.0, ends_at - time.time())
+        seconds = self.arm(self._timeout, lead)
         if self._rank == 0:
             log.warning(
                 "holdfast: asked to stop: %s; %s",
@@ -222,13 +236,11 @@ class Halting:
         """Rank 0 says so when a save takes longer than there is time."""
         took = self._last_save() if self._rank == 0 else None
         if took is not None and seconds is not None and took > seconds:
-            told = (
+            self._warn(
                 f"the last save took {took:.1f} s, and {seconds:.0f} s are left until the hard deadline of "
                 "the stop: the state may not be saved. Set stop.shutdown_timeout_sec, or the scheduler's "
                 "warning time, to more than one save takes"
             )
-            self._write(Warned(message=told))
-            log.warning("holdfast: %s", told)
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -238,8 +250,10 @@ class Halting:
         return self.stopping.reached(step, self._patience if left is None else left + self._patience)
 
     def saved(self, kept: Kept, step: int) -> None:
-        """The state of the last step is safe."""
-        self.deadline.saved()
+        """The state of the last step is safe: however this process ends now, it has stopped as asked."""
+        self.deadline.saved = True
+        if self._signals is not None:
+            self._signals.code = int(ExitCode.STOPPED)
         if self._rank == 0:
             after = round(self.stopping.seconds, 3)
             self._write(
@@ -268,6 +282,8 @@ class Halting:
             self.deadline.disarm()
 
     def give_signals_back(self) -> None:
+        if Halting._newest is self:  # it must not keep alive what the run trained
+            Halting._newest = None
         if self._signals is not None:
             self._signals.close()
 
@@ -276,19 +292,13 @@ class Halting:
     def _forced(self, why: str, stacks: str) -> None:
         self._write(StopForced(why=why, rank=self._rank, stacks=stacks))
 
+    def _warn(self, told: str) -> None:
+        self._write(Warned(message=told))
+        log.warning("holdfast: %s", told)
+
     def _write(self, event: Event) -> None:
         if self._member is not None:
             self._member.journal.write(event)
-
-
-def refuse_stop_file(settings: Settings) -> None:
-    """A stop file that is there before the start would end the run at once; somebody forgot it."""
-    file = settings.stop_file()
-    if _exists(file):
-        raise UsageError(
-            f"the stop file {file} is there already, so this run would stop before it trains. Remove it "
-            "when the run is to go on, then start again"
-        )
 
 
 def time_limit(settings: Settings, environ: Mapping[str, str] = os.environ) -> TimeLimit | None:
@@ -297,10 +307,3 @@ def time_limit(settings: Settings, environ: Mapping[str, str] = os.environ) -> T
         return None
     job = current_job(environ)
     return TimeLimit(job, settings.slurm.preempt_time) if job is not None else None
-
-
-def _exists(file: Path) -> bool:
-    try:
-        return file.exists()
-    except OSError:
-        return False

@@ -16,6 +16,7 @@ from holdfast.control.group import Group, join_group
 from holdfast.control.handover import LaunchInfo
 from holdfast.errors import LeaseLostError
 from holdfast.exit_codes import ExitCode
+from holdfast.scope import to_the_end
 from holdfast.settings import Settings
 from holdfast.worker.assembly import make_saving, make_schedule
 from holdfast.worker.checking import Checks
@@ -168,17 +169,21 @@ class Parts:
             if self.saving is not None:
                 self.saving.close(outcome, unseen=unseen)
         finally:
-            if self.places is not None:
-                self.places.close()
-            head = self.saving.head if self.saving is not None else None
-            end = EndRecord(
-                outcome=outcome,
-                exit_code=int(code),
-                cause="",
-                highest_step=head.step if head is not None else 0,
-                at=time.time(),
-            )
-            try:
-                member.leave(end)
-            except LeaseLostError as error:
-                log.warning("holdfast: %s", error)
+            with to_the_end():
+                self._part(member, outcome, code)
+
+    def _part(self, member: Membership, outcome: str, code: ExitCode) -> None:
+        if self.places is not None:
+            self.places.close()
+        head = self.saving.head if self.saving is not None else None
+        end = EndRecord(
+            outcome=outcome,
+            exit_code=int(code),
+            cause="",
+            highest_step=head.step if head is not None else 0,
+            at=time.time(),
+        )
+        try:
+            member.leave(end)
+        except LeaseLostError as error:
+            log.warning("holdfast: %s", error)

@@ -35,8 +35,9 @@ class LoaderSignals:
         if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
             return
         context = getattr(loader, "multiprocessing_context", None) or multiprocessing
-        flag = context.RawValue("b", int(self._asked))
+        flag = context.RawValue("b", 0)
         self._flags.append(flag)
+        flag.value = int(self._asked)  # in this order: who asks meanwhile sets those that are in the list
         loader.worker_init_fn = SparedWorker(loader.worker_init_fn, self._numbers, flag)
 
     def asked(self) -> None:

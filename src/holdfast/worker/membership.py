@@ -16,12 +16,13 @@ from pathlib import Path
 import msgspec
 import torch
 
+from holdfast import scope
 from holdfast.control.attempts import EndRecord, begin_attempt, end_attempt
 from holdfast.control.decisions import read_key
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
-from holdfast.control.lease import Fence, LeaseKeeper, claim
+from holdfast.control.lease import Claim, Fence, LeaseKeeper, claim
 from holdfast.errors import ConfigError, ControlError
 from holdfast.journal.events import AttemptStarted, LeaseClaimed, RunCreated
 from holdfast.journal.writer import JournalWriter
@@ -46,12 +47,14 @@ class Membership:
 
     def leave(self, end: EndRecord | None) -> None:
         """Record the end and give the lease back, where this process is the one to do so."""
-        if self.keeper is not None:
-            if end is not None:
+        keeper, self.keeper = self.keeper, None
+        try:
+            if keeper is not None and end is not None:
                 end_attempt(self.control, self.fence, self.attempt, end)
-            self.keeper.release()
-            self.keeper = None
-        self.journal.close()
+        finally:
+            if keeper is not None:
+                keeper.release()
+            self.journal.close()
 
 
 def join_attempt(
@@ -106,15 +109,26 @@ def _begin(
     on_lost: Callable[[str], None],
 ) -> Membership:
     control, created = ControlDirectory.open_or_create(run_dir)
-    launch = uuid.uuid4().hex[:12]
+    around = scope.current()
+    launch = (around.job if around is not None else "") or uuid.uuid4().hex[:12]
     held = claim(control, launch, ttl, handover=handover)
     keeper = LeaseKeeper(control, held, on_lost)
-    fence = Fence(control, held.epoch, timeout=ttl)
-    record = begin_attempt(control, fence, launch, group.world_size)
+    try:
+        return _announce(control, root, group, held, keeper, created=created)
+    except BaseException:
+        keeper.release()  # else this very process would keep the next attempt from the lease
+        raise
+
+
+def _announce(
+    control: ControlDirectory, root: Path, group: Group, held: Claim, keeper: LeaseKeeper, *, created: bool
+) -> Membership:
+    fence = Fence(control, held.epoch, timeout=held.ttl)
+    record = begin_attempt(control, fence, held.owner, group.world_size)
     journal = JournalWriter(control.journal, f"rank-{group.rank}", record.number)
     if created:
         journal.write(RunCreated(run=control.run_id, checkpoint_root=str(root)))
-    journal.write(LeaseClaimed(epoch=held.epoch, owner=launch, evidence=held.evidence))
+    journal.write(LeaseClaimed(epoch=held.epoch, owner=held.owner, evidence=held.evidence))
     journal.write(
         AttemptStarted(
             epoch=held.epoch,
@@ -123,6 +137,6 @@ def _begin(
             torch=str(torch.__version__),
         )
     )
-    told = _Told(control.run_id, record.number, held.epoch, launch)
+    told = _Told(control.run_id, record.number, held.epoch, held.owner)
     group.store.set("attempt", msgspec.json.encode(told).decode())
-    return Membership(control, fence, record.number, launch, journal, keeper)
+    return Membership(control, fence, record.number, held.owner, journal, keeper)

@@ -16,9 +16,11 @@ import platform
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from holdfast import scope
 from holdfast.checkpoint.handoff import MendCopies, PeerTarget
 from holdfast.checkpoint.local_inventory import LocalInventory
 from holdfast.checkpoint.local_tier import LocalTier
@@ -26,7 +28,7 @@ from holdfast.checkpoint.peer_host import PeerHost, own_address
 from holdfast.checkpoint.places import Hello, PlaceMap, make_map
 from holdfast.checkpoint.resume import Proposal
 from holdfast.checkpoint.staging_memory import LocalSaving
-from holdfast.control.decisions import read_key
+from holdfast.control.decisions import read_key, within
 from holdfast.control.group import Group
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.journal.events import Warned
@@ -170,7 +172,7 @@ def join_places(
         try:
             tier = _open(settings.checkpoint, member, node, held)
             hello = Hello(node=node, place=tier.place)
-            if int(os.environ.get("LOCAL_RANK", "0") or "0") == 0:
+            if _serves(group, tier.place, settings.control.decision_timeout):
                 host = _serve(settings.checkpoint, member, tier, held)
                 address, port = host.address
                 hello = msgspec.structs.replace(hello, host=address, port=port)
@@ -205,6 +207,15 @@ def _open(chosen: CheckpointSettings, member: Membership, node: str, held: conte
     )
     held.enter_context(tier.in_use())  # before its id is told: until then it may be cleaned away
     return tier
+
+
+def _serves(group: Group, place: str, timeout: float) -> bool:
+    """Whether this rank is the one that serves its place: the first local rank, if none can be missing."""
+    if scope.current() is None:
+        return int(os.environ.get("LOCAL_RANK", "0") or "0") == 0
+    store: Any = group.store
+    first: int = within(lambda: store.add(f"places/serving/{place}", 1), timeout, "who serves this place")
+    return first == 1
 
 
 def _serve(

@@ -19,6 +19,7 @@ from holdfast.control.decisions import Decisions
 from holdfast.control.group import Group
 from holdfast.errors import UsageError
 from holdfast.journal.events import Warned
+from holdfast.scope import leavable
 from holdfast.settings import Settings
 from holdfast.worker.data import DataFeed
 from holdfast.worker.measured import measured_before
@@ -102,7 +103,8 @@ def resume(
     wish = chosen.resume_from
     if wish != "auto" and not insist:
         wish = "auto"  # a wish holds for the first attempt of a launch; a restart goes on from there
-    decision, state = resumer.resume(wish, force=chosen.force and wish != "auto")
+    with leavable():  # a load may take long, and what it leaves behind when it is cut is loaded again
+        decision, state = resumer.resume(wish, force=chosen.force and wish != "auto")
     if state is not None:
         state.apply()
         tell_changes(state, group, member, versions)

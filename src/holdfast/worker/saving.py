@@ -116,6 +116,8 @@ class Saving:
         """Why the last local save was left out; told when it changes."""
         self.head: CheckpointName | None = None
         """The newest checkpoint of this timeline that is known to be committed."""
+        self.committed = 0
+        """The highest step of a checkpoint that this rank knows to be committed for all ranks."""
         self.saved_step: int | None = None
         """The newest step whose state is committed or under way."""
         self._root = context.root
@@ -124,6 +126,7 @@ class Saving:
 
     def resumed_from(self, head: CheckpointName | None) -> None:
         self.head = head
+        self.committed = head.step if head is not None else 0
         self.saved_step = head.step if head is not None else None
         self._rooted = head.step if head is not None and (self._root.path / str(head)).is_dir() else None
         if self._background is not None:
@@ -223,6 +226,7 @@ class Saving:
         if not diagnostic:
             self.saved_step = self._rooted = facts.step
             self.head = saved.name
+            self.committed = facts.step
         self._committed(saved.name, diagnostic=diagnostic, blocked=seconds, seconds=seconds)
         return saved.name
 
@@ -310,6 +314,8 @@ class Saving:
         if ended.error is None:
             if ended.moves_head and not ended.diagnostic:
                 self.head = ended.name
+                if ended.tier == "local" or self._group.is_coordinator:
+                    self.committed = ended.name.step
             if ended.tier == "local":
                 self._failed_locally = 0
                 return
@@ -402,10 +408,15 @@ class Saving:
         if background is None:
             return
         if failed or unseen:
-            background.abandon(await_at_exit=0.0 if failed else self._settings.timeout)
+            background.abandon(await_at_exit=self._settings.timeout if unseen else 0.0)
             return
         errors: list[SaveFailedError | LeaseLostError] = []
-        for ended in background.wait(self._settings.timeout):
+        try:
+            outcomes = background.wait(self._settings.timeout)
+        except BaseException:  # the function around the run is to be left
+            background.abandon()
+            raise
+        for ended in outcomes:
             if (error := _to_raise(ended)) is not None:
                 errors.append(error)
             elif ended.error is not None:

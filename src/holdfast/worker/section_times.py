@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
@@ -143,8 +144,9 @@ class _Passing:
         self.event, self.section, self.part = event, section, part
 
 
-def _passed(passing: _Passing) -> bool:
-    return bool(passing.event.query())  # type: ignore[no-untyped-call]
+def _passed(step: Sequence[_Passing]) -> bool:
+    """Whether the device is past all of it; a section may have been on another stream than the step's end."""
+    return all(passing.event.query() for passing in reversed(step))  # type: ignore[no-untyped-call]
 
 
 class DeviceTimes:
@@ -205,12 +207,13 @@ class DeviceTimes:
 
     def _read(self, *, all_of_them: bool = False) -> None:
         """Read the oldest step, or all, if the device is past it; never wait for that."""
-        while self._pending and _passed(self._pending[0][-1]):
+        while self._pending and _passed(self._pending[0]):
             step = self._pending.popleft()
             times: Step = {}
             for here, after in itertools.pairwise(step):
                 spent = times.setdefault(here.section, [0.0, 0.0, 0.0])
-                spent[here.part] += here.event.elapsed_time(after.event) / 1000
+                # Of two streams the later event may have been passed first: then nothing was waited for.
+                spent[here.part] += max(0.0, here.event.elapsed_time(after.event)) / 1000
             self._kept.add(times)
             self._give_back(step)
             if not all_of_them and len(self._pending) < MOST_PENDING // 2:

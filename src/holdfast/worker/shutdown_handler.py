@@ -30,6 +30,7 @@ from holdfast.errors import UsageError
 from holdfast.policy.stopping import Source, StopRequest, deadline
 from holdfast.settings_cluster import StopSettings, parse_signals
 from holdfast.worker.stop_deadline import StopDeadline
+from holdfast.worker.stop_file import StopFile
 from holdfast.worker.stop_signals import StopSignals
 from holdfast.worker.stop_store import StopOverStore
 from holdfast.worker.stopping import Stopping
@@ -70,7 +71,7 @@ class ShutdownHandler:
             raise UsageError(f"ShutdownHandler(timeout={timeout!r}): seconds are 0 or more")
         self._timeout = timeout
         self._group = group
-        self._file = Path(stop_file) if stop_file is not None else None
+        self._file = StopFile(Path(stop_file), self._warn) if stop_file is not None else None
         self._step = 0
         self._rank = 0
         self._stopping = Stopping(lambda: self._step)
@@ -148,9 +149,12 @@ class ShutdownHandler:
 
     def _look(self) -> StopRequest | None:
         assert self._file is not None
-        if not self._file.exists():
+        if not self._file.is_there():
             return None
-        return StopRequest(source=Source.STOP_FILE, detail=f"{self._file} is there", at=time.time())
+        return StopRequest(source=Source.STOP_FILE, detail=f"{self._file.path} is there", at=time.time())
+
+    def _warn(self, told: str) -> None:
+        log.warning("holdfast: %s", told)
 
     def _heard(self, request: StopRequest) -> None:
         self._arm()

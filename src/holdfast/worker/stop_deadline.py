@@ -41,7 +41,8 @@ class StopDeadline:
         self._why = ""
         self._thread: threading.Thread | None = None
         self._over = False
-        self._saved = False
+        self.saved = False
+        """Whether the state is safe: a process that does not end by itself has still stopped as asked."""
 
     def write_to(self, path: Path) -> None:
         """Where the stacks go."""
@@ -69,10 +70,6 @@ class StopDeadline:
         ends = self._ends
         return None if ends is None else max(0.0, ends - time.monotonic())
 
-    def saved(self) -> None:
-        """The state is safe: a process that does not end by itself has still stopped as it was asked to."""
-        self._saved = True
-
     def disarm(self) -> None:
         """There is no deadline any more: nothing is to be stopped."""
         with self._moved:
@@ -95,12 +92,12 @@ class StopDeadline:
 
     def _force(self) -> None:
         why = f"the deadline has passed ({self._why})"
-        if self._saved:
+        if self.saved:
             why = f"its state is saved, but the process did not end: {why}"
         words = threading.Thread(target=self._last_words, args=(why,), name="holdfast-forced", daemon=True)
         words.start()
         words.join(LAST_WORDS)
-        os._exit(int(ExitCode.STOPPED if self._saved else ExitCode.STOPPED_UNSAVED))
+        os._exit(int(ExitCode.STOPPED if self.saved else ExitCode.STOPPED_UNSAVED))
 
     def _last_words(self, why: str) -> None:
         with contextlib.suppress(OSError):

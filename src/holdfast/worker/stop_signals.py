@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast.policy.stopping import is_repeated
 
@@ -33,6 +33,8 @@ LOOK = 1.0
 LOOK_UNWOKEN = 0.1
 """The same where the descriptor was somebody else's to begin with."""
 PARTING = 2.0
+LAST_WORDS = 3.0
+"""Seconds for what is told before a second signal ends the process: the disk may be what hangs."""
 STDERR = 2
 
 
@@ -47,11 +49,13 @@ class StopSignals:
         *,
         instead: str = "",
     ) -> None:
-        """Both are called on the thread; after `on_again` the process ends, with nothing flushed.
+        """Both are called on a thread; after `on_again`, or soon if it hangs, the process ends, unflushed.
 
         `instead`: what a script sets to keep its own handlers; said when one of those is replaced.
         """
         self.numbers = list(numbers)
+        self.code: int | None = None
+        """What a later signal ends this process with; None for 128 and its number."""
         self._on_first = on_first
         self._on_again = on_again
         self._first: float | None = None
@@ -117,43 +121,57 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        # Closed on a thread that could not give it back (this is the main one), or called by a handler that
+        # has taken the place of ours.
+        if self._closing:
+            registered = signal.getsignal(number) == self._handle
+            self._give_back()
+            if registered:
+                signal.raise_signal(number)
+            return
         self._last = signal.Signals(number)
         self._handled += 1
 
     def close(self) -> None:
-        """Give the signals back to who had them. In the main thread, as `install`."""
+        """Give the signals back to who had them; from another thread than the main one, when the next comes.
+
+        Until then the descriptors stay open: a signal's number would be written to whatever file has theirs.
+        """
         if self._thread is None or os.getpid() != self._pid:
             return
-        self._give_back()
+        given_back = threading.current_thread() is threading.main_thread()
+        if given_back:
+            self._give_back()
         self._closing = True
         with contextlib.suppress(OSError, AttributeError):
             self._sender.send(b"\0")  # type: ignore[union-attr]
         if self._thread is not threading.current_thread():
             self._thread.join(PARTING)
-        if not self._thread.is_alive():
-            for end in (self._receiver, self._sender):
-                if end is not None:
-                    end.close()
+        if given_back and not self._thread.is_alive():
+            self._hang_up()
         self._thread = None
-        _active.discard(self)
+        if given_back:
+            _active.discard(self)
 
     def _give_back(self) -> None:
-        with contextlib.suppress(ValueError):  # not in the main thread: the process is about to end anyway
-            for number, before in self._before.items():
-                if signal.getsignal(number) == self._handle:  # else somebody has replaced ours since
-                    signal.signal(number, before if before is not None else signal.SIG_DFL)
-            if self._owns_wakeup and self._sender is not None:
-                current = signal.set_wakeup_fd(-1)
-                if current not in (-1, self._sender.fileno()):
-                    signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:  # else somebody has replaced ours since
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+        if self._owns_wakeup and self._sender is not None:
+            current = signal.set_wakeup_fd(-1)
+            if current not in (-1, self._sender.fileno()):
+                signal.set_wakeup_fd(current, warn_on_full_buffer=False)
         self._owns_wakeup = False
+
+    def _hang_up(self) -> None:
+        for end in (self._receiver, self._sender):
+            if end is not None:
+                end.close()
 
     def forget(self) -> None:
         """In a forked child: the signals mean there what they meant before, and nobody here is told."""
         self._give_back()
-        for end in (self._receiver, self._sender):
-            if end is not None:
-                end.close()
+        self._hang_up()
         self._thread = None
 
     # --- the thread -----------------------------------------------------------------------------------------
@@ -185,21 +203,31 @@ class StopSignals:
 
     def _call(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        again = self._first is not None
-        if self._first is not None and is_repeated(self._first, now):
+        if self._first is not None:
+            if not is_repeated(self._first, now):
+                self._end(number)
             return
         self._first = now
         try:
-            if not again:
-                self._on_first(number)
-            elif self._on_again is not None:
-                self._on_again(number)
+            self._on_first(number)
         except Exception:
             log.exception("holdfast: a request to stop (%s) could not be passed on", number.name)
-        if again:
-            told = f"holdfast: {number.name} came a second time: this process ends now, without saving\n"
+
+    def _end(self, number: signal.Signals) -> NoReturn:
+        """Now: nothing that is told on the way may hold it up."""
+        words = threading.Thread(target=self._last_words, args=(number,), daemon=True)
+        words.start()
+        words.join(LAST_WORDS)
+        os._exit(128 + number if self.code is None else self.code)
+
+    def _last_words(self, number: signal.Signals) -> None:
+        state = "without saving" if self.code is None else "its state is saved"
+        told = f"holdfast: {number.name} came a second time: this process ends now, {state}\n"
+        with contextlib.suppress(OSError):
             os.write(STDERR, told.encode())
-            os._exit(128 + number)
+        if self._on_again is not None:
+            with contextlib.suppress(Exception):
+                self._on_again(number)
 
 
 _active: weakref.WeakSet[StopSignals] = weakref.WeakSet()

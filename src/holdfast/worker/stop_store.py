@@ -166,10 +166,21 @@ class StopOverStore:
                 self._unanswered(self._who_is_missing(store))
 
     def _who_is_missing(self, store: Store | None) -> str:
-        silent = [rank for rank in self._missing if store is not None and not store.check([_promise(rank)])]
+        silent = self._silent(store) if store is not None else []
         named = ", ".join(map(str, silent[:NAMED])) + (" and more" if len(silent) > NAMED else "")
         who = f"rank {named}" if len(silent) == 1 else f"ranks {named}" if silent else "rank 0"
         return f"{who} did not answer within {self._answers:g} s"
+
+    def _silent(self, store: Store) -> list[int]:
+        """Those that have not promised, as many as are named: every rank asks, and there may be very many."""
+        found: list[int] = []
+        for start in range(0, len(self._missing), AT_ONCE):
+            some = self._missing[start : start + AT_ONCE]
+            if not store.check([_promise(rank) for rank in some]):
+                found += [rank for rank in some if not store.check([_promise(rank)])]
+            if len(found) > NAMED:
+                break
+        return found
 
     def _find(self, store: Store | None) -> StopRequest | None:
         wish = self._wish or (self._look() if self._look is not None else None)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.errors import DecisionTimeoutError
+from holdfast.scope import stretch
 
 
 class Stopping:
@@ -84,7 +85,7 @@ class Stopping:
                         "learn after which step all ranks stop. A rank or an agent that should have answered "
                         "is gone or stuck; this rank ends rather than choose alone"
                     )
-                self._changed.wait(left)
+                self._changed.wait(stretch(left))
             return step >= self._stop_at
 
     @property

@@ -1,15 +1,16 @@
 """StragglerDetector: finds the rank that the others wait for, without a Run.
 
 ```python
-detector = holdfast.StragglerDetector(models=[model], report_time_interval=60)
+detector = holdfast.StragglerDetector(models=[model], optimizers=[optimizer], report_time_interval=60)
 for step in range(steps):
     detector.begin_step()
     with detector.section("input"):
         batch = next(batches)
-    with detector.section("compute"):
+    with detector.compute():
         model(batch).sum().backward()
     optimizer.step()
     finding = detector.end_step()
+detector.close()
 ```
 Every rank makes the same calls. `end_step` returns what a report came to, on rank 0 and only where one was
 made; the ranks it names are those that are late, never those that wait.
@@ -17,8 +18,6 @@ made; the ranks it names are those that are late, never those that wait.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -28,20 +27,23 @@ import msgspec
 import torch
 from torch import nn
 
+from holdfast.cluster.node_name import node_name
 from holdfast.control.devices import own_place
 from holdfast.control.group import Group, join_group, leave_group
 from holdfast.errors import UsageError
 from holdfast.journal.base import Event
 from holdfast.policy.straggler_times import COMPUTE, Finding, Named
 from holdfast.settings_straggler import StragglerSettings
-from holdfast.worker.stragglers import Actions, Stragglers, refuse_another
+from holdfast.worker.straggler_actions import Actions
+from holdfast.worker.stragglers import Stragglers, refuse_another
 
 EXCHANGE = 600.0
 """Seconds that ranks wait for each other in an exchange of theirs."""
 
 
 class StragglerDetector:
-    """The straggler detector by itself. The settings are those of section `straggler`, without `enabled`."""
+    """The straggler detector by itself. The settings are those of section `straggler`, without `enabled`,
+    `stop_if_detected` and `exclude_if_detected`: what is done about a rank is the script's to say."""
 
     def __init__(
         self,
@@ -59,20 +61,15 @@ class StragglerDetector:
         self._chosen = _settings(settings)
         self._on_found = on_found
         self._group: Group | None = join_group(EXCHANGE)
-        self._stragglers = found = Stragglers(
+        self._stragglers = Stragglers(
             self._chosen,
             self._group,
             models=models,
-            place=own_place(node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()),
+            optimizers=optimizers,
+            place=own_place(node_name(node)),
             device=device,
             actions=Actions(tell=_untold),
         )
-
-        def ready(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-            del optimizer, unused
-            found.arrived()
-
-        found.hooks = [one.register_step_pre_hook(ready) for one in optimizers]
         self._step = 0
 
     def begin_step(self) -> None:

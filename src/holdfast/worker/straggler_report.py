@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from holdfast.journal.straggler_events import StragglersReported
+from holdfast.journal.straggler_events import StragglerFound, StragglersReported
 from holdfast.policy.straggler_times import Finding, RankTimes, Score, Span
+from holdfast.worker.straggler_actions import Fate
 
 MOST_ROWS = 512
 """Ranks that are listed one by one; of more, each node's slowest stands for it."""
@@ -29,6 +30,23 @@ def event_of(ranks: Sequence[RankTimes], finding: Finding, step: int, seconds: f
         individual=[_rounded(one.individual) for one in mine],
         by_node=by_node,
         group_slower=finding.group_slower,
+    )
+
+
+def found_event(fate: Fate, step: int) -> StragglerFound:
+    one = fate.named
+    return StragglerFound(
+        step=step,
+        kind=str(one.kind),
+        section=one.section,
+        why=fate.why,
+        rank=one.rank,
+        node=one.node,
+        device=one.device,
+        relative=_rounded(one.relative),
+        individual=_rounded(one.individual),
+        seconds=round(one.seconds, 6),
+        then=fate.then,
     )
 
 

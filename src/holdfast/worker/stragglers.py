@@ -25,8 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast.control.group import Group
 from holdfast.errors import UsageError
-from holdfast.journal.base import Event
-from holdfast.journal.straggler_events import StragglerFound
 from holdfast.policy.rejection import Place
 from holdfast.policy.straggler_times import (
     COMPUTE,
@@ -36,14 +34,15 @@ from holdfast.policy.straggler_times import (
     Limits,
     Named,
     RankTimes,
-    Span,
     summarise,
 )
 from holdfast.policy.stragglers import ENOUGH_STEPS, Judge
 from holdfast.settings_straggler import StragglerSettings
 from holdfast.worker.gradient_mark import GradientMark
 from holdfast.worker.section_times import DeviceTimes, HostTimes, Section, Times
-from holdfast.worker.straggler_report import event_of, lines_of
+from holdfast.worker.straggler_actions import TOLD, Actions, Fate
+from holdfast.worker.straggler_letters import letter_of, padded, read_letter
+from holdfast.worker.straggler_report import event_of, found_event, lines_of
 
 log = logging.getLogger("holdfast")
 
@@ -53,27 +52,9 @@ WARM_UP = 4
 """First steps of an attempt, which are not measured: they compile, allocate and fill caches."""
 FIRST_LOOK = 4
 """Steps after those at which the ranks meet for the first time."""
-LETTER = 2048
-"""Bytes of a rank's part in a report."""
-MOST_SECTIONS = 16
-LONGEST_NAME = 48
-LONGEST_PLACE = 160
 
 T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
-
-
-class Actions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done about a rank that is named. `exclude` is called on all ranks, the others on rank 0."""
-
-    tell: Callable[[Event], None]
-    stop: Callable[[str], None] | None = None
-    exclude: Callable[[Named, int], None] | None = None
-    why_not: Callable[[Named], str] | None = None
-    """Why this one is not to be excluded; empty if it is."""
-
-    def refused(self, named: Named) -> str:
-        return self.why_not(named) if self.why_not is not None else ""
 
 
 class Stragglers:
@@ -87,6 +68,7 @@ class Stragglers:
         group: Group,
         *,
         models: Iterable[nn.Module] = (),
+        optimizers: Iterable[torch.optim.Optimizer] = (),
         place: Place | None = None,
         device: torch.device | None = None,
         actions: Actions,
@@ -114,8 +96,8 @@ class Stragglers:
         self._counted = 0
         self._measuring = self._spoiled = False
         self._off = False
-        self.hooks: list[RemovableHandle] = []
-        """What is to be removed at the end."""
+        self._failed: set[str] = set()
+        self._hooks: list[RemovableHandle] = [one.register_step_pre_hook(self._ready) for one in optimizers]
         self.finding: Finding | None = None
         """What the last report came to; on rank 0."""
 
@@ -157,6 +139,11 @@ class Stragglers:
         if self._measuring:
             self._times.arrived()
 
+    def _ready(self, optimizer: torch.optim.Optimizer, *unused: object) -> None:
+        """Whoever steps has all gradients."""
+        del optimizer, unused
+        self.arrived()
+
     def spoil(self) -> None:
         """Something that is no part of training takes time in this step: do not count it."""
         self._spoiled = True
@@ -182,7 +169,7 @@ class Stragglers:
         self._off = True
         self._measuring = False
         self._mark.close()
-        for hook in self.hooks:
+        for hook in self._hooks:
             hook.remove()
         if Stragglers._active is not None and Stragglers._active() is self:
             Stragglers._active = None
@@ -190,11 +177,29 @@ class Stragglers:
     # --- meeting --------------------------------------------------------------------------------------------
 
     def _begin_report(self) -> None:
-        self._times.take()
         self._since, self._counted, self._mark.seen = time.monotonic(), self._count, 0
+        self._times.take()
+
+    def _safely(self, what: str, step: int, work: Callable[[], T], otherwise: T) -> T:
+        """What `work` comes to, or what says nothing: a rank must not fail here and leave the others waiting
+        in an exchange for its word. The same thing that fails again is told once."""
+        try:
+            return work()
+        except Exception:
+            if what not in self._failed:
+                self._failed.add(what)
+                log.exception(
+                    "holdfast: stragglers: %s failed on rank %d after step %d; this report does without it, "
+                    "training goes on, and it is not told again. The cause is below",
+                    what,
+                    self._group.rank,
+                    step,
+                )
+            return otherwise
 
     def _look(self, step: int) -> Finding | None:
-        due, steps, off = self._told_by_rank_0(self._plan())
+        wait = [0, ENOUGH_STEPS, 0]
+        due, steps, off = self._told_by_rank_0(self._safely("planning a report", step, self._plan, wait))
         self._next_look = self._count + steps
         if off:
             self.close()
@@ -231,16 +236,22 @@ class Stragglers:
 
     def _report(self, step: int) -> Finding | None:
         seconds = time.monotonic() - self._since
-        found = self._gather(self._own())
-        self._begin_report()
+        silent = letter_of(RankTimes(rank=self._group.rank))
+        letters = self._gather(
+            self._safely("measuring", step, lambda: letter_of(self._own()), silent),
+        )
+        self._safely("measuring", step, self._begin_report, None)
         finding = None
-        if found is not None:
-            try:
-                finding = self.finding = self._judge.judge(found)
-                self._tell(found, finding, step, seconds)
-            except Exception:
-                log.exception("holdfast: a report on stragglers failed; training goes on without it")
-        self._act(finding, step)
+        if letters is not None:
+            found = [read_letter(letter, rank) for rank, letter in enumerate(letters)]
+            finding = self._safely("judging the ranks", step, lambda: self._judge.judge(found), None)
+        fates: list[Fate] = []
+        if finding is not None:
+            self.finding = told = finding
+            fates = [Fate(one, TOLD, one.describe()) for one in told.fresh]
+            fates = self._safely("choosing", step, lambda: self._actions.fates(told.fresh), fates)
+            self._safely("telling", step, lambda: self._tell(found, told, fates, step, seconds), None)
+        self._act(next((fate.named for fate in fates if fate.then != TOLD), None), step)
         return finding
 
     def _own(self) -> RankTimes:
@@ -248,84 +259,62 @@ class Stragglers:
         # Time on a core is never waiting where waiting sleeps, as it does in gloo; others may spin.
         no_core = self._times.on_device or not (self._alone or "gloo" in self._group.backend)
         hidden: frozenset[str] = frozenset()
-        if not self._alone and not self._mark.seen:
+        marked = self._alone or self._mark.seen > 0
+        if not marked:
             self._mark.look_again()
             if not no_core:
                 hidden = frozenset({COMPUTE if any(COMPUTE in one for one in steps) else OTHER})
         sections, noise = summarise(steps, hides_waits=hidden, device=no_core)
         return RankTimes(
             rank=self._group.rank,
-            node=self._place.node[:LONGEST_PLACE],
-            device=self._place.device[:LONGEST_PLACE],
+            node=self._place.node,
+            device=self._place.device,
             steps=len(steps),
             noise=noise,
-            sections=_few(sections),
+            marked=marked,
+            sections=sections,
         )
 
-    def _gather(self, mine: RankTimes) -> list[RankTimes] | None:
-        """Every rank's part, on rank 0."""
+    def _gather(self, letter: torch.Tensor) -> list[torch.Tensor] | None:
+        """Every rank's letter, on rank 0."""
         if self._group.process_group is None:
-            return [mine]
-        written = msgspec.json.encode(mine)
-        if len(written) > LETTER:  # names of more bytes than characters: better no names than no figures
-            whole = Span(mine.arrives, mine.waits, mine.busy)
-            short = RankTimes(rank=mine.rank, steps=mine.steps, noise=mine.noise, sections={OTHER: whole})
-            written = msgspec.json.encode(short)
-        letter = _letter(written)
+            return [letter]
         letters = None
         if self._group.is_coordinator:
             letters = [torch.empty_like(letter) for _ in range(self._group.world_size)]
         dist.gather(letter, letters, dst=0, group=self._group.process_group)
-        return [_read(got, rank) for rank, got in enumerate(letters)] if letters is not None else None
+        return letters
 
     # --- what comes of it -----------------------------------------------------------------------------------
 
-    def _tell(self, ranks: Sequence[RankTimes], finding: Finding, step: int, seconds: float) -> None:
+    def _tell(
+        self, ranks: Sequence[RankTimes], finding: Finding, fates: Sequence[Fate], step: int, seconds: float
+    ) -> None:
         self._actions.tell(event_of(ranks, finding, step, seconds))
         if self._chosen.enable_logging:
             for line in lines_of(finding, self._chosen.num_gpu_perf_scores_to_print):
                 log.info("holdfast: %s", line)
-        for one in finding.fresh:
-            then = "stop" if self._actions.stop else "told"
-            why = one.describe()
-            if self._actions.exclude is not None:
-                refused = self._actions.refused(one)
-                then, why = ("told", f"{why}; {refused}") if refused else ("exclude", why)
+        for fate in fates:
             if self._chosen.enable_logging:
-                log.warning("holdfast: straggler: %s", why)
-            self._actions.tell(
-                StragglerFound(
-                    step=step,
-                    kind=str(one.kind),
-                    section=one.section,
-                    why=why,
-                    rank=one.rank,
-                    node=one.node,
-                    device=one.device,
-                    relative=_rounded(one.relative),
-                    individual=_rounded(one.individual),
-                    seconds=round(one.seconds, 6),
-                    then=then,
-                )
-            )
+                log.warning("holdfast: straggler: %s", fate.why)
+            self._actions.tell(found_event(fate, step))
 
-    def _act(self, finding: Finding | None, step: int) -> None:
-        fresh = finding.fresh if finding is not None else []
-        worst = max(fresh, key=lambda one: one.share, default=None)
+    def _act(self, named: Named | None, step: int) -> None:
+        """Do what was chosen on rank 0; nobody is named on the others."""
         if self._actions.exclude is not None:
-            if worst is not None and self._actions.refused(worst):
-                worst = None
-            worst = self._named_by_rank_0(worst)
-            if worst is not None:
-                self._actions.exclude(worst, step)
-        elif self._actions.stop is not None and worst is not None:
-            self._actions.stop(worst.describe())
+            written = self._safely(
+                "saying whom to exclude", step, lambda: padded(msgspec.json.encode(named)), padded(b"null")
+            )
+            named = self._named_by_rank_0(written)
+            if named is not None:
+                self._actions.exclude(named, step)
+        elif self._actions.stop is not None and named is not None:
+            stop, why = self._actions.stop, named.describe()
+            self._safely("asking for a stop", step, lambda: stop(why), None)
 
-    def _named_by_rank_0(self, named: Named | None) -> Named | None:
-        if self._group.process_group is None:
-            return named
-        letter = _letter(msgspec.json.encode(named))
-        dist.broadcast(letter, src=0, group=self._group.process_group)
+    def _named_by_rank_0(self, letter: torch.Tensor) -> Named | None:
+        if self._group.process_group is not None:
+            dist.broadcast(letter, src=0, group=self._group.process_group)
         return msgspec.json.decode(letter.numpy().tobytes(), type=Named | None)
 
 
@@ -351,38 +340,3 @@ def other_detector() -> str:
     if getattr(megatron, "_configured", False) is True and getattr(instance, "_off", True) is False:
         return "megatron.core.utils.StragglerDetector"
     return ""
-
-
-def _few(sections: dict[str, Span]) -> dict[str, Span]:
-    """At most so many sections, under names of bounded length; the smallest are counted as `other`."""
-    shown: dict[str, Span] = {}
-    order = sorted(sections, key=lambda name: (name in (INPUT, COMPUTE, OTHER), sections[name].own))
-    for at, name in enumerate(reversed(order)):
-        key = name[:LONGEST_NAME] if at < MOST_SECTIONS else OTHER
-        shown[key] = _sum(shown[key], sections[name]) if key in shown else sections[name]
-    return {name: _short(span) for name, span in shown.items()}
-
-
-def _short(span: Span) -> Span:
-    return Span(round(span.own, 7), round(span.wait, 7), None if span.busy is None else round(span.busy, 7))
-
-
-def _sum(one: Span, other: Span) -> Span:
-    busy = None if one.busy is None or other.busy is None else one.busy + other.busy
-    return Span(one.own + other.own, one.wait + other.wait, busy)
-
-
-def _letter(written: bytes) -> torch.Tensor:
-    """As many bytes for everybody; spaces after JSON mean nothing."""
-    return torch.frombuffer(bytearray(written.ljust(LETTER)), dtype=torch.uint8)
-
-
-def _read(letter: torch.Tensor, rank: int) -> RankTimes:
-    try:
-        return msgspec.json.decode(letter.numpy().tobytes(), type=RankTimes)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return RankTimes(rank=rank)  # without steps: a report that says nothing
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from holdfast.checkpoint.state import Tracked
 from holdfast.config import Effective
+from holdfast.control.attempts import read_attempt
 from holdfast.control.devices import own_place
 from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
@@ -18,7 +17,8 @@ from holdfast.policy.straggler_times import Named
 from holdfast.settings import Settings
 from holdfast.worker.membership import Membership
 from holdfast.worker.rejecting import Rejecting
-from holdfast.worker.stragglers import Actions, Stragglers, refuse_another
+from holdfast.worker.straggler_actions import Actions
+from holdfast.worker.stragglers import Stragglers, refuse_another
 
 SAVED_FOR = "straggler"
 """Reason of the save that comes before a device is left."""
@@ -42,6 +42,12 @@ def refuse_straggler_settings(effective: Effective, launched: LaunchInfo | None)
         problem("exclude_if_detected", "excluding needs the launcher; start the script with `holdfast run`")
     if chosen.exclude_if_detected and not effective.settings.launch.max_restarts:
         problem("exclude_if_detected", "it takes a restart, and launch.max_restarts = 0 allows none")
+    if chosen.stop_if_detected and launched is not None and not effective.settings.stop.exit_signal_handler:
+        problem(
+            "stop_if_detected",
+            "with stop.exit_signal_handler = false `holdfast run` cannot ask the ranks to save and would end "
+            "them unsaved; set stop.exit_signal_handler = true",
+        )
     if chosen.enabled and not (chosen.calc_relative_gpu_perf or chosen.calc_individual_gpu_perf):
         problem("enabled", "set calc_relative_gpu_perf or calc_individual_gpu_perf, else nothing is compared")
     if problems:
@@ -82,13 +88,19 @@ def make_stragglers(
     def why_not(named: Named) -> str:
         if not named.node:
             return "its node has no name, so it cannot be excluded"
-        asked = _asked_before(member)
-        return "to exclude it was tried before, and nothing could take its place" if asked(named) else ""
+        asked = _asked_before(member, named)
+        if asked is None:
+            return ""
+        return (
+            f"attempt {asked} of this launch asked to exclude it, and it is in use all the same; when a "
+            "spare can take its place, start the run again"
+        )
 
-    found = Stragglers(
+    return Stragglers(
         chosen,
         group,
         models=[model for _, model in tracked.models()],
+        optimizers=tracked.optimizers(),
         place=place,
         device=next((one for one in sorted(tracked.devices(), key=str) if one.type == "cuda"), None),
         actions=Actions(
@@ -99,29 +111,20 @@ def make_stragglers(
         ),
     )
 
-    def ready(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-        del optimizer, unused
-        found.arrived()
-
-    found.hooks = [one.register_step_pre_hook(ready) for one in tracked.optimizers()]
-    return found
-
 
 def _accused(named: Named) -> Place:
     return Place(named.node, named.device if named.rank is not None else "")
 
 
-def _asked_before(member: Membership) -> Callable[[Named], bool]:
-    """Whether an earlier attempt asked to leave a place that is in use all the same: once is enough."""
-
-    def asked(named: Named) -> bool:
-        for attempt in range(member.attempt - 1, 0, -1):
-            try:
-                before = rejection_of(member.control, attempt)
-            except (ControlError, OSError):
+def _asked_before(member: Membership, named: Named) -> int | None:
+    """The attempt of this launch that asked to leave a place which is in use all the same: once is enough."""
+    for number in range(member.attempt - 1, 0, -1):
+        try:
+            if read_attempt(member.control, number).launch != member.launch:
                 continue
-            if before is not None and before.optional and before.accused == _accused(named):
-                return True
-        return False
-
-    return asked
+            before = rejection_of(member.control, number)
+        except (ControlError, OSError):
+            continue
+        if before is not None and before.optional and before.accused == _accused(named):
+            return number
+    return None

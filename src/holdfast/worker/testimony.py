@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from holdfast.bounded import Bounded
 from holdfast.files import read_regular, replace_atomic
 from holdfast.policy.missing import Position
 
@@ -250,21 +251,15 @@ def _positions() -> tuple[list[Position], list[str], list[str]]:
 
 def _entries(dump: Any) -> tuple[list[dict[str, Any]], str]:
     """A recorder's entries. In a thread: its dump may wait for a device that hangs."""
-    results: list[list[dict[str, Any]]] = []
-    errors: list[str] = []
-
-    def work() -> None:
-        try:
-            results.append(json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or [])
-        except Exception as error:  # noqa: BLE001
-            errors.append(f"{type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=work, name="holdfast-recorder", daemon=True)
-    thread.start()
-    thread.join(RECORDER_PATIENCE)
-    if results:
-        return results[0], ""
-    return [], errors[0] if errors else f"no answer within {RECORDER_PATIENCE:g} s"
+    dumped = Bounded(
+        lambda: json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or [], "recorder"
+    )
+    if not dumped.ended(RECORDER_PATIENCE):
+        return [], f"no answer within {RECORDER_PATIENCE:g} s"
+    try:
+        return dumped.result(), ""
+    except Exception as error:  # noqa: BLE001
+        return [], f"{type(error).__name__}: {error}"
 
 
 def read_entries(

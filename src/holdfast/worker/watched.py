@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from holdfast import scope
 from holdfast.config import Effective
 from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
@@ -34,7 +35,7 @@ def start_beats(
     """Begin to be watched, in section `setup`; without a launcher, say what that leaves unprotected."""
     if launched is None:
         refuse_without_launcher(effective)
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" and scope.current() is None:  # else a keeper watches
             log.warning("holdfast: %s", UNPROTECTED)
         return Beats()
     if not launched.monitor:
@@ -42,6 +43,9 @@ def start_beats(
     check_timeouts(effective, os.environ)
     learn = effective.settings.monitor.calc_ft_timeouts
     stacks = testimony.install(Path(launched.monitor).parent, int(os.environ.get("RANK", "0")))
+    around = scope.current()
+    if around is not None and stacks is not None:
+        around.on_leave(stacks.close)
 
     def answer(kept: testimony.Installed | None = stacks) -> bytes:
         del kept  # the signal's file must stay open for as long as somebody may ask

@@ -28,7 +28,7 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = directory.lstat()
     if info.st_uid != os.geteuid() or not directory.is_dir() or directory.is_symlink():
-        raise PermissionError(f"{directory} belongs to somebody else; the monitor's socket may not lie there")
+        raise PermissionError(f"{directory} belongs to somebody else; a socket of ours may not lie there")
     if info.st_mode & 0o077:
         directory.chmod(0o700)
 

@@ -1,0 +1,1 @@
+"""In-process restart: after a fault the training function starts again in the same processes."""

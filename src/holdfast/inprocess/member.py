@@ -1,0 +1,471 @@
+"""One process in a restartable job: the function, over and over, until all have finished it or none goes on.
+
+Guarantees: the function runs in the main thread, on all active members under one plan or on none; after a
+fault anywhere every member leaves it, and is at the next barrier, ended by its keeper, or gone; and every
+wait in here has a deadline or ends with the iteration, after which this process ends with a documented code
+rather than choose for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from torch._C._distributed_c10d import PrefixStore
+
+from holdfast.control.decisions import within
+from holdfast.control.handover import LaunchInfo
+from holdfast.errors import HandedOverError, HoldfastError, Stopped
+from holdfast.exit_codes import ExitCode
+from holdfast.inprocess.cleaning import forget
+from holdfast.inprocess.groups import GroupWatch, StoreLine, watch_groups
+from holdfast.inprocess.interruption import Interruption
+from holdfast.inprocess.joining import Joined
+from holdfast.inprocess.journalled import faulted, planned
+from holdfast.inprocess.key_watch import KeyWatch, KeyWatcher
+from holdfast.inprocess.lookout import Lookout
+from holdfast.inprocess.messages import (
+    End,
+    EndKind,
+    Fault,
+    FaultKind,
+    Next,
+    Over,
+    OverKind,
+    Plan,
+    Ready,
+    arrived_key,
+    done_key,
+    end_key,
+    fault_key,
+    plan_key,
+    ready_key,
+)
+from holdfast.inprocess.stages import Iteration, Stages
+from holdfast.inprocess.stop_between import StopBetween
+from holdfast.journal.base import Event
+from holdfast.journal.restart_events import FunctionRestarted
+from holdfast.policy.classify import is_symptom
+from holdfast.scope import RestartRequested, Scope, entered
+from holdfast.settings import Settings
+
+log = logging.getLogger("holdfast")
+
+SLACK = 10.0
+"""Seconds beyond a deadline of the conductor's, so that it gets to say so."""
+STORE_TIMEOUT = 60.0
+"""Seconds for one answer of the store."""
+RESERVE_LOOK = 60.0
+FINE = (ExitCode.OK, ExitCode.STOPPED)
+"""Codes with which a function may end its process on purpose: that is no fault."""
+MESSAGE = 4000
+
+T = TypeVar("T")
+
+
+class _StopCameError(Exception):
+    """A stop signal came between the barrier and the function."""
+
+
+@dataclass
+class _Outcome:
+    """How this member came out of the function."""
+
+    value: Any = None
+    error: BaseException | None = None
+    initialised: bool = False
+    """Whether its groups were made."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it did what it had to: returned, or ended its process on purpose."""
+        return self.error is None or (isinstance(self.error, SystemExit) and _code(self.error) in FINE)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether what it raised ends this process, whatever the others do."""
+        return isinstance(self.error, SystemExit | KeyboardInterrupt)
+
+
+class Member:
+    def __init__(
+        self, joined: Joined, settings: Settings, stages: Stages, *, backend: str, timeout: float
+    ) -> None:
+        assert joined.store is not None
+        self._joined, self._store = joined, joined.store
+        self._chosen = settings.inprocess
+        self._stages = stages
+        self._backend, self._timeout = backend, timeout
+        self._committed = self._step = self._attempt = 0
+        self._order: list[int] = []
+        """Of the last plan."""
+        self._own: BaseException | None = None
+        """What the function raised here last."""
+        self._ended_at = time.monotonic()
+        self._groups: GroupWatch | None = None
+        """Those of the iteration before, until all have left them."""
+        self._line: StoreLine | None = None
+        """To the store, from the iteration before: a new one costs a look-up of names."""
+        self._scope: Scope | None = None
+        mine = uuid.uuid4().hex
+        self._job = self._ask_store(lambda: self._store.compare_set("job", "", mine)).decode()
+        self._watcher = KeyWatcher(joined.client())
+        self._interruption = Interruption()
+        self._between = StopBetween(settings)
+        self._lookout = Lookout(
+            joined.keeper_path,
+            joined.member,
+            os.getpid(),
+            self._interruption,
+            soft_timeout=self._chosen.soft_timeout,
+            on_still=self._on_still,
+        )
+
+    def run(self, function: Callable[[], T]) -> T | None:
+        """Until the function has returned on all active members; None on one that stayed a reserve."""
+        number, unfit = 0, ""
+        self._between.begin()
+        try:
+            while True:
+                plan = self._meet(number, unfit)
+                self._release_groups()
+                iteration = self._take_place(plan)
+                events, self._order = self._events(plan, iteration.rank), plan.order
+                watch = self._watcher.watch(end_key(number))
+                if iteration.rank < 0:
+                    outcome, end = _Outcome(), self._wait_as_reserve(watch, number)
+                else:
+                    outcome, end = self._live(iteration, function, watch, events)
+                self._ended_at = time.monotonic()
+                if outcome.leaves and outcome.error is not None:
+                    raise outcome.error
+                if end.kind is EndKind.COMPLETED:
+                    return self._complete(iteration, outcome.value)
+                self._own = outcome.error if _is_own(outcome.error) else None
+                iteration.why = end.fault.describe() if end.fault is not None else ""
+                unfit = self._settle(iteration)
+                number += 1
+        except BaseException:
+            self._stage("terminate", lambda: self._stages.terminate(self._nowhere(number)))
+            raise
+        finally:
+            self._between.close()
+            self._lookout.close()
+            self._watcher.close()
+            self._interruption.close()
+
+    # --- the barrier ----------------------------------------------------------------------------------------
+
+    def _meet(self, number: int, unfit: str) -> Plan:
+        """Say that this member is here, and learn who is who; or end."""
+        self._lookout.between(number)
+        joined = self._joined
+        ready = Ready(
+            member=joined.member,
+            node=joined.node,
+            pid=os.getpid(),
+            seconds=self._waited(),
+            unfit=unfit or self._lookout.alone,
+            stop=self._between.signal,
+            committed=self._committed,
+        )
+        self._fix(ready_key(number, joined.member), ready)
+        self._ask_store(lambda: self._store.add(arrived_key(number), 1))
+        limit = self._chosen.barrier_timeout + self._chosen.hard_timeout + SLACK
+        watch = self._watcher.watch(plan_key(number), within=limit)
+        watch.wait(limit + SLACK, self._lookout.touch)
+        if watch.value is None:
+            why = watch.error or f"it did not come within {limit:g} s"
+            self._hand_over(f"the plan for iteration {number} was not learnt: {why}")
+        following: Plan | Over = msgspec.json.decode(watch.value, type=Next)
+        if isinstance(following, Over):
+            if following.kind is OverKind.STOPPED:
+                raise Stopped(self._step, following.reason)
+            self._hand_over(following.reason)
+        if joined.member not in (*following.order, *following.reserves):
+            why = unfit or "the others go on without it"
+            self._hand_over(f"rank {joined.member} of {joined.node} has no part in iteration {number}: {why}")
+        return following
+
+    def _hand_over(self, why: str) -> NoReturn:
+        """End here: by the error that this member had itself, which says more, or by saying why."""
+        if self._own is not None:
+            log.error("holdfast: the function is not started again in these processes: %s", why)
+            raise self._own
+        raise HandedOverError(
+            f"{why}. The function is not started again in this process. A launcher that restarts takes over; "
+            "else start the run again"
+        )
+
+    def _take_place(self, plan: Plan) -> Iteration:
+        """This member's part in a plan, also as what it starts will read it from the environment."""
+        member = self._joined.member
+        rank = plan.order.index(member) if member in plan.order else -1
+        if rank >= 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(plan.order)))
+        launched = LaunchInfo.from_environment(os.environ)
+        if launched is not None and plan.launch:
+            merged = {**msgspec.to_builtins(launched), **plan.launch}
+            os.environ.update(msgspec.convert(merged, LaunchInfo).to_environment())
+        if plan.iteration:
+            what = f"as rank {rank} of {len(plan.order)}" if rank >= 0 else "as a reserve"
+            log.warning(
+                "holdfast: iteration %d begins %s, %.3f s after the last one ended. %s: %s",
+                plan.iteration,
+                what,
+                self._waited(),
+                plan.faults[0].describe() if plan.faults else "Nothing is known of why",
+                plan.reason,
+            )
+        return Iteration(
+            number=plan.iteration,
+            member=member,
+            rank=rank,
+            world_size=len(plan.order),
+            store=self._store,
+            backend=self._backend,
+            timeout=self._timeout,
+            chosen=self._chosen,
+            why=plan.reason,
+        )
+
+    # --- the function ---------------------------------------------------------------------------------------
+
+    def _events(self, plan: Plan, rank: int) -> list[Event]:
+        """What the journal of a run in the function is told; a launcher, if there is one, tells the rest."""
+        if plan.iteration == 0:
+            return []
+        again = FunctionRestarted(iteration=plan.iteration, rank=rank, seconds=self._waited())
+        if plan.launch or rank != 0:
+            return [again]
+        before = plan.iteration - 1
+        return [
+            *(faulted(fault, before, ended=self._attempt) for fault in plan.faults),
+            planned(plan, self._order, time.time(), ended=self._attempt),
+            again,
+        ]
+
+    def _waited(self) -> float:
+        return round(time.monotonic() - self._ended_at, 6)
+
+    def _live(
+        self, iteration: Iteration, function: Callable[[], Any], watch: KeyWatch, events: list[Event]
+    ) -> tuple[_Outcome, End]:
+        scope = Scope(
+            iteration=iteration.number,
+            member=iteration.member,
+            rank=iteration.rank,
+            world_size=iteration.world_size,
+            job=self._job,
+        )
+        scope.committed, scope.step = self._committed, self._step
+        scope.events = list(events)
+        scope.request = lambda why: self._give(scope, FaultKind.ASKED, why)
+        self._scope = scope
+        with watch_groups() as groups:
+            line, self._line = self._line or StoreLine(self._store), None
+            iteration.store = PrefixStore(f"group/{iteration.number}", groups.over(line))
+            with entered(scope):
+                outcome = self._call(iteration, scope, groups, function, watch)
+            self._lookout.left()
+            self._committed, self._step = max(self._committed, scope.committed), scope.step
+            self._attempt = scope.attempt
+            self._between.signal = self._between.signal or scope.stop
+            if outcome.initialised and not line.ended:
+                self._line = line
+            error = outcome.error
+            if outcome.done and not scope.asked:
+                self._ask_store(lambda: self._store.add(done_key(iteration.number), 1))
+            elif error is not None and not isinstance(error, RestartRequested):
+                kind = FaultKind.ASKED if isinstance(error, _StopCameError) else FaultKind.EXCEPTION
+                self._give(scope, kind, _text(error), error)
+            # Who has returned keeps its groups until the others have: they may still talk to it.
+            end = self._await_end(watch, iteration.number)
+            self._leave(iteration, scope, groups, outcome)
+        return outcome, end
+
+    def _call(
+        self,
+        iteration: Iteration,
+        scope: Scope,
+        groups: GroupWatch,
+        function: Callable[[], Any],
+        watch: KeyWatch,
+    ) -> _Outcome:
+        outcome = _Outcome()
+        if self._between.signal:
+            outcome.error = _StopCameError(f"{self._between.signal} came before the function started")
+            return outcome
+        self._lookout.begin(scope, groups)
+        watch.tell(lambda: self._lookout.ask(watch.error or "the iteration has ended on another rank"))
+        with self._between.given_back():
+            try:
+                try:
+                    self._interruption.open(scope)
+                    self._stages.initialize(iteration)
+                    outcome.initialised = True
+                    outcome.value = function()
+                finally:
+                    self._shut()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the others are to know
+                self._shut()
+                outcome.error = error
+        return outcome
+
+    def _shut(self) -> None:
+        """One more interruption may come while this is being done; after it none does."""
+        while True:
+            try:
+                self._interruption.shut()
+                return
+            except RestartRequested:
+                continue
+
+    def _await_end(self, watch: KeyWatch, number: int) -> End:
+        """How the iteration ended for all; the conductor sees to it that it does once one member is done."""
+        limit = self._chosen.completion_timeout + self._chosen.barrier_timeout + SLACK
+        watch.wait(limit, self._lookout.touch)
+        return self._read_end(watch, number, f"it was not told within {limit:g} s")
+
+    def _wait_as_reserve(self, watch: KeyWatch, number: int) -> End:
+        """For as long as the others train: this ends with the iteration, or with the store."""
+        while not watch.wait(RESERVE_LOOK, self._lookout.touch):
+            pass
+        return self._read_end(watch, number, "")
+
+    def _read_end(self, watch: KeyWatch, number: int, late: str) -> End:
+        if watch.value is None:
+            self._hand_over(f"the end of iteration {number} was not learnt: {watch.error or late}")
+        return msgspec.json.decode(watch.value, type=End)
+
+    # --- after it -------------------------------------------------------------------------------------------
+
+    def _leave(self, iteration: Iteration, scope: Scope, groups: GroupWatch, outcome: _Outcome) -> None:
+        """Give back what the function held."""
+        if not outcome.done:
+            groups.abort()
+            self._stage("abort", lambda: self._stages.abort(iteration))
+        for close in scope.closers():
+            self._stage("closing what the function left open", close)
+            self._lookout.touch()
+        self._scope = None
+        forget(outcome.error, self._chosen)
+        self._groups = groups  # held until all have left them
+        groups.leave()
+        self._lookout.touch()
+
+    def _release_groups(self) -> None:
+        """There is a plan, so every member has left the groups of the iteration before."""
+        if self._groups is not None:
+            self._groups.release()
+            self._groups = None
+
+    def _settle(self, iteration: Iteration) -> str:
+        """Make this process ready for another iteration; why it is not, if it is not."""
+        for name, stage in (
+            ("finalize", self._stages.finalize),
+            ("health check", self._stages.health_check),
+        ):
+            problem = self._stage(name, lambda stage=stage: stage(iteration))  # type: ignore[misc]
+            self._lookout.touch()
+            if problem:
+                return problem
+        return ""
+
+    def _complete(self, iteration: Iteration, value: T) -> T | None:
+        if iteration.rank < 0:
+            if self._between.signal:
+                raise Stopped(self._step, f"this reserve got {self._between.signal}")
+            return None
+        completed: T = self._stages.complete(iteration, value)
+        return completed
+
+    def _stage(self, name: str, call: Callable[[], object]) -> str:
+        """Do a stage; what went wrong with it, in words, if something did."""
+        try:
+            call()
+        except Exception as error:
+            log.exception("holdfast: %s failed", name)
+            return f"{name} failed: {type(error).__name__}: {error}"[:MESSAGE]
+        return ""
+
+    def _nowhere(self, number: int) -> Iteration:
+        return Iteration(
+            number=number,
+            member=self._joined.member,
+            rank=-1,
+            world_size=0,
+            store=self._store,
+            backend=self._backend,
+            timeout=self._timeout,
+            chosen=self._chosen,
+        )
+
+    # --- faults ---------------------------------------------------------------------------------------------
+
+    def _on_still(self, seconds: float) -> None:
+        """On the lookout's thread."""
+        scope = self._scope
+        if scope is not None:
+            limit = self._chosen.soft_timeout
+            self._give(
+                scope,
+                FaultKind.SOFT_TIMEOUT,
+                f"no progress of its main thread for {seconds:.1f} s (inprocess.soft_timeout is {limit:g})",
+            )
+
+    def _give(self, scope: Scope, kind: FaultKind, detail: str, error: BaseException | None = None) -> None:
+        """Tell of a fault here, and end the iteration by it, if nothing has before. From any thread."""
+        fault = Fault(
+            member=scope.member,
+            rank=scope.rank,
+            node=self._joined.node,
+            kind=kind,
+            detail=detail,
+            error=type(error).__name__ if error is not None else "",
+            exit_code=_exit_code(error),
+            at=time.time(),
+            step=scope.step,
+        )
+        with contextlib.suppress(HoldfastError):  # no store: the wait for the end says so
+            self._fix(fault_key(scope.iteration, scope.member), fault)
+            self._fix(end_key(scope.iteration), End(kind=EndKind.FAULT, fault=fault))
+
+    # --- the store ------------------------------------------------------------------------------------------
+
+    def _fix(self, key: str, word: msgspec.Struct) -> None:
+        text = msgspec.json.encode(word).decode()
+        self._ask_store(lambda: self._store.compare_set(key, "", text))
+
+    def _ask_store(self, call: Callable[[], T]) -> T:
+        return within(call, STORE_TIMEOUT, "the other members of this restartable function")
+
+
+def _is_own(error: BaseException | None) -> bool:
+    """Whether an error says more than that another member left."""
+    if error is None or isinstance(error, RestartRequested | _StopCameError):
+        return False
+    return not is_symptom(_exit_code(error), _text(error))
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:MESSAGE].encode(errors="replace").decode()
+
+
+def _code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1
+
+
+def _exit_code(error: BaseException | None) -> int:
+    if isinstance(error, HoldfastError):
+        return int(error.exit_code)
+    return _code(error) if isinstance(error, SystemExit) else int(error is not None)

@@ -1,0 +1,185 @@
+"""Agents of several nodes that stop an attempt: real attempts, stores and monitors, in the test's process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from torch.distributed import HashStore
+
+from fake_scontrol import JOB, Fake, installed, limit_in
+from harness import wait_until
+from holdfast.cluster.slurm import SlurmJob
+from holdfast.control.directory import ControlDirectory
+from holdfast.exit_codes import ExitCode
+from holdfast.journal.cluster_events import StopAsked, StopForced, StopHastened
+from holdfast.journal.reader import read_journal
+from holdfast.launch.attempt import Announcement, Attempt, Notice, Place
+from holdfast.launch.scheduler import Scheduler
+from holdfast.launch.signals import StopSignals
+from holdfast.launch.stopping import Stopping
+from holdfast.launch.vigil import Vigil
+from holdfast.settings import Settings
+from holdfast.settings_cluster import SlurmSettings
+from holdfast.worker.beat_messages import Halted, Prepare, Promise, StopAt
+from watching import Rank, watching
+
+LIMIT = 30.0
+
+
+class Node:
+    """The agent of one node as far as a stop concerns it, and its only rank."""
+
+    def __init__(self, attempt: Attempt, monitor: Any, job: SlurmJob | None) -> None:
+        number = attempt.place.group_rank
+        settings = Settings(slurm=SlurmSettings(preempt_time=0.0))
+        monitor.begin({number: os.getpid()})
+        self.ended: dict[int, int] = {}
+        self.killed = False
+        self.attempt = attempt
+        self.rank = Rank(monitor)
+        self.signals = StopSignals("SIGTERM")
+        self.scheduler = Scheduler(attempt.control, settings, job)
+        context: Any = SimpleNamespace(
+            settings=settings,
+            control=attempt.control,
+            monitor=monitor,
+            signals=self.signals,
+            scheduler=self.scheduler,
+            leadership=SimpleNamespace(lost=""),
+            elastic=False,
+            min_nodes=attempt.place.nodes,
+            max_nodes=attempt.place.nodes,
+            launch=attempt.launch,
+            earlier_launches=[],
+        )
+        workers: Any = SimpleNamespace(
+            pids={number: os.getpid()}, ended=lambda: self.ended, kill=lambda: setattr(self, "killed", True)
+        )
+        self.stopping = Stopping(attempt, workers, context)
+        self.vigil = Vigil(
+            attempt,
+            workers,
+            context,
+            None,
+            self.stopping,
+            interval=0.1,
+            finish_timeout=LIMIT,
+            newcomers=lambda: 0,
+        )
+        wait_until(lambda: monitor.hearing().there == {number}, LIMIT, "the rank has said hello")
+
+    def look(self) -> Notice | None:
+        return self.vigil._look()
+
+
+@contextlib.contextmanager
+def nodes(home: Path, count: int, job: SlurmJob | None = None) -> Iterator[list[Node]]:
+    """Agents of one attempt, the leading one first."""
+    control, _ = ControlDirectory.open_or_create(home / "run")
+    store = HashStore()
+    told = Announcement(run=control.run_id, attempt=1, epoch=1)
+    with contextlib.ExitStack() as stack:
+        found = []
+        for rank in range(count):
+            place = Place(node=f"n{rank}", group_rank=rank, nodes=count, world_size=count)
+            attempt = Attempt(control, place, "launch", told, store)
+            stack.callback(attempt.close)
+            monitor = stack.enter_context(watching(home / place.node))
+            found.append(Node(attempt, monitor, job))
+            stack.callback(found[-1].rank.channel.close)
+            stack.callback(found[-1].scheduler.part, lambda text: None)
+        yield found
+
+
+def journalled(home: Path, kind: type[Any]) -> list[Any]:
+    return [line.body for line in read_journal(home / "run" / "journal") if isinstance(line.body, kind)]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return installed(tmp_path, monkeypatch)
+
+
+def test_whoever_asks_the_deadline_is_the_one_that_the_leading_agent_learns_from_the_scheduler(
+    tmp_path: Path, fake: Fake
+) -> None:
+    """E1: min(shutdown_timeout_sec, lead − margin), also if a node asks that knows of no limit.
+
+    And a job that is preempted learns only after the signal that its end has come closer. The end in the
+    environment is over: somebody has extended the limit since.
+    """
+    fake.answer(limit_in(7200, of=10_000))
+    with nodes(tmp_path, 2, msgspec.structs.replace(JOB, ends_at=1.0)) as (leader, other):
+        assert leader.scheduler.due() is None
+        wait_until(lambda: (leader.scheduler.ends_at or 0.0) > 1.0, LIMIT, "Slurm has answered")
+        fake.answer(limit_in(70, of=10_000))
+        other.signals.received = signal.SIGUSR1
+        for node in (other, leader):
+            wait_until(lambda node=node: node.look() or node.stopping.request, LIMIT, "it knows")
+            first = node.rank.hear()
+            assert isinstance(first, Prepare)
+            assert first.seconds is not None
+            assert 590 < first.seconds <= 600
+        assert other.scheduler.ends_at is None, "only the leading agent asks"
+        wait_until(lambda: leader.look() or journalled(tmp_path, StopHastened), LIMIT, "it is told to all")
+        for node in (leader, other):
+            wait_until(lambda node=node: node.look() or node.stopping._hastened, LIMIT, "it knows that too")
+            again = node.rank.hear()
+            assert isinstance(again, Prepare)
+            assert again.seconds is not None
+            assert 40 < again.seconds <= 60
+    (asked,) = journalled(tmp_path, StopAsked)
+    (closer,) = journalled(tmp_path, StopHastened)
+    assert asked.seconds == 600.0
+    assert 40 < closer.seconds <= 60
+    assert "the scheduler ends the job" in closer.why
+
+
+@pytest.mark.parametrize(
+    ("halted", "code"), [(True, ExitCode.STOPPED), (False, ExitCode.STOPPED_UNSAVED)], ids=["saved", "not"]
+)
+def test_now_costs_nothing_once_the_state_is_saved(tmp_path: Path, halted: bool, code: ExitCode) -> None:
+    with nodes(tmp_path, 1) as (node,):
+        node.signals.received = signal.SIGTERM
+        wait_until(lambda: node.look() or node.stopping.request, LIMIT, "it is asked")
+        assert isinstance(node.rank.hear(), Prepare)
+        node.rank.say(Promise(7))
+        wait_until(lambda: node.look() or node.stopping._told, LIMIT, "the step is named")
+        assert node.rank.hear() == StopAt(7)
+        if halted:
+            node.rank.say(Halted(7))
+            wait_until(lambda: node.vigil._context.monitor.stop_words().halted, LIMIT, "it has stopped")
+        node.signals.again = signal.SIGTERM
+        notice = node.look()
+    assert notice is not None
+    assert (notice.kind, notice.exit_code) == ("stopped", code)
+    assert node.killed
+    (forced,) = journalled(tmp_path, StopForced)
+    assert ("the state is saved" in forced.why) == halted
+
+
+def test_a_node_that_is_asked_to_stop_when_all_have_finished_has_finished(tmp_path: Path) -> None:
+    with nodes(tmp_path, 2) as (leader, other):
+        leader.ended, other.ended = {0: 0}, {1: 0}
+        assert other.look() is None
+        finished = leader.look()
+        assert finished is not None
+        assert finished.kind == "finished"
+        other.signals.received = signal.SIGTERM
+        assert other.look() == finished
+
+
+def test_what_a_node_has_got_to_counts_once(tmp_path: Path) -> None:
+    """A signal in the middle of recovery: the node had reported, and ends."""
+    with nodes(tmp_path, 2) as (leader, other):
+        other.attempt.count_in("reported")
+        other.attempt.count_in("reported")
+        assert leader.attempt.counted("reported") == 1
