@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from untested import pytest_terminal_summary
 
 __all__ = ["mount_namespaces", "pytest_terminal_summary", "slurm", "slurm_session"]
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
 # A red test must mean that the change under test broke something, so `make test` tries the same examples
 # every time; `make drill` searches for new ones (a find becomes an @example of its test).
 settings.register_profile("repeatable", derandomize=True)
@@ -24,6 +28,18 @@ settings.load_profile("repeatable")
 def _one_thread() -> None:
     """CPU results are bitwise repeatable only at equal thread counts."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """What a test does about signals must not reach the next one."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    after = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        if after[number] != before[number]:
+            signal.signal(number, before[number])
+    assert after == before
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from holdfast.errors import ConfigError
 from holdfast.inprocess import refusing
 from holdfast.inprocess.handed import VARIABLE as HANDED
 from holdfast.inprocess.refusing import prepare, refuse
+from holdfast.policy.restart_limits import collective_limit
 
 UNDER_SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
 KEPT = {LAUNCHED: "{}", HANDED: "{}"}
@@ -176,17 +177,18 @@ def test_all_problems_are_told_at_once() -> None:
 def test_the_environment_is_prepared_and_what_is_set_is_left() -> None:
     environ: dict[str, str] = {}
     assert prepare(environ, "nccl") == []
-    assert environ == {
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_CPP_LOG_LEVEL": "error",
-    }
+    assert environ == {"NCCL_NVLS_ENABLE": "0", "TORCH_CPP_LOG_LEVEL": "error"}
     environ = {"TORCH_CPP_LOG_LEVEL": "INFO"}
     warnings = prepare(environ, "gloo")
     assert environ == {"TORCH_CPP_LOG_LEVEL": "INFO"}, "nothing of NCCL for a job of gloo"
     assert len(warnings) == 1
     assert "TORCH_CPP_LOG_LEVEL = INFO (environment)" in warnings[0]
     assert prepare({"TORCH_CPP_LOG_LEVEL": "FATAL"}, "gloo") == []
+
+
+def test_a_collective_is_given_up_after_who_stands_still_was_told_of_and_before_who_waits_is_ended() -> None:
+    for soft, hard in [(60.0, 90.0), (2.0, 4.0), (0.1, 600.0)]:
+        assert soft < collective_limit(soft, hard) < (soft + hard) / 2
 
 
 # --- Slurm

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 from harness import wait_until
 from holdfast.control.hosted_store import HostedStore
 from holdfast.errors import HandedOverError, UsageError
+from holdfast.inprocess import lookout
 from holdfast.inprocess.handed import Handed
 from holdfast.inprocess.joining import Joined, Ranks, join
 from holdfast.inprocess.keeper import SOCKET
@@ -381,3 +382,14 @@ def test_who_cannot_join_says_what_it_waited_for() -> None:
     with pytest.raises(HandedOverError, match=r"waited 0\.5 s for the keeper of"):
         join(settings(barrier_timeout=0.5), without_keeper)
     hosted.close()
+
+
+def test_a_keeper_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HandedOverError, match=rf"cannot be reached at {tmp_path}/none: No such file"):
+        lookout._connect(str(tmp_path / "none"))
+
+
+@pytest.mark.drill
+def test_a_keeper_that_cannot_start_says_why() -> None:
+    with pytest.raises(HandedOverError, match=r"inprocess\.assign = 'no_such_module:f' is not to be found"):
+        join(settings(assign="no_such_module:f"), {})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -15,6 +18,7 @@ from holdfast.control.decisions import await_key, read_key
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence, claim
 from holdfast.control.writing import Writing, let_writer_finish
+from holdfast.files import read_regular
 from holdfast.scope import (
     RestartRequested,
     Scope,
@@ -214,3 +218,26 @@ def test_a_claim_that_waits_for_a_holder_a_writer_or_a_lock_can_be_left(tmp_path
     with fence.guard("go on"):  # nobody has kept the lock
         pass
     writing.close()
+
+
+def test_what_was_just_opened_is_closed_when_the_function_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every interruption at that point would cost a descriptor, and keep the locks on it."""
+    scope = Scope(iteration=1, member=0, rank=0, world_size=1)
+    (tmp_path / "file").write_bytes(b"x")
+    really = os.open
+
+    def interrupted(*given: Any, **more: Any) -> int:
+        number = really(*given, **more)
+        scope.ask("a test")
+        scope.interrupt()  # as the signal's handler does before the next instruction
+        return number
+
+    before = os.listdir("/proc/self/fd")
+    with suppress(RestartRequested), entered(scope), monkeypatch.context() as patch, scope.critical():
+        patch.setattr(os, "open", interrupted)
+        with scope.leavable():
+            read_regular(tmp_path / "file", 10)
+            pytest.fail("it was not left")
+    assert os.listdir("/proc/self/fd") == before

@@ -17,6 +17,7 @@ import uuid
 from pathlib import Path
 
 from holdfast.errors import ControlError
+from holdfast.open_file import OpenFile
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -150,24 +151,22 @@ def read_regular(path: Path, limit: int) -> bytes:
 def _read_regular(path: Path, limit: int) -> bytes:
     try:
         # O_NONBLOCK: opening a FIFO would otherwise wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = OpenFile(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "a symbolic link, not a regular file", str(path)) from error
         raise
-    try:
-        info = os.fstat(fd)
+    with file:
+        info = os.fstat(file.number)
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if info.st_size > limit:
             raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than the {limit} allowed", str(path))
-        with os.fdopen(os.dup(fd), "rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:  # it grew meanwhile
-            raise OSError(errno.EFBIG, f"more than the {limit} bytes allowed", str(path))
-        return data
-    finally:
-        os.close(fd)
+        with open(file.number, "rb", closefd=False) as stream:
+            data = stream.read(limit + 1)
+    if len(data) > limit:  # it grew meanwhile
+        raise OSError(errno.EFBIG, f"more than the {limit} bytes allowed", str(path))
+    return data
 
 
 _REMEDIES = {

@@ -39,6 +39,7 @@ from holdfast.checkpoint.identity import CheckpointName, parse_name
 from holdfast.checkpoint.manifest import Count, Digest
 from holdfast.errors import UsageError
 from holdfast.files import create_exclusive, read_regular, replace_atomic
+from holdfast.open_file import OpenFile
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -316,20 +317,18 @@ def places_under(directory: Path) -> list[LocalTier]:
 def _locked(image: Path, how: int) -> Iterator[int | None]:
     """A descriptor of an image with a lock on it; None if it is not there or locked against this."""
     try:
-        descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = OpenFile(image, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         yield None
         return
-    try:
+    with descriptor:
         deadline = time.monotonic() + (MOMENT if how == fcntl.LOCK_SH else 0.0)
-        while not _lock(descriptor, how):
+        while not _lock(descriptor.number, how):
             if time.monotonic() >= deadline:
                 yield None
                 return
             time.sleep(0.001)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        yield descriptor.number
 
 
 def _lock(descriptor: int, how: int) -> bool:

@@ -13,6 +13,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast.open_file import OpenFile
+
 log = logging.getLogger("holdfast.checkpoint")
 
 
@@ -34,18 +36,16 @@ def unread(directory: Path) -> Iterator[bool]:
 def _locked(directory: Path, how: int) -> Iterator[bool]:
     """Hold a lock on a directory, without waiting; False if another lock stands against it."""
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = OpenFile(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         yield True  # whoever wants the lock meets the same error next, and says more about it
         return
-    try:
+    with descriptor:
         free = True
         try:
-            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            fcntl.flock(descriptor.number, how | fcntl.LOCK_NB)
         except BlockingIOError:
             free = False
         except OSError as error:
             log.debug("holdfast: %s cannot be locked: %s", directory, error)
         yield free
-    finally:
-        os.close(fd)

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 
 from holdfast.checkpoint.manifest import FileEntry
 from holdfast.errors import CheckpointError
+from holdfast.open_file import OpenFile
 
 SLICE = 256 * 1024
 """Read at a time, and digested while still in the processor's cache."""
@@ -51,16 +52,14 @@ class ShardFile:
     def __init__(self, directory: Path, entry: FileEntry) -> None:
         self._path = entry.path
         try:
-            self._fd = os.open(
-                directory / entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            )
+            self._file = OpenFile(directory / entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             raise CheckpointError(f"missing {entry.path}") from None
         except OSError as error:
             raise CheckpointError(f"unreadable {entry.path}: {error.strerror}") from error
-        info = os.fstat(self._fd)
+        info = os.fstat(self._file.number)
         if not stat.S_ISREG(info.st_mode) or info.st_size != entry.size:
-            os.close(self._fd)
+            self._file.close()
             reason = "truncated" if info.st_size < entry.size else "altered"
             raise CheckpointError(f"{reason} {entry.path}: expected {entry.size} bytes, found {info.st_size}")
 
@@ -68,11 +67,11 @@ class ShardFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def read_into(self, view: memoryview, offset: int, *, until: int = 0) -> None:
         del until
-        read_at(self._fd, view, offset, self._path)
+        read_at(self._file.number, view, offset, self._path)
 
     def in_place(self, offset: int, length: int) -> memoryview | None:
         del offset, length

@@ -25,6 +25,7 @@ from holdfast.checkpoint.metadata import MetadataError, StoredMetadata
 from holdfast.checkpoint.problems import Problem, Reason, printable
 from holdfast.checkpoint.structure import Inspection, check_structure, looks_like_checkpoint
 from holdfast.errors import UsageError
+from holdfast.open_file import OpenFile
 
 __all__ = ["Inspection", "Problem", "Reason", "check_structure", "looks_like_checkpoint", "verify"]
 
@@ -64,22 +65,16 @@ def verify(
     return inspection
 
 
-def _open_beneath(directory: Path, path: str) -> int:
+def _open_beneath(directory: Path, path: str) -> OpenFile:
     """Open a listed file for reading; no part of its path may be a link."""
     if not is_safe_path(path):
         raise OSError(errno.EINVAL, "not a path inside the directory", path)
     *folders, name = path.split("/")
-    here = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for folder in folders:
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            inner = os.open(folder, flags, dir_fd=here)
-            os.close(here)
-            here = inner
-        # O_NONBLOCK: opening a named pipe must not wait for a writer.
-        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=here)
-    finally:
-        os.close(here)
+    here = OpenFile(directory, os.O_RDONLY | os.O_DIRECTORY)
+    for folder in folders:
+        here = OpenFile(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, beneath=here)
+    # O_NONBLOCK: opening a named pipe must not wait for a writer.
+    return OpenFile(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, beneath=here)
 
 
 class _Reader:
@@ -94,7 +89,7 @@ class _Reader:
         """Whether the file's bytes are those listed; if not, the problem is noted."""
         inspection = self._inspection
         try:
-            fd = _open_beneath(inspection.directory, entry.path)
+            file = _open_beneath(inspection.directory, entry.path)
         except OSError as error:
             reason = {
                 errno.ELOOP: Reason.NOT_A_FILE,
@@ -104,15 +99,14 @@ class _Reader:
             inspection.add(reason, entry.path, f"cannot be opened: {error.strerror or error}")
             return False
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                inspection.add(Reason.NOT_A_FILE, entry.path, "expected a regular file")
-                return False
-            return self._compare(fd, entry)
+            with file:
+                if not stat.S_ISREG(os.fstat(file.number).st_mode):
+                    inspection.add(Reason.NOT_A_FILE, entry.path, "expected a regular file")
+                    return False
+                return self._compare(file.number, entry)
         except OSError as error:
             inspection.add(Reason.UNREADABLE, entry.path, f"cannot be read: {error.strerror or error}")
             return False
-        finally:
-            os.close(fd)
 
     def _compare(self, fd: int, entry: FileEntry) -> bool:
         inspection = self._inspection

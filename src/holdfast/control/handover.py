@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -16,6 +17,23 @@ from holdfast.errors import ConfigError, UsageError
 from holdfast.policy.rejection import Rerun, Trial
 
 VARIABLE = "HOLDFAST_LAUNCH"
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def read_handover(environ: Mapping[str, str], variable: str, kind: type[S]) -> S | None:
+    """What the launcher has handed over in a variable; None if nothing."""
+    raw = environ.get(variable)
+    if not raw:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UsageError(
+            f"{variable} in the environment is not what `holdfast run` writes: {error}. "
+            "Unset it, or start the script with `holdfast run`"
+        ) from error
 
 
 class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,16 +62,7 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> LaunchInfo | None:
         """The hand-over, or None for a process that `holdfast run` did not start."""
-        raw = environ.get(VARIABLE)
-        if not raw:
-            return None
-        try:
-            return msgspec.json.decode(raw, type=cls)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise UsageError(
-                f"{VARIABLE} in the environment is not what `holdfast run` writes: {error}. "
-                "Unset it, or start the script with `holdfast run`"
-            ) from error
+        return read_handover(environ, VARIABLE, cls)
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: msgspec.json.encode(self).decode()}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from holdfast.errors import UsageError
+from holdfast.control.handover import read_handover
 
 VARIABLE = "HOLDFAST_RESTART"
 
@@ -27,16 +27,7 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Handed | None:
         """The hand-over, or None for a process whose launcher keeps no members."""
-        raw = environ.get(VARIABLE)
-        if not raw:
-            return None
-        try:
-            return msgspec.json.decode(raw, type=cls)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise UsageError(
-                f"{VARIABLE} in the environment is not what `holdfast run` writes: {error}. "
-                "Unset it, or start the script with `holdfast run`"
-            ) from error
+        return read_handover(environ, VARIABLE, cls)
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: msgspec.json.encode(self).decode()}

@@ -26,7 +26,7 @@ import msgspec
 
 from holdfast.control.hosted_store import HostedStore, connect
 from holdfast.control.marks import leave_stopping_to_the_trainer
-from holdfast.errors import HandedOverError
+from holdfast.errors import HandedOverError, HoldfastError
 from holdfast.inprocess.conductor import Conductor
 from holdfast.inprocess.keeper import SOCKET, Keeper
 from holdfast.inprocess.memory import Memory
@@ -240,7 +240,7 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY))
     try:
         _serve(duties, directory, _log(duties))
-    except OSError as error:
+    except (OSError, HoldfastError) as error:
         _answer(Started(problem=str(error)))
     finally:
         shutil.rmtree(directory, ignore_errors=True)

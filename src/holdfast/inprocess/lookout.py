@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.errors import HandedOverError
 from holdfast.inprocess.groups import GroupWatch
 from holdfast.inprocess.interruption import Interruption
 from holdfast.inprocess.messages import Beat, Farewell, Hello, Said
@@ -187,7 +188,10 @@ def _connect(keeper: str) -> socket.socket:
         with short_address(Path(keeper)) as address:
             channel.connect(address)
         channel.setblocking(False)
-    except BaseException:
+    except OSError as error:
         channel.close()
-        raise
+        raise HandedOverError(
+            f"the keeper of this node cannot be reached at {keeper}: {error.strerror or error}. "
+            "It has ended, or was never there; start the run again"
+        ) from error
     return channel

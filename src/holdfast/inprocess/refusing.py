@@ -6,8 +6,7 @@ started, all at once, each with its field, its value, where that came from and w
 What the environment's part protects from:
 
 - TORCH_NCCL_RETHROW_CUDA_ERRORS: torch's watchdog of NCCL, told of a failed collective, ends the process by
-  throwing on; at 0 it only ends itself. (TORCH_NCCL_ASYNC_ERROR_HANDLING needs no value of ours: the end that
-  it asks for passes through the same place.)
+  throwing on; at 0 it only ends itself. groups.py sets it for as long as there are groups of ours.
 - NCCL_NVLS_ENABLE: communicators that use NVLink SHARP are not known to survive being aborted and made again;
   nvidia-resiliency-ext, which restarts functions too, asks for the same.
 - TORCH_CPP_LOG_LEVEL: torch warns of every wait in a store that ends without an answer, and here many do.
@@ -76,7 +75,6 @@ def prepare(environ: MutableMapping[str, str], backend: str) -> list[str]:
     and so helps only the processes that are started from here.
     """
     if _uses_nccl(backend) is not False:
-        environ.setdefault(RETHROW, "0")
         environ.setdefault(NVLS, "0")
     level = environ.setdefault(LOG_LEVEL, "error")
     if level.strip().lower() in _QUIET:

@@ -28,6 +28,7 @@ from holdfast.inprocess.joining import join
 from holdfast.inprocess.member import Member
 from holdfast.inprocess.refusing import prepare, refuse
 from holdfast.inprocess.stages import Stage, Stages, default_backend
+from holdfast.policy.restart_limits import collective_limit
 from holdfast.scope import current
 from holdfast.worker.crash import CrashHook
 
@@ -116,7 +117,10 @@ def _call(
         effective.settings.inprocess, os.environ, node=launch.node_name, max_restarts=launch.max_restarts
     )
     try:
-        limit = timeout or (effective.settings.inprocess.soft_timeout if "nccl" not in backend else 0.0)
+        chosen = effective.settings.inprocess
+        limit = timeout or (
+            0.0 if "nccl" in backend else collective_limit(chosen.soft_timeout, chosen.hard_timeout)
+        )
         return Member(joined, effective.settings, stages, backend=backend, timeout=limit).run(function)
     finally:
         joined.close()

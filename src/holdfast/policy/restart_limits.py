@@ -46,6 +46,15 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     least_shown: str
 
 
+def collective_limit(soft: float, hard: float) -> float:
+    """After how many seconds a collective is given up, where its backend says so in the waiting rank.
+
+    Later than `soft`: or the rank that waits would fail, and be told of, in place of the one that stands
+    still. Well before `hard`: what nothing else can free has to be free before its keeper ends it.
+    """
+    return soft + (hard - soft) / 4
+
+
 def out_of_order(all_of: RestartTimeouts) -> list[str]:
     """Pairs in which one timeout would hide the other, with the order that is right. [] if all is well."""
     found: list[str] = []
