@@ -23,7 +23,7 @@ from holdfast.policy.checks import ENOUGH, MEMORY, WINDOW, Rules, Seen, judge, n
 from holdfast.policy.nonfinite import Act, Count, Policy
 from holdfast.settings_validation import ValidationSettings
 from holdfast.worker.checking import Checks
-from holdfast.worker.gradients import FEW, Gradients
+from holdfast.worker.gradients import Gradients
 from together import together
 
 NAN, INF = math.nan, math.inf
@@ -224,8 +224,8 @@ def test_every_single_bad_element_of_every_kind_of_gradient_is_seen() -> None:
 
 
 def test_of_many_small_gradients_each_is_looked_at() -> None:
-    """The first few are looked at one by one, the others together."""
-    model = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(2 * FEW + 1)])
+    """One call looks at all of them."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(33)])
     for number, parameter in enumerate(model):
         parameter.grad = torch.full((3,), float(number))
     gradients = Gradients([("model", model)])
@@ -234,7 +234,7 @@ def test_of_many_small_gradients_each_is_looked_at() -> None:
         (found,) = gradients.norms()
         return float(found)
 
-    assert norm() == pytest.approx(math.sqrt(sum(3 * number**2 for number in range(2 * FEW + 1))))
+    assert norm() == pytest.approx(math.sqrt(sum(3 * number**2 for number in range(33))))
     for number, parameter in enumerate(model):
         assert parameter.grad is not None
         parameter.grad[1] = NAN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -341,6 +342,16 @@ def test_failures_are_kept_by_rank_and_the_first_one_stays(control: ControlDirec
     assert found[0].message.startswith("?xxx")
     assert len(found[0].message) == attempts.MAX_MESSAGE
     assert failures_of(control, 2) == []
+
+
+def test_last_words_that_are_damaged_are_left_out_and_told_of(
+    control: ControlDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = FailureRecord(rank=1, node="a", pid=7, exit_code=-9, at=1.0, message="killed")
+    record_failure(control, 3, failure)
+    (control.attempt(3) / "failures" / "rank_000000.json").write_bytes(b"\0" * 40)
+    assert failures_of(control, 3) == [failure]
+    assert re.search(r"attempt 3 is left out: .*rank_000000\.json is not a FailureRecord", caplog.text)
 
 
 def test_a_stale_epoch_can_neither_begin_nor_head_nor_end_an_attempt(

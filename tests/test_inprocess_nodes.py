@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 from harness import wait_until
+from holdfast.control.directory import ControlDirectory
 from holdfast.journal import events
 from holdfast.journal.restart_events import RestartPlanned
+from local_ranks import await_replicas, memory
 from nodes import Cluster, cluster
-from test_inprocess_launch import LONGEST, QUICK, SCRIPT, decided, ends, journalled
+from test_end_to_end import record
+from test_inprocess_launch import LONGEST, QUICK, SCRIPT, decided, ends, journalled, reference
 
+__all__ = ["reference"]
 pytestmark = pytest.mark.drill
+LOCAL = {
+    "checkpoint.async_save": "true", "checkpoint.interval": "1000", "checkpoint.save_at_end": "false",
+    "checkpoint.non_persistent_ckpt_type": "local", "checkpoint.non_persistent_save_interval": "2",
+}  # fmt: skip
+"""Copies in the nodes' memory, and nowhere else."""
 FLAGS = [word for name, value in QUICK.items() for word in ("--set", f"{name}={value}")]
 
 
-def start(group: Cluster) -> None:
+def start(group: Cluster, memory: Path | None = None) -> None:
+    """`memory`: where each node keeps its local copies, if any."""
     for name in "abc":
-        group.start(name, *FLAGS, "--set", "inprocess.active_world_size=2", script=SCRIPT)
+        local = LOCAL | {"checkpoint.non_persistent_local_ckpt_dir": str(memory / name)} if memory else {}
+        flags = [word for key, value in local.items() for word in ("--set", f"{key}={value}")]
+        group.start(name, *FLAGS, *flags, "--set", "inprocess.active_world_size=2", script=SCRIPT)
 
 
 def places(cwd: Path) -> dict[int, str]:
@@ -61,3 +74,24 @@ def test_a_lost_nodes_rank_is_taken_by_a_reserve_of_another(
     assert decided(tmp_path) == [("restart", 2)]
     (planned,) = journalled(tmp_path, RestartPlanned)
     assert (planned.order, planned.promoted) == ([0, 2], [2])
+
+
+def test_a_lost_nodes_state_comes_from_the_memory_of_its_data_parallel_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, object]
+) -> None:
+    """A node and its memory are gone. Its peer is still the same process, and nothing was ever on a disk."""
+    monkeypatch.setenv("RESTARTING_DO", "1:8:wait")
+    with memory() as place, cluster(tmp_path, "3") as group:
+        start(group, place)
+        wait_until((tmp_path / "out" / "waits1").exists, LONGEST, "rank 1 is in step 8")
+        await_replicas(ControlDirectory.open(tmp_path / "run"), 6, 2)
+        lost = places(tmp_path)[1]
+        group.agents[lost].signal(signal.SIGKILL)
+        shutil.rmtree(place / lost)
+        finish(group, "abc".replace(lost, ""))
+    assert [one and one[0] for one in ends(tmp_path)] == ["failed", "finished"]
+    (planned,) = journalled(tmp_path, RestartPlanned)
+    assert planned.promoted == [2]
+    assert record(tmp_path) == reference
+    assert [one.step for one in journalled(tmp_path, events.Resumed)] == [0, 6]
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -356,8 +357,10 @@ def test_misuse_is_told_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     lonely = holdfast.Run(run_dir=tmp_path / "other")
     lonely.track(model=nn.Linear(1, 1))
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
     with pytest.raises(UsageError, match="init_process_group"):
         lonely.start()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "a script that goes on without it can be ended"
 
 
 def test_an_empty_loader_is_told_instead_of_looping_for_ever(tmp_path: Path) -> None:

@@ -62,6 +62,27 @@ def test_every_script_is_sound_shell(layout: Layout, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize("found", ["from the start", "by the setup lines"])
+def test_a_signal_before_anything_was_started_asks_for_the_job_too(tmp_path: Path, found: str) -> None:
+    """A job that is preempted while it loads its modules must come back as well."""
+    tool = tmp_path / "bin" / "holdfast"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {shlex.quote(str(tmp_path / "asked"))}\n')
+    tool.chmod(0o755)
+    finds = f"PATH={shlex.quote(str(tool.parent))}:$PATH"
+    lines = ["kill -s TERM $$", "echo after"]
+    setup = [finds, *lines] if found == "from the start" else [*lines, finds]
+    script = tmp_path / "script"
+    script.write_text(render(Layout(command=["train.py"], nodes=1, run_dir="run", setup=setup)))
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", script], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 31, done.stderr
+    assert (tmp_path / "asked").read_text() == "slurm requeue --exit-code 31 --run-dir run\n", done.stderr
+    assert ("after" in done.stdout) == (found == "by the setup lines")
+
+
 def options(text: str) -> list[str]:
     return re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
 

@@ -128,3 +128,4 @@ def test_compute_before_the_start_is_refused(tmp_path: Path) -> None:
         run.compute(lambda: 1.0)
     with pytest.raises(holdfast.HoldfastError, match=r"before start\(\)"):
         run.check(1.0)
+    run.close()

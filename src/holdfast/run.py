@@ -134,8 +134,8 @@ class Run:
         if not self._tracked.names():
             raise UsageError("nothing is tracked: call run.track(model=…, optimizer=…) before the first step")
         chosen = self.settings
-        self._group, self._member = join(chosen, self._root, self._launched, self._on_lease_lost)
         try:
+            self._group, self._member = join(chosen, self._root, self._launched, self._on_lease_lost)
             self._halting.joined(chosen, self._group, self._member, self._schedule.last_commit)
             self._parts.make(self._group, self._member, diagnose=self._diagnose, on_rerun=self._on_rerun)
             # Loading has a deadline of its own, and its failure must be told before it counts as a hang.
@@ -150,7 +150,7 @@ class Run:
                 judge_collectives(self._effective, self._group, self._member)
             self._pinging = Pinging(chosen.health, self._group, self._member.journal)
         except BaseException:
-            self.close()  # the lease must not stay with a run that could not start
+            self.close()  # neither lease nor signals must stay with a run that could not start
             raise
         return self.step
 

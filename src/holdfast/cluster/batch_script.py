@@ -32,10 +32,18 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
 fi
 step=
 interrupted=
+# Asks only if what stopped the run is a reason to come back, and if nobody has asked yet.
+end() {
+    if [ "$1" -ne 0 ]; then
+        "${holdfast[@]}" slurm requeue --exit-code "$1" --run-dir "$run_dir"
+    fi
+    exit "$1"
+}
 on_signal() {
     interrupted=1
     if [ -z "$step" ]; then
-        exit 31
+        # Nothing was started. Where holdfast is, the lines below may be yet to say.
+        if command -v "${holdfast[0]}" > /dev/null; then end 31; fi
     elif [ "$1" != TERM ]; then
         kill -s "$1" "$step" 2>/dev/null
     elif [ "$(timeout 10 squeue --noheader --jobs="$job" --format=%T 2>/dev/null)" = RUNNING ]; then
@@ -48,6 +56,7 @@ trap 'on_signal TERM' TERM
 trap 'on_signal USR1' USR1
 trap 'on_signal USR2' USR2"""
 
+_STOPPED = 'if [ -n "$interrupted" ]; then end 31; fi'
 _NODES = 'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
 _PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 
@@ -83,20 +92,18 @@ _END = f"""\
 step=$!
 
 {_WAIT}
-# Asks only if what stopped the run is a reason to come back, and if nobody has asked yet.
-if [ "$code" -ne 0 ]; then
-    "${{holdfast[@]}}" slurm requeue --exit-code "$code" --run-dir "$run_dir"
-fi
-exit "$code"
+end "$code"
 """
 
 
 def render(layout: Layout) -> str:
     """The script's text. Raises UsageError for what cannot work."""
     check(layout)
-    setup = "\n".join(["", *layout.setup]) if layout.setup else ""
+    setup = (
+        "\n".join(["", *layout.setup, 'if [ -n "$interrupted" ]; then end 31; fi']) if layout.setup else ""
+    )
     start = _plain(layout) if layout.plain else _agents(layout)
-    parts = [_header(layout), _SETUP, setup, _place(layout), start, _END]
+    parts = [_header(layout), _place(layout), _SETUP, setup, start, _END]
     return "\n".join(part for part in parts if part)
 
 

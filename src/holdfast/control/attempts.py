@@ -6,6 +6,7 @@ what was decided, how it ended. Together these are the history that recovery dec
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import msgspec
 from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
+
+log = logging.getLogger("holdfast")
 
 MAX_MESSAGE = 64 * 1024
 _FAILURE_NAME = re.compile(r"rank_[0-9]{6,}\.json")
@@ -141,10 +144,19 @@ def record_failure(control: ControlDirectory, attempt: int, failure: FailureReco
 
 
 def failures_of(control: ControlDirectory, attempt: int) -> list[FailureRecord]:
+    """What is known of the ends of an attempt's workers. A record that is damaged is told of and left out:
+    a run whose disk has lost one rank's last words is still to be decided on."""
     folder = control.attempt(attempt) / "failures"
-    names = sorted(name for name in list_names(folder) if _FAILURE_NAME.fullmatch(name))
-    found = [read_record(folder / name, FailureRecord) for name in names]
-    return [failure for failure in found if failure is not None]
+    found = []
+    for name in sorted(name for name in list_names(folder) if _FAILURE_NAME.fullmatch(name)):
+        try:
+            failure = read_record(folder / name, FailureRecord)
+        except ControlError as error:
+            log.warning("holdfast: evidence of attempt %d is left out: %s", attempt, error)
+            continue
+        if failure is not None:
+            found.append(failure)
+    return found
 
 
 def end_attempt(control: ControlDirectory, fence: Fence, number: int, end: EndRecord) -> bool:

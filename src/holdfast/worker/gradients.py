@@ -8,6 +8,7 @@ as far as this rank holds it; nothing here is a collective, and nothing waits fo
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,13 +18,15 @@ from torch.distributed.tensor import DTensor
 
 LOOKED_UP_EVERY = 64
 """Looks after which the models' parameters are looked up again: a model may be changed between steps."""
-LARGE = 8192
-"""Elements from which on a gradient on the host is faster as a product of its own than among others."""
-FEW = 16
-"""Small gradients of which that is so as well: one call for all of them has to be prepared first."""
 NAMED = 3
 """Parameters that a reason names; the others are counted."""
-PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+WIDE = frozenset({torch.float32, torch.float64})
+PLAIN = WIDE | {torch.float16, torch.bfloat16}
+HOST = torch.device("cpu")
+
+Group = tuple[torch.device, torch.dtype]
+
+_kind = operator.attrgetter("__class__", "layout", "dtype", "device")
 
 
 class Gradients:
@@ -34,37 +37,23 @@ class Gradients:
         self._places: list[tuple[dict[str, Any], str]] = []
         self._looks = 0
 
-    @torch.no_grad()
     def norms(self) -> list[torch.Tensor | float]:
         """This rank's norm in parts: a number for the host, a tensor on each other device."""
-        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        squares: list[torch.Tensor] = []
-        small = 0
-        for gradient in self._gradients():
-            dtype = gradient.dtype
-            alone = gradient.is_cpu and dtype in WIDE and gradient.is_contiguous()
-            if alone and gradient.numel() < LARGE:
-                small += 1
-                alone = small <= FEW
-            if alone:
-                flat = gradient.view(-1)
-                squares.append(torch.dot(flat, flat))
-            else:
-                groups.setdefault((gradient.device, dtype), []).append(gradient)
-        on_host: list[torch.Tensor] = []
-        elsewhere: dict[torch.device, list[torch.Tensor]] = {}
-        for (device, dtype), members in groups.items():
-            # A half-precision norm is summed in float32 anyway; as float32 it cannot overflow at the end.
-            wide = torch.float64 if dtype is torch.float64 else torch.float32
-            found = torch._foreach_norm(members, 2, dtype=wide)
-            (on_host if device.type == "cpu" else elsewhere.setdefault(device, [])).extend(found)
-        parts: list[torch.Tensor | float] = [
-            torch.linalg.vector_norm(torch.stack(_alike(found)), dtype=torch.float64)
-            for found in elsewhere.values()
-        ]
-        if on_host or squares:
-            parts.append(_host_norm(on_host, squares))
-        return parts
+        parts: dict[torch.device, list[torch.Tensor]] = {}
+        with torch.no_grad():
+            for (device, dtype), members in self._groups().items():
+                # A half-precision norm is summed in float32 anyway; as float32 it cannot overflow at the end.
+                wide = None if dtype in WIDE else torch.float32
+                parts.setdefault(device, []).extend(torch._foreach_norm(members, 2, dtype=wide))
+            here = parts.pop(HOST, None)
+            found: list[torch.Tensor | float] = [
+                torch.linalg.vector_norm(torch.stack(_alike(norms)), dtype=torch.float64)
+                for norms in parts.values()
+            ]
+        if here is not None:
+            squares = sum([norm.item() ** 2 for norm in here])
+            found.append(math.sqrt(squares) if squares >= 0 else math.nan)
+        return found
 
     @torch.no_grad()
     def bad(self) -> list[str]:
@@ -85,27 +74,31 @@ class Gradients:
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         return [f"the gradients hold {kind}: {named}{more}"]
 
-    def _gradients(self) -> Iterable[torch.Tensor]:
+    def _groups(self) -> dict[Group, list[torch.Tensor]]:
+        """All gradients, those that are alike together: one call looks at many.
+
+        After a step nothing of Python's is in the processor's cache, so the usual case does little of it.
+        """
         # Walking a tree of modules costs more than looking at small gradients, so where parameters are kept
         # is remembered. It is the place that is remembered, not the parameter: FSDP exchanges those.
         if self._looks % LOOKED_UP_EVERY == 0:
             self._places = list(_places(self._models))
         self._looks += 1
-        for parameters, name in self._places:
-            parameter = parameters.get(name)
-            if parameter is None or (gradient := parameter.grad) is None:
-                continue
-            if (
-                type(gradient) is not torch.Tensor
-                or gradient.layout is not torch.strided
-                or (gradient.dtype not in PLAIN)
-            ):
-                gradient = plain(gradient)
-            if gradient.numel() and not gradient.is_meta:
-                yield gradient
-
-
-WIDE = (torch.float32, torch.float64)
+        there = [
+            gradient
+            for parameters, name in self._places
+            if (parameter := parameters.get(name)) is not None and (gradient := parameter.grad) is not None
+        ]
+        kinds = set(map(_kind, there))
+        if len(kinds) == 1:
+            (kind, layout, dtype, device) = kinds.pop()
+            if kind is torch.Tensor and layout is torch.strided and dtype in PLAIN and device == HOST:
+                return {(HOST, dtype): there}
+        groups: dict[Group, list[torch.Tensor]] = {}
+        for gradient in map(plain, there):
+            if not gradient.is_meta:
+                groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        return groups
 
 
 def plain(gradient: torch.Tensor) -> torch.Tensor:
@@ -136,12 +129,3 @@ def _alike(norms: list[torch.Tensor]) -> list[torch.Tensor]:
     """For stacking: of one dtype."""
     dtypes = {norm.dtype for norm in norms}
     return norms if len(dtypes) == 1 else [norm.double() for norm in norms]
-
-
-def _host_norm(norms: list[torch.Tensor], squares: list[torch.Tensor]) -> float:
-    total = 0.0
-    if norms:
-        total = sum(value * value for value in torch.stack(_alike(norms)).tolist())
-    if squares:
-        total += sum(torch.stack(_alike(squares)).tolist())
-    return math.sqrt(total) if total >= 0 else math.nan

@@ -11,12 +11,12 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+from holdfast.cluster.node_name import node_name
 from holdfast.cluster.slurm import current_job, job_found
 from holdfast.cluster.time_limit import TimeLimit
 from holdfast.control.group import Group
@@ -50,6 +50,7 @@ class Halting:
         self.stopping = Stopping(counter)
         self.deadline = StopDeadline(self._forced)
         self._rank = int(os.environ.get("RANK", "0"))
+        self._node = node_name()
         self._timeout = 0.0
         self._patience = 0.0
         self._signals: StopSignals | None = None
@@ -77,6 +78,7 @@ class Halting:
     def watch(self, settings: Settings) -> None:
         """Take the signals, as the settings say. From here on one that comes is not lost."""
         chosen = settings.stop
+        self._node = node_name(settings.launch.node_name)
         self._timeout, self._patience = chosen.shutdown_timeout_sec, settings.control.decision_timeout
         earlier, Halting._newest = Halting._newest, self
         if earlier is not None:
@@ -146,7 +148,7 @@ class Halting:
             source=Source.SIGNAL,
             detail=f"{number.name} to rank {self._rank}",
             signal=number.name,
-            node=socket.gethostname(),
+            node=self._node,
             rank=self._rank,
             at=time.time(),
         )
@@ -172,7 +174,7 @@ class Halting:
         if self._wish is not None:
             return  # it stops already
         self._wish = StopRequest(
-            source=source, detail=detail, node=socket.gethostname(), rank=self._rank, at=time.time()
+            source=source, detail=detail, node=self._node, rank=self._rank, at=time.time()
         )
         if self._beats is not None and self._beats.watched:
             self._beats.wish(detail, "", source=str(source))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from holdfast.cluster.node_name import node_name
 from holdfast.errors import UsageError
 from holdfast.policy.stopping import Source, StopRequest, deadline
 from holdfast.settings_cluster import StopSettings, parse_signals
@@ -141,7 +141,7 @@ class ShutdownHandler:
                 source=Source.SIGNAL,
                 detail=f"{number.name} to rank {self._rank}",
                 signal=number.name,
-                node=socket.gethostname(),
+                node=node_name(),
                 rank=self._rank,
                 at=time.time(),
             )
