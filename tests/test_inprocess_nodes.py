@@ -20,7 +20,7 @@ from test_inprocess_launch import LONGEST, QUICK, SCRIPT, decided, ends, journal
 __all__ = ["reference"]
 pytestmark = pytest.mark.drill
 LOCAL = {
-    "checkpoint.async_save": "true", "checkpoint.interval": "1000", "checkpoint.save_at_end": "false",
+    "checkpoint.async_save": "true", "checkpoint.save_at_end": "false",
     "checkpoint.non_persistent_ckpt_type": "local", "checkpoint.non_persistent_save_interval": "2",
 }  # fmt: skip
 """Copies in the nodes' memory, and nowhere else."""
@@ -81,6 +81,7 @@ def test_a_lost_nodes_state_comes_from_the_memory_of_its_data_parallel_peer(
 ) -> None:
     """A node and its memory are gone. Its peer is still the same process, and nothing was ever on a disk."""
     monkeypatch.setenv("RESTARTING_DO", "1:8:wait")
+    monkeypatch.setenv("RESTARTING_INTERVAL", "1000")
     with memory() as place, cluster(tmp_path, "3") as group:
         start(group, place)
         wait_until((tmp_path / "out" / "waits1").exists, LONGEST, "rank 1 is in step 8")

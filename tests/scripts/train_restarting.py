@@ -4,7 +4,7 @@ Each rank appends `step loss sample-ids` to <out>/rank<r>.<pid>.log, with the lo
 a digest of its parameters at the end. RESTARTING_DO tells what happens: member:step:what, comma-separated,
 each once, which a marker file remembers. `what` is raise, a signal's name, exit (with code 3), or wait (until
 <out>/go exists); with a + after it, it happens whenever that step comes. RESTARTING_HOLD keeps every member
-between two calls of the function, until <out>/go exists.
+between two calls of the function, until <out>/go exists. RESTARTING_INTERVAL: steps between two saves.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ torch.set_num_threads(1)
 OUT = Path("out")
 MEMBER = int(os.environ["RANK"])
 UNTIL = int(os.environ.get("RESTARTING_UNTIL", "9"))
+INTERVAL = int(os.environ.get("RESTARTING_INTERVAL", "3"))
 DO = os.environ.get("RESTARTING_DO", "")
 HOLD = os.environ.get("RESTARTING_HOLD", "")
 
@@ -83,7 +84,7 @@ def train() -> None:
     loader = DataLoader(
         numbers, batch_size=4, sampler=DistributedSampler(numbers, world, rank, shuffle=True, seed=5)
     )
-    run = holdfast.Run(run_dir="run", checkpoint_interval=3)
+    run = holdfast.Run(run_dir="run", checkpoint_interval=INTERVAL)
     run.track(model=model, optimizer=optimizer)
     with (OUT / f"rank{rank}.{os.getpid()}.log").open("a", buffering=1) as log:
         for step, (ids, x) in run.steps(loader, until=UNTIL):
