@@ -96,6 +96,7 @@ tiny.train(__import__("pathlib").Path("run"), until=40, at_step=lambda step, run
 """
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("when_busy", [pytest.param("queue", marks=pytest.mark.drill), "skip"])
 def test_a_slow_disk_does_not_slow_training(tmp_path: Path, slow_io: Path, when_busy: str) -> None:
     """A disk on which a save takes longer than the interval: steps go on at their own pace meanwhile."""

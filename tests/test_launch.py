@@ -66,6 +66,7 @@ def ready(running: Job, cwd: Path) -> None:
     assert mark.exists(), running.output().text
 
 
+@pytest.mark.drill
 def test_the_script_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
     flags = ["--nproc-per-node", "2", "--role", "trainer", STEP, "dump"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
@@ -150,6 +151,7 @@ def test_a_repeated_job_error_stops_the_run(tmp_path: Path) -> None:
         assert told in result.err
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("act", ["error:ModuleNotFoundError: No module named 'data'", "exit:2"])
 def test_what_fails_at_once_on_all_ranks_is_not_tried_again(tmp_path: Path, act: str) -> None:
     """A module that is missing, a flag that the script does not know: the first error is the last."""

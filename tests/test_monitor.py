@@ -418,6 +418,7 @@ def test_an_answer_without_end_is_refused() -> None:
 # --- an agent that was itself stopped
 
 
+@pytest.mark.drill
 def test_an_agent_that_was_stopped_gives_everybody_a_fresh_start_loudly(tmp_path: Path) -> None:
     """SIGSTOP to the agent for longer than the limit: without the guard the rank counts as hung at once."""
     rank = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import statistics
 import sys
@@ -91,6 +92,9 @@ def test_a_rank_that_sleeps_is_freed_and_stays(tmp_path: Path) -> None:
         assert plan is not None
         # Of one or of both: the other one stood still in a collective all the while.
         assert plan.faults[0].kind is FaultKind.SOFT_TIMEOUT
+        assert re.search(
+            r"rank 1 has stood still for \d\.\d s:\n  .*test_restartable\.py:\d+ in sleep\n", job.errors()
+        )
 
 
 @pytest.mark.parametrize("how", [stop_itself, hold_the_interpreter])

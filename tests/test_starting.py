@@ -30,6 +30,7 @@ def launch(*flags: str, acts: str = "ok", env: dict[str, str] | None = None, cwd
     return result.out, result.err
 
 
+@pytest.mark.drill
 def test_logs_are_laid_out_as_by_torchrun_and_kept_for_every_attempt(tmp_path: Path) -> None:
     out, err = launch(
         "--log-dir", "logs", "--redirects", "2", "--tee", "1", acts="kill,kill,ok", cwd=tmp_path

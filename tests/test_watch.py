@@ -50,6 +50,7 @@ def known(leader: LeaderWatch) -> None:
     wait_until(lambda: not leader._awaited, 10, "the leader knows the node")
 
 
+@pytest.mark.drill
 def test_both_live_for_longer_than_the_timeout_and_part_without_a_loss(leader: LeaderWatch) -> None:
     mine = follow(leader)
     known(leader)

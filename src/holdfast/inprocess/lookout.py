@@ -29,6 +29,8 @@ log = logging.getLogger("holdfast")
 
 BEAT = 1.0
 """Seconds between two signs of life."""
+NOTABLE = 0.5
+"""Share of `soft_timeout` from which on it is worth a word where a rank stands."""
 NUDGE = 0.2
 """Seconds between two interruptions of a main thread that has not left."""
 CONNECT = 10.0
@@ -47,13 +49,16 @@ class Lookout:
         *,
         soft_timeout: float,
         on_still: Callable[[float], None],
+        on_idle: Callable[[float], None],
     ) -> None:
-        """`on_still` is told, once an iteration, that the main thread stood still for so many seconds."""
+        """Of the two one is told, at most once an iteration, that the main thread stood still for so many
+        seconds: `on_still` once that is too long, `on_idle` if another rank's fault came before."""
         self.alone = ""
         """Why there is no keeper any more; empty while there is one."""
         self._interruption = interruption
         self._soft_timeout = soft_timeout
         self._on_still = on_still
+        self._on_idle = on_idle
         self._scope: Scope | None = None
         self._groups: GroupWatch | None = None
         self._iteration = 0
@@ -122,6 +127,7 @@ class Lookout:
             with self._lock:
                 scope, groups = self._scope, self._groups
             if scope is not None and groups is not None and scope.asked:
+                self._remark(scope)
                 groups.abort()
                 self._interruption.send()
             elif scope is not None:
@@ -138,6 +144,14 @@ class Lookout:
         if idle > self._soft_timeout and not self._still:
             self._still = True
             self._on_still(idle)
+
+    def _remark(self, scope: Scope) -> None:
+        """Before it is freed: who waits for a rank that stands still is often told of before that one."""
+        idle = scope.idle(time.monotonic())
+        if not self._still:
+            self._still = True
+            if idle > self._soft_timeout * NOTABLE:
+                self._on_idle(idle)
 
     def _beat(self, scope: Scope | None, now: float) -> None:
         last = scope or self._last

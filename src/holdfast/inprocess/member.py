@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -55,6 +57,7 @@ from holdfast.journal.restart_events import FunctionRestarted
 from holdfast.policy.classify import is_symptom
 from holdfast.scope import RestartRequested, Scope, entered
 from holdfast.settings import Settings
+from holdfast.worker.testimony import frames_of
 
 log = logging.getLogger("holdfast")
 
@@ -126,6 +129,7 @@ class Member:
             self._interruption,
             soft_timeout=self._chosen.soft_timeout,
             on_still=self._on_still,
+            on_idle=self._on_idle,
         )
 
     def run(self, function: Callable[[], T]) -> T | None:
@@ -413,13 +417,18 @@ class Member:
     def _on_still(self, seconds: float) -> None:
         """On the lookout's thread."""
         scope = self._scope
-        if scope is not None:
-            limit = self._chosen.soft_timeout
-            self._give(
-                scope,
-                FaultKind.SOFT_TIMEOUT,
-                f"no progress of its main thread for {seconds:.1f} s (inprocess.soft_timeout is {limit:g})",
-            )
+        if scope is None:
+            return
+        places = _standing()
+        limit = self._chosen.soft_timeout
+        detail = f"no progress of its main thread for {seconds:.1f} s (inprocess.soft_timeout is {limit:g})"
+        self._give(scope, FaultKind.SOFT_TIMEOUT, f"{detail}, at {places[0]}" if places else detail)
+        _tell_standing(scope.rank, seconds, places)  # last: whoever reads our words may be what hangs
+
+    def _on_idle(self, seconds: float) -> None:
+        """On the lookout's thread."""
+        if self._scope is not None:
+            _tell_standing(self._scope.rank, seconds, _standing())
 
     def _give(self, scope: Scope, kind: FaultKind, detail: str, error: BaseException | None = None) -> None:
         """Tell of a fault here, and end the iteration by it, if nothing has before. From any thread."""
@@ -463,6 +472,17 @@ def _code(error: SystemExit) -> int:
     if error.code is None:
         return 0
     return error.code if isinstance(error.code, int) else 1
+
+
+def _standing() -> list[str]:
+    """Where the main thread is, the innermost place first."""
+    stack = frames_of(sys._current_frames().get(threading.main_thread().ident or 0))
+    return [f"{frame.file}:{frame.line} in {frame.function}" for frame in stack]
+
+
+def _tell_standing(rank: int, seconds: float, places: list[str]) -> None:
+    told = "\n  ".join(places)
+    log.warning("holdfast: rank %d has stood still for %.1f s:\n  %s", rank, seconds, told)
 
 
 def _exit_code(error: BaseException | None) -> int:

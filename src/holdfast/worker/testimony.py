@@ -199,13 +199,14 @@ def _stacks() -> list[ThreadStack]:
                 name=_clean(thread.name) if thread is not None else "(not started by Python)",
                 tid=(thread.native_id or 0) if thread is not None else 0,
                 main=ident == main,
-                frames=_frames(frame),
+                frames=frames_of(frame),
             )
         )
     return sorted(found, key=lambda stack: not stack.main)
 
 
-def _frames(frame: FrameType | None) -> list[Frame]:
+def frames_of(frame: FrameType | None) -> list[Frame]:
+    """The innermost first. Reads no file: the source may lie where everything hangs."""
     found: list[Frame] = []
     while frame is not None and len(found) < DEPTH:
         code = frame.f_code
