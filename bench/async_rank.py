@@ -23,17 +23,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from workload import PIECE_MIB
 
 import holdfast
 
 Timed = tuple[float, float]
+PIECE_MIB = 64
+"""Of a tensor, as of Linear(4096, 4096), which the benchmarks on a GPU have too. Smaller ones than 32 MiB the C
+library may keep when they are freed, and then `dcp.async_save` is as fast as it finds them."""
 WARM = 4
 """Saves that are not counted: two for the staging buffers, four for the slots of a local tier."""
 
 
 class Sharded(nn.Module):
-    """`size_mib` MiB a rank, in tensors of 16 MiB a rank, sharded over all ranks."""
+    """`size_mib` MiB a rank, sharded over all ranks."""
 
     def __init__(self, size_mib: int, rank: int, world: int) -> None:
         super().__init__()
