@@ -28,8 +28,8 @@ import holdfast
 
 Timed = tuple[float, float]
 PIECE_MIB = 64
-"""Of a tensor, as of Linear(4096, 4096), which the benchmarks on a GPU have too. Smaller ones than 32 MiB the C
-library may keep when they are freed, and then `dcp.async_save` is as fast as it finds them."""
+"""Of a tensor, as of Linear(4096, 4096), which the benchmarks on a GPU have too. Smaller ones than 32 MiB the
+C library may keep when they are freed, and then `dcp.async_save` is as fast as it finds them."""
 WARM = 4
 """Saves that are not counted: two for the staging buffers, four for the slots of a local tier."""
 
