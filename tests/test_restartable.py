@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import signal
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from holdfast.exit_codes import ExitCode
 from holdfast.inprocess.messages import FaultKind, OverKind
 from holdfast.inprocess.stages import Iteration, each, init_group
 from holdfast.scope import RestartRequested, Scope
-from restarting import Hook, expected, members
+from restarting import LIMIT, QUICK, Hook, expected, members
 
 RESTARTS = 50
 
@@ -85,16 +87,54 @@ def test_a_killed_rank_is_replaced_by_a_reserve(tmp_path: Path) -> None:
 
 def test_a_rank_that_sleeps_is_freed_and_stays(tmp_path: Path) -> None:
     """Scenario 16, first half: a hang with the interpreter's lock released ends in a restart only."""
-    with members(tmp_path, 2, at(0, 1, 4, sleep), inprocess_soft_timeout=2.0) as job:
+
+    def work_and_sleep(scope: Scope, step: int) -> None:
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            pass  # so that the other one, which waits for it, is the first to have stood still for too long
+        sleep(scope, step)
+
+    with members(tmp_path, 2, at(0, 1, 4, work_and_sleep), inprocess_soft_timeout=3.0) as job:
         assert job.wait() == [0, 0], job.errors()
         assert job.returned(1) == expected(2)
         plan = job.conductor.plan
         assert plan is not None
-        # Of one or of both: the other one stood still in a collective all the while.
         assert plan.faults[0].kind is FaultKind.SOFT_TIMEOUT
         assert re.search(
             r"rank 1 has stood still for \d\.\d s:\n  .*test_restartable\.py:\d+ in sleep\n", job.errors()
         )
+
+
+def test_what_the_ranks_say_may_hang_without_keeping_any_of_them(tmp_path: Path) -> None:
+    """Nobody reads what they say, and the one that waits and the one that sleeps are freed all the same."""
+
+    class Stuck(logging.Handler):
+        def createLock(self) -> None:  # noqa: N802 - the name is logging's
+            self.lock = None  # what else is said gets through
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "has stood still" in record.getMessage():
+                threading.Event().wait(LIMIT)
+
+    def hook(scope: Scope, step: int) -> None:
+        if (scope.iteration, step) == (0, 4):
+            logging.getLogger("holdfast").addHandler(Stuck())
+            if scope.rank == 1:
+                sleep(scope, step)
+
+    with members(tmp_path, 2, hook, inprocess_soft_timeout=2.0, inprocess_hard_timeout=6.0) as job:
+        assert job.wait() == [0, 0], job.errors()
+        assert job.keeper.gone() == {}
+
+
+def test_a_collective_is_given_up_only_after_who_stands_still_is_told_of(tmp_path: Path) -> None:
+    def note(iteration: Iteration) -> None:
+        (tmp_path / "timeout").write_text(str(iteration.timeout))
+
+    with members(tmp_path, 1, stages={"initialize": each(note, init_group)}) as job:
+        assert job.wait() == [0], job.errors()
+    soft, hard = float(str(QUICK["inprocess_soft_timeout"])), float(str(QUICK["inprocess_hard_timeout"]))
+    assert soft < float((tmp_path / "timeout").read_text()) < hard
 
 
 @pytest.mark.parametrize("how", [stop_itself, hold_the_interpreter])

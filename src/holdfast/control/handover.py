@@ -18,7 +18,6 @@ from holdfast.policy.rejection import Rerun, Trial
 
 VARIABLE = "HOLDFAST_LAUNCH"
 
-
 S = TypeVar("S", bound=msgspec.Struct)
 
 

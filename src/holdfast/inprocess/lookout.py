@@ -147,11 +147,12 @@ class Lookout:
 
     def _remark(self, scope: Scope) -> None:
         """Before it is freed: who waits for a rank that stands still is often told of before that one."""
+        if self._still:
+            return
+        self._still = True
         idle = scope.idle(time.monotonic())
-        if not self._still:
-            self._still = True
-            if idle > self._soft_timeout * NOTABLE:
-                self._on_idle(idle)
+        if idle > self._soft_timeout * NOTABLE:
+            self._on_idle(idle)
 
     def _beat(self, scope: Scope | None, now: float) -> None:
         last = scope or self._last

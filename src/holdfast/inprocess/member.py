@@ -423,7 +423,7 @@ class Member:
         limit = self._chosen.soft_timeout
         detail = f"no progress of its main thread for {seconds:.1f} s (inprocess.soft_timeout is {limit:g})"
         self._give(scope, FaultKind.SOFT_TIMEOUT, f"{detail}, at {places[0]}" if places else detail)
-        _tell_standing(scope.rank, seconds, places)  # last: whoever reads our words may be what hangs
+        _tell_standing(scope.rank, seconds, places)
 
     def _on_idle(self, seconds: float) -> None:
         """On the lookout's thread."""
@@ -481,8 +481,10 @@ def _standing() -> list[str]:
 
 
 def _tell_standing(rank: int, seconds: float, places: list[str]) -> None:
+    """On a thread of its own: who reads our words may be what hangs, and the lookout has others to free."""
     told = "\n  ".join(places)
-    log.warning("holdfast: rank %d has stood still for %.1f s:\n  %s", rank, seconds, told)
+    words = ("holdfast: rank %d has stood still for %.1f s:\n  %s", rank, seconds, told)
+    threading.Thread(target=log.warning, args=words, name="holdfast-standing", daemon=True).start()
 
 
 def _exit_code(error: BaseException | None) -> int:

@@ -92,8 +92,8 @@ class Gradients:
         kinds = set(map(_kind, there))
         if len(kinds) == 1:
             (kind, layout, dtype, device) = kinds.pop()
-            if kind is torch.Tensor and layout is torch.strided and dtype in PLAIN and device == HOST:
-                return {(HOST, dtype): there}
+            if kind is torch.Tensor and layout is torch.strided and dtype in PLAIN and device.type != "meta":
+                return {(device, dtype): there}
         groups: dict[Group, list[torch.Tensor]] = {}
         for gradient in map(plain, there):
             if not gradient.is_meta:
