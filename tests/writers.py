@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ class ForkedWriter:
 
     def __init__(self, descriptor: int, number: int, around: Around) -> None:
         self.returncode: int | None = None
+        self._reaping = threading.Lock()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -47,11 +49,12 @@ class ForkedWriter:
                 os._exit(code)
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        with self._reaping:  # the run's own thread waits for it as well, and only one of them gets its end
+            if self.returncode is None:
+                done, status = os.waitpid(self.pid, os.WNOHANG)
+                if done:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + timeout if timeout is not None else None
