@@ -1,11 +1,12 @@
 """What checking results adds to a step of about 10 ms on the host, in one process; nothing is saved.
 
 Half a million parameters under AdamW; the batch is chosen so that a step (forward, backward, update) takes
-about 10 ms here. Between two runs more than 3 % comes from where their memory lies, so what is added is
-measured within the step: the time of `Run.compute` less that of the forward and backward pass inside of it,
-with the checks as they are by default and with none. A whole step lies in between, so nothing is found in a
-cache that would not be there otherwise. What the update has back of it, because it reads the same gradients
-next, is not counted. One thread, and the time that it had a core.
+about 10 ms here. Between two models more than 3 % comes from where their memory lies, so there is one model,
+tracked by two runs, with the checks as they are by default and with none; they take turns. What is added is
+measured within the step, around the forward and backward pass, which is the same on both sides: the rest of
+`Run.compute` and the update, which has something back because it reads the same gradients next. A whole step
+lies in between, so nothing is found in a cache that would not be there otherwise. One thread, and the time
+that it had a core.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import holdfast
 LAYERS, WIDTH = 8, 256
 STEP = 0.010
 STEPS = 60
-TURN = 10
+PAIRS = 100
 OFF = {
     "validation_check_for_nan_in_loss": False,
     "validation_check_for_nan_in_grad": False,
@@ -33,33 +34,32 @@ OFF = {
 
 
 class Side:
-    """A run and its model."""
+    """A run of a model that another may have as well."""
 
-    def __init__(self, directory: Path, rows: int, **settings: object) -> None:
-        torch.manual_seed(0)
-        self.model = model()
-        self.batch = torch.randn(rows, WIDTH)
+    def __init__(
+        self, directory: Path, network: nn.Module, optimizer: torch.optim.Optimizer, **settings: object
+    ) -> None:
+        self.model = network
+        self.optimizer = optimizer
         self.run = holdfast.Run(run_dir=directory, checkpoint_interval=0, **settings)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-        self.run.track(model=self.model, optimizer=self.optimizer)
+        self.run.track(model=network, optimizer=optimizer)
         self.run.start()
         self._passes = 0.0
 
-    def step(self) -> tuple[float, float]:
-        """Seconds of one step's forward, backward and update, and those that `compute` adds."""
+    def step(self, batch: torch.Tensor) -> tuple[float, float]:
+        """Seconds of one step's forward and backward pass, and of what comes around it."""
         self.model.zero_grad()
         self.run.begin_step()
         started = time.thread_time()
-        self.run.compute(self._forward_backward)
-        computed = time.thread_time()
+        self.run.compute(self._forward_backward, batch)
         self.optimizer.step()
-        updated = time.thread_time()
+        around = time.thread_time() - started - self._passes
         self.run.end_step()
-        return self._passes + updated - computed, computed - started - self._passes
+        return self._passes, around
 
-    def _forward_backward(self) -> torch.Tensor:
+    def _forward_backward(self, batch: torch.Tensor) -> torch.Tensor:
         started = time.thread_time()
-        loss = forward_backward(self.model, self.batch)
+        loss = forward_backward(self.model, batch)
         self._passes = time.thread_time() - started
         return loss
 
@@ -101,22 +101,27 @@ def fastest(work: Callable[[], object], times: int = STEPS) -> float:
 
 
 def checked(work: Path, repeat: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of a step with checks and without; each sample is made of the medians of many steps."""
+    """Milliseconds of a step with checks and without; each sample is the median of many pairs of steps."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         rows = rows_for(STEP)
-        sides = [Side(work / "on", rows), Side(work / "off", rows, **OFF)]
+        torch.manual_seed(0)
+        network, batch = model(), torch.randn(rows, WIDTH)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5)
+        sides = [Side(work / "on", network, optimizer), Side(work / "off", network, optimizer, **OFF)]
         samples: tuple[list[float], list[float]] = ([], [])
         for turn in range(repeat + 1):
-            found: list[list[tuple[float, float]]] = [[], []]
-            for number in range(STEPS // TURN):
-                for which in (0, 1) if number % 2 else (1, 0):
-                    found[which] += [sides[which].step() for _ in range(TURN)]
-            added = [statistics.median(extra for _, extra in one) for one in found]
-            step = statistics.median(whole for whole, _ in found[1]) + added[1]
-            if turn:
-                samples[0].append((step + added[0] - added[1]) * 1e3)
+            added, plain = [], []
+            for number in range(PAIRS):
+                # One after the other, and in turn first: a machine's speed changes within a second.
+                order = (0, 1) if number % 2 else (1, 0)
+                found = {which: sides[which].step(batch) for which in order}
+                added.append(found[0][1] - found[1][1])
+                plain.append(sum(found[1]))
+            if turn:  # the first warms up
+                step = statistics.median(plain)
+                samples[0].append((step + statistics.median(added)) * 1e3)
                 samples[1].append(step * 1e3)
         for side in sides:
             side.run.close()

@@ -22,7 +22,7 @@ from holdfast.errors import UsageError
 from holdfast.policy.checks import ENOUGH, MEMORY, WINDOW, Rules, Seen, judge, not_finite, outlier_bar
 from holdfast.policy.nonfinite import Act, Count, Policy
 from holdfast.settings_validation import ValidationSettings
-from holdfast.worker.checking import Checks
+from holdfast.worker.checking import Checks, read_together
 from holdfast.worker.gradients import Gradients
 from together import together
 
@@ -224,23 +224,22 @@ def test_every_single_bad_element_of_every_kind_of_gradient_is_seen() -> None:
 
 
 def test_of_many_small_gradients_each_is_looked_at() -> None:
-    """One call looks at all of them."""
     model = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(33)])
     for number, parameter in enumerate(model):
         parameter.grad = torch.full((3,), float(number))
     gradients = Gradients([("model", model)])
 
-    def norm() -> float:
-        (found,) = gradients.norms()
+    def sounding() -> float:
+        (found,) = gradients.soundings()
         return float(found)
 
-    assert norm() == pytest.approx(math.sqrt(sum(3 * number**2 for number in range(33))))
+    assert gradients.norms() == [pytest.approx(math.sqrt(sum(3 * number**2 for number in range(33))))]
     for number, parameter in enumerate(model):
         assert parameter.grad is not None
         parameter.grad[1] = NAN
-        assert math.isnan(norm()), number
+        assert math.isnan(sounding()), number
         parameter.grad[1] = number
-    assert math.isfinite(norm())
+    assert math.isfinite(sounding())
 
 
 def test_the_norm_is_that_of_all_gradients() -> None:
@@ -248,16 +247,48 @@ def test_the_norm_is_that_of_all_gradients() -> None:
     expected = math.sqrt(
         sum(values.abs().double().square().sum().item() for values in numbers_of(model).values())
     )
-    found = Checks(ValidationSettings(), tracked).look(1.0).grad_norm
+    _, found = read_together(None, Gradients(tracked.models()).norms())
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_huge_gradients_whose_squares_overflow_are_not_called_infinite() -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_huge_gradients_that_overflow_together_are_not_called_infinite(mixed: bool) -> None:
+    """Sums and squares of them do, whichever is taken."""
     model, tracked = odd_tracked()
-    assert model.large.grad is not None
-    model.large.grad.fill_(1e30)
+    if not mixed:
+        model = nn.ParameterDict({"large": nn.Parameter(torch.zeros(100_000))})
+        tracked = Tracked()
+        tracked.add("model", model)
+    model.large.grad = torch.full_like(model.large, 1e38)
+    (sounding,) = Gradients(tracked.models()).soundings()
+    assert not math.isfinite(sounding)
     look = Checks(ValidationSettings(), tracked).look(1.0)
-    assert (look.reasons, look.finite, look.grad_norm) == ([], True, None)
+    assert (look.reasons, look.finite) == ([], True)
+
+
+def test_infinities_that_cancel_out_are_found() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.grad = torch.tensor([[INF, 1.0], [1.0, -INF]])
+    tracked = Tracked()
+    tracked.add("model", model)
+    assert Checks(ValidationSettings(), tracked).look(1.0).reasons == [
+        "the gradients hold an infinity: model.weight"
+    ]
+
+
+def test_gradients_that_have_a_graph_of_their_own_are_looked_at() -> None:
+    """For derivatives of derivatives."""
+    model = nn.Linear(2, 2, bias=False)
+    loss = model(torch.ones(2)).square().sum()
+    (model.weight.grad,) = torch.autograd.grad(loss, [model.weight], create_graph=True)
+    assert model.weight.grad is not None
+    assert model.weight.grad.requires_grad
+    tracked = Tracked()
+    tracked.add("model", model)
+    checks = Checks(ValidationSettings(), tracked)
+    assert checks.look(model.weight.grad.sum()).reasons == []
+    model.weight.grad = model.weight.grad * NAN
+    assert checks.look(1.0).reasons == ["the gradients hold a NaN: model.weight"]
 
 
 def test_the_reason_names_some_parameters_and_counts_the_others() -> None:
@@ -272,17 +303,18 @@ def test_a_shared_parameter_counts_once() -> None:
     first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     second.weight = first.weight
     first.weight.grad = torch.full((3, 3), 2.0)
-    assert Gradients([("m", nn.Sequential(first, second))]).norms() == [6.0]
+    gradients = Gradients([("m", nn.Sequential(first, second))])
+    assert (gradients.norms(), gradients.soundings()) == ([6.0], [18.0])
 
 
 def test_a_parameter_that_was_exchanged_is_looked_at() -> None:
     """FSDP exchanges parameters of a module between the calls."""
     model = nn.Linear(2, 2, bias=False)
     gradients = Gradients([("m", model)])
-    assert gradients.norms() == []
+    assert (gradients.norms(), gradients.soundings()) == ([], [])
     model.weight = nn.Parameter(torch.zeros(2, 2))
     model.weight.grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-    assert gradients.norms() == [5.0]
+    assert (gradients.norms(), gradients.soundings()) == ([5.0], [7.0])
 
 
 def test_with_a_scaler_that_is_on_its_own_overflow_is_not_rejected() -> None:
@@ -302,7 +334,7 @@ def test_gradients_are_left_alone_where_that_is_set() -> None:
     assert model.small.grad is not None
     model.small.grad[0] = NAN
     checks = Checks(ValidationSettings(check_for_nan_in_grad=False), tracked)
-    assert (checks.look(1.0).reasons, checks.look(1.0).grad_norm) == ([], None)
+    assert checks.look(1.0).reasons == []
     assert checks.wanted
     off = Checks(ValidationSettings(check_for_nan_in_grad=False, check_for_nan_in_loss=False), tracked)
     assert not off.wanted
@@ -331,7 +363,7 @@ def test_a_single_number_is_a_loss_and_nothing_else_is(given_as: Any, loss: floa
     tracked = Tracked()
     tracked.add("model", nn.Linear(2, 2))
     look = Checks(ValidationSettings(), tracked).look(given_as)
-    assert (look.loss, look.grad_norm, look.reasons) == (loss, None, [])
+    assert (look.loss, look.reasons) == (loss, [])
 
 
 def test_a_loss_that_only_a_collective_could_read_is_refused() -> None:
@@ -442,7 +474,7 @@ def test_a_rank_looks_alone_and_sees_its_own_shard_only(tmp_path: Path) -> None:
         checks = Checks(ValidationSettings(), tracked)
         for _ in range(2 * rank):
             assert checks.look(1.0).reasons == []
-        norm = checks.look(1.0).grad_norm
+        _, norm = read_together(None, checks.gradients().norms())
         if rank:
             gradient: Any = model.weight.grad
             gradient._local_tensor[0, 0] = NAN

@@ -73,11 +73,11 @@ class Attempt:
     def train(self, first: int, losses: Sequence[float | None]) -> list[str]:
         """Steps with these recorded losses; the reasons of the first breach that is told."""
         for step, loss in enumerate(losses, start=first):
-            if reasons := self.probation.observe(step):
+            if reasons := self.probation.observe():
                 return reasons
             self.loss = loss
             self.probation.completed(step, 0.01)
-        return self.probation.observe(first + len(losses))
+        return self.probation.observe()
 
     def events(self, kind: type[E]) -> list[E]:
         return [line.body for line in read_journal(self.control.journal) if isinstance(line.body, kind)]
@@ -198,7 +198,7 @@ def test_all_ranks_agree_on_whether_probation_is_active(control: ControlDirector
     attempt.begin(BELOW)
     other.begin(BELOW, manifest_of(BELOW), {"step": 100})
     for step in range(101, 130):
-        assert attempt.probation.observe(step) == other.observe(step) == []
+        assert attempt.probation.observe() == other.observe() == []
         assert attempt.probation.active == other.active == (step <= 123)
         assert attempt.probation.in_probation == other.in_probation == (step <= 106)
         attempt.probation.completed(step, 0.01)
@@ -235,7 +235,7 @@ def test_a_breach_in_the_last_step_of_probation_is_not_lost(
     attempt.loss = 8.0
     attempt.probation.completed(120 + STEPS, 0.01)
     assert attempt.probation.active
-    assert attempt.probation.observe(121 + STEPS)
+    assert attempt.probation.observe()
     assert book.of(RUNG.id) is Standing.COMMITTED
 
 
@@ -266,7 +266,7 @@ def test_counters_that_do_not_match_the_manifest_breach_at_once(
 ) -> None:
     attempt = Attempt(control)
     assert attempt.begin(samples=481) == ["the state that was loaded says samples 481, its manifest 480"]
-    assert attempt.probation.observe(121), "whoever did not look at the start is told at the first step"
+    assert attempt.probation.observe(), "whoever did not look at the start is told at the first step"
     assert book.of(RUNG.id) is Standing.COMMITTED
 
 

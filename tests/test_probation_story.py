@@ -105,7 +105,7 @@ class Training:
                 step = run.step + 1
                 run.begin_step()
                 x = feed.next()
-                self.breach = probation.observe(step)
+                self.breach = probation.observe()
                 if self.breach:
                     raise BreachedError  # as the run ends with code 16
                 target = x if jump is None or step < jump else x + 3

@@ -34,6 +34,9 @@ class Agreed(NamedTuple):
     """What was loaded does not go on from where it was."""
 
 
+NOTHING_WRONG = Agreed()
+
+
 class Agreement:
     """One for an attempt; the few numbers that are exchanged are always in the same memory."""
 

@@ -31,8 +31,6 @@ class Look(msgspec.Struct, kw_only=True):
 
     loss: float | None = None
     """None if the result is not a single number."""
-    grad_norm: float | None = None
-    """Of the gradients that this rank holds; None if they were not looked at, or there are none."""
     reasons: list[str] = []
     """Why the result is rejected, on this rank's own loss and gradients; empty if it is not."""
     finite: bool = True
@@ -51,6 +49,7 @@ class Checks:
         self._check_gradients = chosen.check_for_nan_in_grad
         self._tracked = tracked
         self._gradients: Gradients | None = None
+        self._scalers: list[torch.amp.GradScaler] | None = None
         self._seen = Seen()
         self._own: dict[str, Check] = {}
         self._failed: set[str] = set()
@@ -69,26 +68,24 @@ class Checks:
     def look(self, loss: Any) -> Look:
         """Look at the loss that was returned, and at the gradients as they are now."""
         held = single_number(loss)
-        norms = self.gradients().norms() if self.looks_at_gradients() else []
-        value, norm = read_together(held, norms)
-        return self.judge(value, norm, exact=True)
+        soundings = self.gradients().soundings() if self.looks_at_gradients() else []
+        return self.judge(*read_together(held, soundings), exact=True)
 
-    def judge(self, loss: float | None, norm: float | None, *, exact: bool) -> Look:
+    def judge(self, loss: float | None, sounding: float | None, *, exact: bool) -> Look:
         """Judge values that were read. `exact`: the gradients are still there to be asked for details."""
         reasons: list[str] = []
         finite = True
         if loss is not None:
             reasons += judge(loss, self._rules, self._seen)
             finite = not (reasons and not_finite(loss))
-        if norm is not None and not math.isfinite(norm):
+        if sounding is not None and not math.isfinite(sounding):
+            # What huge gradients are summed up to overflows although each of them is a number.
             bad = self.gradients().bad() if exact else ["the gradients hold a NaN or an infinity"]
-            # Squares of huge gradients overflow although each of them is a number.
-            norm = norm if bad else None
             finite = finite and not bad
             reasons += bad
         if loss is not None and self._own:
             reasons += self._asked(loss)
-        return Look(loss=loss, grad_norm=norm, reasons=reasons, finite=finite)
+        return Look(loss=loss, reasons=reasons, finite=finite)
 
     def accepted(self, look: Look) -> None:
         """The step was accepted: its loss is part of what later ones are compared with."""
@@ -97,7 +94,11 @@ class Checks:
 
     def looks_at_gradients(self) -> bool:
         """With a gradient scaler that is on, infinities in the scaled gradients are its own matter."""
-        return self._check_gradients and not any(scaler.is_enabled() for scaler in self._tracked.scalers())
+        if self._scalers is None:
+            self._scalers = self._tracked.scalers()
+        return self._check_gradients and not (
+            self._scalers and any(scaler.is_enabled() for scaler in self._scalers)
+        )
 
     def gradients(self) -> Gradients:
         if self._gradients is None:
@@ -140,34 +141,31 @@ class Checks:
 def single_number(loss: Any) -> float | torch.Tensor | None:
     """A result as a loss, where it is one number; still on its device."""
     if isinstance(loss, torch.Tensor):
-        if hasattr(loss, "full_tensor"):
+        if type(loss) is not torch.Tensor and hasattr(loss, "full_tensor"):
             # Reading it is a collective, and that is not for a check to start.
             raise UsageError(
                 "the loss is a DTensor; return its .full_tensor(), or its local part, on every rank"
             )
         if loss.numel() != 1 or loss.is_complex():
             return None
-        return float(loss.detach()) if loss.is_cpu else loss.detach()
+        return float(loss.item()) if loss.is_cpu else loss.detach()
     if isinstance(loss, bool):
         return None
     return float(loss) if isinstance(loss, Real) else None
 
 
 def read_together(
-    loss: float | torch.Tensor | None, norms: list[torch.Tensor | float]
+    loss: float | torch.Tensor | None, parts: list[torch.Tensor | float]
 ) -> tuple[float | None, float | None]:
-    """The values of a loss and of the parts of a norm, read from their devices in one go."""
-    waiting = [value for value in (loss, *norms) if isinstance(value, torch.Tensor)]
-    read = iter(_gathered(waiting).tolist() if waiting else ())
+    """A loss, and one number of several, read in one go: the norm of norms, finite only if all are."""
+    known = [part for part in parts if not isinstance(part, torch.Tensor)]
+    if len(known) == len(parts) and not isinstance(loss, torch.Tensor):
+        return loss, math.hypot(*known) if known else None
+    waiting = [value for value in (loss, *parts) if isinstance(value, torch.Tensor)]
+    read = iter(_gathered(waiting).tolist())
     first = next(read) if isinstance(loss, torch.Tensor) else loss
-    return first, together([next(read) if isinstance(part, torch.Tensor) else part for part in norms])
-
-
-def together(parts: list[float]) -> float | None:
-    """The norm of all, from the norms of its parts."""
-    if not parts:
-        return None
-    return math.sqrt(sum(part * part for part in parts)) if len(parts) > 1 else float(parts[0])
+    numbers = [next(read) if isinstance(part, torch.Tensor) else part for part in parts]
+    return first, math.hypot(*numbers) if parts else None
 
 
 def _gathered(values: list[torch.Tensor]) -> torch.Tensor:

@@ -4,9 +4,9 @@ Guarantee: `note` and `bad` never make the host wait for a device, unless the de
 Every noted step is judged exactly once, in order, by the same rules as at once; `settle` judges all that are
 left. A bad step was used by the optimizer by then: it can be rolled back, not re-run or dropped.
 
-For each step the loss and the norm of the gradients are computed on the device, put into a small ring there,
-copied to page-locked memory on the same stream, and marked by an event. Ring, memory and events are made
-once. Where nothing is on a CUDA device a step is judged at once.
+For each step the loss and a sounding of the gradients are computed on the device, put into a small ring
+there, copied to page-locked memory on the same stream, and marked by an event. Ring, memory and events are
+made once. Where nothing is on a CUDA device a step is judged at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.worker.checking import Checks, Look, read_together, single_number
 DEPTH = 64
 """Steps that the host may be ahead of the device before it waits."""
 HOST = torch.device("cpu")
-LOSS, NORM = 0, 1
+LOSS, SOUNDING = 0, 1
 COLUMNS = 2
 
 
@@ -34,12 +34,12 @@ class Ring:
         self._there = torch.zeros(DEPTH, COLUMNS, dtype=torch.float64, device=device)
         self._here = torch.zeros(DEPTH, COLUMNS, dtype=torch.float64, pin_memory=True)
         self._rows = [(self._there[at], self._here[at]) for at in range(DEPTH)]
-        self._cells = [(self._there[at, LOSS], self._there[at, NORM]) for at in range(DEPTH)]
+        self._cells = [(self._there[at, LOSS], self._there[at, SOUNDING]) for at in range(DEPTH)]
         self._events: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(DEPTH)]  # type: ignore[no-untyped-call]
 
-    def put(self, at: int, loss: torch.Tensor | float, norm: torch.Tensor | float) -> None:
+    def put(self, at: int, loss: torch.Tensor | float, sounding: torch.Tensor | float) -> None:
         with torch.cuda.device(self.device):
-            for cell, value in zip(self._cells[at], (loss, norm), strict=True):
+            for cell, value in zip(self._cells[at], (loss, sounding), strict=True):
                 if isinstance(value, torch.Tensor):
                     cell.copy_(value.reshape(()), non_blocking=True)
                 else:
@@ -55,8 +55,8 @@ class Ring:
         self._events[at].synchronize()
 
     def read(self, at: int) -> tuple[float, float]:
-        loss, norm = self._here[at].tolist()
-        return loss, norm
+        loss, sounding = self._here[at].tolist()
+        return loss, sounding
 
 
 class Deferred:
@@ -74,18 +74,18 @@ class Deferred:
     def note(self, step: int, loss: Any) -> None:
         """The step's loss and gradients are as they are now; look at them later."""
         held = single_number(loss)
-        norms = self._checks.gradients().norms() if self._checks.looks_at_gradients() else []
-        device = next((v.device for v in (held, *norms) if isinstance(v, torch.Tensor)), HOST)
+        soundings = self._checks.gradients().soundings() if self._checks.looks_at_gradients() else []
+        device = next((v.device for v in (held, *soundings) if isinstance(v, torch.Tensor)), HOST)
         if self._ring is None or self._ring.device != device:
             self._settle_all()  # in order, always
             self._ring = self.ring_for(device)
         if self._ring is None:
-            self._keep(step, self._checks.judge(*read_together(held, norms), exact=True))
+            self._keep(step, self._checks.judge(*read_together(held, soundings), exact=True))
             return
         if len(self._pending) == DEPTH:
             self._read_oldest()
-        self._ring.put(self._next, math.nan if held is None else held, _joined(norms, device))
-        self._pending.append((step, self._next, held is not None, bool(norms)))
+        self._ring.put(self._next, math.nan if held is None else held, _joined(soundings, device))
+        self._pending.append((step, self._next, held is not None, bool(soundings)))
         self._next = (self._next + 1) % DEPTH
 
     def ring_for(self, device: torch.device) -> Ring | None:
@@ -115,11 +115,13 @@ class Deferred:
 
     def _read_oldest(self) -> None:
         assert self._ring is not None
-        step, at, has_loss, has_norm = self._pending.popleft()
+        step, at, has_loss, has_sounding = self._pending.popleft()
         self._ring.wait(at)
-        loss, norm = self._ring.read(at)
-        look = self._checks.judge(loss if has_loss else None, norm if has_norm else None, exact=False)
-        self._keep(step, look)
+        loss, sounding = self._ring.read(at)
+        self._keep(
+            step,
+            self._checks.judge(loss if has_loss else None, sounding if has_sounding else None, exact=False),
+        )
 
     def _keep(self, step: int, look: Look) -> None:
         if look.reasons:
@@ -128,15 +130,15 @@ class Deferred:
             self._checks.accepted(look)
 
 
-def _joined(norms: list[torch.Tensor | float], device: torch.device) -> torch.Tensor | float:
-    """One norm of several devices, on one of them."""
-    if len(norms) < 2:
-        return norms[0] if norms else 0.0
+def _joined(soundings: list[torch.Tensor | float], device: torch.device) -> torch.Tensor | float:
+    """One of several devices' soundings, on one of them."""
+    if len(soundings) < 2:
+        return soundings[0] if soundings else 0.0
     parts = [
-        norm.to(device, torch.float64, non_blocking=True)
-        if isinstance(norm, torch.Tensor)
-        else torch.full((), norm, dtype=torch.float64, device=device)
-        for norm in norms
+        part.to(device, torch.float64, non_blocking=True)
+        if isinstance(part, torch.Tensor)
+        else torch.full((), part, dtype=torch.float64, device=device)
+        for part in soundings
     ]
     whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts))
     return whole

@@ -1,8 +1,9 @@
-"""One look at all gradients of some models: their norm, and whether any element is not a number.
+"""One look at all gradients of some models: whether any element is not a number.
 
-Guarantee: if any element of any gradient is NaN or infinite, the norm is not finite. The other way round it
-need not be so (squares overflow), which `bad` settles, slowly and exactly. A gradient that is sharded is seen
-as far as this rank holds it; nothing here is a collective, and nothing waits for a device but `bad`.
+Guarantee: if any element of any gradient is NaN or infinite, a sounding is not finite. The other way round
+it need not be so (sums and squares overflow), which `bad` settles, slowly and exactly. A gradient that is
+sharded is seen as far as this rank holds it; nothing here is a collective, and nothing waits for a device but
+`bad`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ PLAIN = WIDE | {torch.float16, torch.bfloat16}
 HOST = torch.device("cpu")
 
 Group = tuple[torch.device, torch.dtype]
+Kind = tuple[type, torch.layout, torch.dtype, torch.device]
 
 _kind = operator.attrgetter("__class__", "layout", "dtype", "device")
+_USUAL = {(torch.Tensor, torch.strided, torch.float32, HOST)}
 
 
 class Gradients:
@@ -37,23 +40,19 @@ class Gradients:
         self._places: list[tuple[dict[str, Any], str]] = []
         self._looks = 0
 
+    def soundings(self) -> list[torch.Tensor | float]:
+        """Few numbers, all finite only if every element is: their sum on the host, norms elsewhere."""
+        there = self._there()
+        kinds = set(map(_kind, there))
+        # After a step hardly anything of Python's is in the processor's cache, so the usual case does little.
+        if kinds == _USUAL:
+            return [sum([gradient.sum().item() for gradient in there])]
+        return _norms(there, kinds)
+
     def norms(self) -> list[torch.Tensor | float]:
         """This rank's norm in parts: a number for the host, a tensor on each other device."""
-        parts: dict[torch.device, list[torch.Tensor]] = {}
-        with torch.no_grad():
-            for (device, dtype), members in self._groups().items():
-                # A half-precision norm is summed in float32 anyway; as float32 it cannot overflow at the end.
-                wide = None if dtype in WIDE else torch.float32
-                parts.setdefault(device, []).extend(torch._foreach_norm(members, 2, dtype=wide))
-            here = parts.pop(HOST, None)
-            found: list[torch.Tensor | float] = [
-                torch.linalg.vector_norm(torch.stack(_alike(norms)), dtype=torch.float64)
-                for norms in parts.values()
-            ]
-        if here is not None:
-            squares = sum([norm.item() ** 2 for norm in here])
-            found.append(math.sqrt(squares) if squares >= 0 else math.nan)
-        return found
+        there = self._there()
+        return _norms(there, set(map(_kind, there)))
 
     @torch.no_grad()
     def bad(self) -> list[str]:
@@ -74,31 +73,18 @@ class Gradients:
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         return [f"the gradients hold {kind}: {named}{more}"]
 
-    def _groups(self) -> dict[Group, list[torch.Tensor]]:
-        """All gradients, those that are alike together: one call looks at many.
-
-        After a step nothing of Python's is in the processor's cache, so the usual case does little of it.
-        """
+    def _there(self) -> list[torch.Tensor]:
+        """All gradients that there are."""
         # Walking a tree of modules costs more than looking at small gradients, so where parameters are kept
         # is remembered. It is the place that is remembered, not the parameter: FSDP exchanges those.
         if self._looks % LOOKED_UP_EVERY == 0:
             self._places = list(_places(self._models))
         self._looks += 1
-        there = [
+        return [
             gradient
             for parameters, name in self._places
             if (parameter := parameters.get(name)) is not None and (gradient := parameter.grad) is not None
         ]
-        kinds = set(map(_kind, there))
-        if len(kinds) == 1:
-            (kind, layout, dtype, device) = kinds.pop()
-            if kind is torch.Tensor and layout is torch.strided and dtype in PLAIN and device.type != "meta":
-                return {(device, dtype): there}
-        groups: dict[Group, list[torch.Tensor]] = {}
-        for gradient in map(plain, there):
-            if not gradient.is_meta:
-                groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        return groups
 
 
 def plain(gradient: torch.Tensor) -> torch.Tensor:
@@ -123,6 +109,33 @@ def _places(models: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[dict[str,
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield module._parameters, name
+
+
+@torch.no_grad()
+def _norms(there: list[torch.Tensor], kinds: set[Kind]) -> list[torch.Tensor | float]:
+    parts: dict[torch.device, list[torch.Tensor]] = {}
+    for (device, dtype), members in _groups(there, kinds).items():
+        # A half-precision norm is summed in float32 anyway; as float32 it cannot overflow at the end.
+        wide = None if dtype in WIDE else torch.float32
+        parts.setdefault(device, []).extend(torch._foreach_norm(members, 2, dtype=wide))
+    here = parts.pop(HOST, None)
+    found: list[torch.Tensor | float] = [
+        torch.linalg.vector_norm(torch.stack(_alike(norms)), dtype=torch.float64) for norms in parts.values()
+    ]
+    return found if here is None else [*found, math.hypot(*[norm.item() for norm in here])]
+
+
+def _groups(there: list[torch.Tensor], kinds: set[Kind]) -> dict[Group, list[torch.Tensor]]:
+    """Those that are alike together: one call looks at many."""
+    if len(kinds) == 1:
+        ((cls, layout, dtype, device),) = kinds
+        if cls is torch.Tensor and layout is torch.strided and dtype in PLAIN and device.type != "meta":
+            return {(device, dtype): there}
+    groups: dict[Group, list[torch.Tensor]] = {}
+    for gradient in map(plain, there):
+        if not gradient.is_meta:
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return groups
 
 
 def _alike(norms: list[torch.Tensor]) -> list[torch.Tensor]:

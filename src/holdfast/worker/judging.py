@@ -145,9 +145,9 @@ class Judging:
             )
         )
 
-    def breached(self, step: int) -> NoReturn:
+    def breached(self) -> NoReturn:
         """What was loaded does not go on from where it was; rank 0 knows why."""
-        told = self._rejecting.exchange_texts("\n".join(self._probation.observe(step)))
+        told = self._rejecting.exchange_texts("\n".join(self._probation.observe()))
         reasons = next(text for text in told if text).split("\n")
         self._rejecting.reject(
             Rejection(kind=Kind.PROBATION, step=self._meter.step, reasons=reasons, in_probation=True)

@@ -160,10 +160,11 @@ class NaNDetector:
             self._model = model
             self._gradients = Gradients([("model", model)]) if model is not None else None
         gradients = self._gradients if look_at_gradients else None
-        value, norm = read_together(single_number(loss), gradients.norms() if gradients is not None else [])
+        soundings = gradients.soundings() if gradients is not None else []
+        value, sounding = read_together(single_number(loss), soundings)
         kind = not_finite(value) if value is not None else ""
         reasons = [f"the loss is {kind}"] if kind else []
-        if gradients is not None and norm is not None and not math.isfinite(norm):
+        if gradients is not None and sounding is not None and not math.isfinite(sounding):
             reasons += gradients.bad()
         return value, reasons
 

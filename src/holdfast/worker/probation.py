@@ -98,9 +98,8 @@ class Probation:
             self._throughput.before = manifest.windows.step_seconds
         return self._breached(mismatches(counters, expected)) if self._group.is_coordinator else []
 
-    def observe(self, step: int, look: object = None) -> list[str]:
+    def observe(self) -> list[str]:
         """In every step, on every rank, before the group agrees: the reasons of a breach, on rank 0."""
-        del step, look  # what is not finite in this step is rejected as such
         self.in_probation = self._watched and self._accepted < self._steps
         self.active = self.in_probation or self._trial is not None
         return self._breach

@@ -24,7 +24,7 @@ from holdfast.journal.events import Verdict
 from holdfast.policy.rejection import Place
 from holdfast.policy.replay import Finding
 from holdfast.settings_validation import ValidationSettings
-from holdfast.worker.agreement import Agreed, Agreement, Severity
+from holdfast.worker.agreement import NOTHING_WRONG, Agreed, Agreement, Severity
 from holdfast.worker.checking import Checks, Look, single_number
 from holdfast.worker.corruption_watch import CorruptionWatch
 from holdfast.worker.deferring import Deferred
@@ -274,18 +274,18 @@ class Validation:
         return run
 
     def _injected(self, result: Any, *, again: bool) -> Any:
-        if self._calls > 1 or not self._injection.wanted or single_number(result) is None:
+        if not self._injection.wanted or self._calls > 1 or single_number(result) is None:
             return result
         return self._injection.falsify(result, self._step, again=again)
 
     def _agree(self, done: Done, *, again: bool = False) -> Agreed:
-        breach = not again and bool(self._probation.observe(self._step, done.look))
-        own = Agreed(done.severity, breach)
+        breach = not again and bool(self._probation.observe())
+        own = Agreed(done.severity, breach) if breach or done.look.reasons else NOTHING_WRONG
         return self.agreement.agree(own, self._step, self._calls, again=again)
 
     def _accept(self, done: Done, agreed: Agreed) -> None:
         if agreed.breach:
-            self._judging.breached(self._step)
+            self._judging.breached()
         if not self.dropped:
             self._checks.accepted(done.look)
 
@@ -383,7 +383,7 @@ class Validation:
         worst = max(found, key=lambda one: severity_of(one[1]), default=None)
         own = Agreed(
             severity_of(worst[1]) if worst is not None else Severity.FINE,
-            bool(self._probation.observe(self._step)),
+            bool(self._probation.observe()),
         )
         agreed = self.agreement.agree(own, self._meter.step, 0, again=wait)
         if agreed.severity:
@@ -393,7 +393,7 @@ class Validation:
             first = min(number for number in steps if number)
             self._judging.judge_used(look, agreed.severity, first)
         if agreed.breach:
-            self._judging.breached(self._step)
+            self._judging.breached()
 
     def _measure(self, call: _Call, done: Done) -> None:
         """Run it once more and compare; training goes on with the first result, as if there was no second."""
