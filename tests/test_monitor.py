@@ -23,7 +23,16 @@ from holdfast.launch.learning import Learner
 from holdfast.launch.monitor import Monitor
 from holdfast.launch.questions import Questions
 from holdfast.policy.timeouts import Learned
-from holdfast.worker.beat_messages import ANSWER_LIMIT, PACKET_LIMIT, Answer, FromRank, Hello, State
+from holdfast.worker.beat_messages import (
+    ANSWER_LIMIT,
+    PACKET_LIMIT,
+    Answer,
+    FromRank,
+    Halted,
+    Hello,
+    State,
+    Wish,
+)
 from watching import FAR, PRELUDE, handover, heard, limits, speaking, watching
 
 STEADY = """
@@ -183,6 +192,41 @@ time.sleep(300)
         assert newest.step == 20_000
         assert newest.dropped >= dropped
         channel.close()
+
+
+def test_a_word_about_stopping_is_kept_until_the_agent_reads_again(tmp_path: Path) -> None:
+    """No later message makes it good, as a newer state does for an older one."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "deaf.sock"))
+    listener.listen(1)
+    code = """
+import holdfast.worker.beats
+holdfast.worker.beats.URGENT = 0.1
+beats = hello()
+while not beats.dropped:
+    beats.beat()
+beats.wish("SIGTERM to rank 0", "SIGTERM")
+beats.halted(7)
+mark("said")
+until("heard")
+beats.close()
+"""
+    with contextlib.closing(listener), speaking(tmp_path, tmp_path / "deaf.sock", code) as rank:
+        listener.settimeout(60)
+        channel, _ = listener.accept()
+        with contextlib.closing(channel):
+            wait_until((tmp_path / "said").exists, 60, "the rank has said it")
+            channel.settimeout(20)
+            words: list[Wish | Halted] = []
+            while len(words) < 2:
+                message = msgspec.msgpack.decode(channel.recv(PACKET_LIMIT), type=FromRank)
+                words += [message] if isinstance(message, Wish | Halted) else []
+            assert words == [Wish("SIGTERM to rank 0", signal="SIGTERM"), Halted(7)]
+            (tmp_path / "heard").touch()
+            assert rank.wait(30).code == 0
+            rest = iter(lambda: channel.recv(PACKET_LIMIT), b"")
+            said = [msgspec.msgpack.decode(data, type=FromRank) for data in rest]
+            assert not any(isinstance(message, Wish | Halted) for message in said), "each of them once"
 
 
 def test_a_rank_outlives_its_monitor(tmp_path: Path) -> None:

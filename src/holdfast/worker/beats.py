@@ -2,8 +2,8 @@
 
 Guarantee: nothing here ever holds a step up or ends a run. Sends do not wait; what an agent that does not
 read cannot take is dropped and counted, and the newest state is sent as soon as it reads again. Every message
-says completely where the rank is, so a lost one is made good by any later one. An agent that is gone is told
-once, and training goes on.
+says completely where the rank is, so a lost one is made good by any later one; a word about stopping is kept
+until it is taken. An agent that is gone is told once, and training goes on.
 
 A thread of its own answers the agent's questions, so also while the main thread hangs in a call that has
 released the interpreter's lock.
@@ -18,6 +18,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -66,7 +67,7 @@ SEEN_EVERY = 5.0
 RARE = (SETUP, CHECKPOINTING)
 """Sections after which it is told at once."""
 URGENT = 5.0
-"""Seconds for a word about stopping to be taken: nothing later makes a lost one good."""
+"""Seconds that a word about stopping is waited for to be taken; later it is said by the thread."""
 UNIX_PATH = 100
 """Characters from which on the path of a socket is reached through its directory: the kernel takes 107."""
 
@@ -117,6 +118,8 @@ class Beats:
         self._decode = msgspec.msgpack.Decoder(FromAgent).decode
         self._socket = channel
         self._behind = False
+        self._owed: deque[bytes] = deque()
+        """Words about stopping that were not taken yet, in their order."""
         self._closing = False
         self._resting = False
         if channel is not None:
@@ -236,11 +239,11 @@ class Beats:
 
     def wish(self, why: str, number: str, *, now: bool = False, source: str = "signal") -> None:
         """This rank was asked to stop. From any thread."""
-        self._send(Wish(why, now, number, source), URGENT)
+        self._insist(Wish(why, now, number, source))
 
     def halted(self, step: int) -> None:
         """This rank has stopped as agreed."""
-        self._send(Halted(step), URGENT)
+        self._insist(Halted(step))
 
     def failing(self) -> None:
         """An error is ending this rank: the time that this takes is watched like that between sections."""
@@ -267,6 +270,7 @@ class Beats:
         self._thread.join(PARTING)
         channel, self._socket = self._socket, None
         if channel is not None and not self._thread.is_alive():  # else it still uses them
+            self._pay(channel)
             channel.close()
             os.close(self._wake)
 
@@ -335,6 +339,22 @@ class Beats:
                 self._lost(error)
                 return False
 
+    def _insist(self, message: FromRank) -> None:
+        """Send what no later message makes good: now, or else as soon as it is taken."""
+        if self._owed or not self._send(message, URGENT):
+            self._owed.append(self._encode(message))
+
+    def _pay(self, channel: socket.socket) -> None:
+        """Send what is owed, as far as it is taken."""
+        try:
+            while self._owed:
+                channel.send(self._owed[0])
+                self._owed.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lost(error)
+
     def _lost(self, error: OSError) -> None:
         """The agent is gone, or hung up. Its own end is others' business; this rank is no longer watched."""
         if self._socket is not None and not self._closing:
@@ -358,6 +378,8 @@ class Beats:
         poll.register(self._wake, select.POLLIN)
         while not self._closing:
             ready = dict(poll.poll(CATCH_UP * 1000))
+            if self._owed:
+                self._pay(channel)
             if self._behind and not self._resting:
                 self._behind = False  # before the state is read: what changes after that sets it again
                 try:
@@ -396,7 +418,7 @@ class Beats:
             if isinstance(said, StopAt):
                 heeds.agree(said.step)
             else:
-                self._send(Promise(heeds.prepare(said)), URGENT)
+                self._insist(Promise(heeds.prepare(said)))
         except Exception:
             log.exception("holdfast: what the agent said about stopping could not be followed")
 
