@@ -170,7 +170,7 @@ def test_without_any_source_every_setting_is_its_default() -> None:
     assert effective.sources == dict.fromkeys(FIELDS, "default")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     given_by=st.fixed_dictionaries({key: st.sets(st.sampled_from(SOURCES)) for key in SAMPLES}),
     order=st.permutations(range(4)),

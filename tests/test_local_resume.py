@@ -124,7 +124,7 @@ def test_every_node_has_its_own_copy_and_nothing_is_asked_of_others(four: Nodes,
     assert not four.events(CopyQuarantined)
 
 
-@pytest.mark.parametrize("lost", [("a",), ("b", "c")])
+@pytest.mark.parametrize("lost", [pytest.param(("a",), marks=pytest.mark.drill), ("b", "c")])
 def test_what_replicas_cover_is_resumed_from_memory(
     lost: tuple[str, ...], four: Nodes, trained: Nodes
 ) -> None:
@@ -137,7 +137,7 @@ def test_what_replicas_cover_is_resumed_from_memory(
     assert as_never_interrupted(four, trained)
 
 
-@pytest.mark.parametrize("lost", [("a", "b"), ("a", "b", "c")])
+@pytest.mark.parametrize("lost", [("a", "b"), pytest.param(("a", "b", "c"), marks=pytest.mark.drill)])
 def test_what_they_do_not_cover_falls_to_the_global_tier(
     lost: tuple[str, ...], four: Nodes, trained: Nodes
 ) -> None:
@@ -259,7 +259,7 @@ def test_a_condemned_checkpoint_is_not_taken_from_memory_either(four: Nodes, tra
     assert as_never_interrupted(four, trained)
 
 
-@pytest.mark.parametrize(("world", "lost"), [(2, "cd"), (3, "a")])
+@pytest.mark.parametrize(("world", "lost"), [(2, "cd"), pytest.param(3, "a", marks=pytest.mark.drill)])
 def test_fewer_nodes_reshard_from_what_the_others_hold(
     world: int, lost: str, four: Nodes, trained: Nodes
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_stopped_agent_is_lost_after_its_timeout(tmp_path: Path) -> None:
         group.agents[other].wait(60)  # with whatever code: the run is over, and it must not hang
 
 
+@pytest.mark.drill
 def test_one_node_too_many_parks_takes_over_and_ends_with_the_run(tmp_path: Path) -> None:
     """Scenario 14; case nvidia-resiliency-ext#348: the spare's arrival must not hurt the run."""
     with cluster(tmp_path, "2") as group:

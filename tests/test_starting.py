@@ -62,7 +62,7 @@ def test_logs_are_laid_out_as_by_torchrun_and_kept_for_every_attempt(tmp_path: P
     ("flags", "variables", "how", "reason"),
     [
         pytest.param(["--no-preload"], {}, "cold", "", marks=pytest.mark.drill),
-        ([], {"PET_NO_PRELOAD": "1"}, "cold", ""),
+        pytest.param([], {"PET_NO_PRELOAD": "1"}, "cold", "", marks=pytest.mark.drill),
         (["--preload", "chosen"], {}, "forked", ""),
         (["--preload", "nowhere_at_all"], {}, "cold", "the import of --preload nowhere_at_all failed"),
     ],
