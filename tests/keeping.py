@@ -35,7 +35,10 @@ def beat_for_ever(**more):
         time.sleep(0.05)
 
 def await_end_of_connection():
-    assert channel.recv(1) == b""
+    try:
+        assert channel.recv(1) == b""
+    except ConnectionResetError:
+        pass  # what was said last was not read any more
 
 """
 GREETS = MEMBER + "say(Hello(member=number, pid=os.getpid()))\n"
