@@ -18,7 +18,7 @@ from slurm_cluster import ENDED, SlurmCluster
 
 EXAMPLE = REPO / "examples" / "train_gpt.py"
 STEPS = 60
-RANKS = 3
+RANKS = 2
 SETTINGS = (
     "checkpoint.interval=1000", "journal.step_flush=0.2", "launch.node_timeout=10", "control.lease_ttl=15",
 )  # fmt: skip

@@ -471,7 +471,7 @@ def remove(directory: Path) -> bool:
     return not directory.exists()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.drill), 1])
 def test_with_two_ranks_either_writer_may_die(tmp_path: Path, shm: Path, rank: int) -> None:
     for point in (3, 11):
         run_dir, directory = tmp_path / f"run-{point}", shm / str(point)

@@ -58,7 +58,9 @@ def test_what_was_saved_lies_on_two_nodes_each(died: Nodes) -> None:
     assert status.local_save.step == LAST
 
 
-@pytest.mark.parametrize("lost", ["", "a", "d", "bc"])
+@pytest.mark.parametrize(
+    "lost", ["a", "bc", *(pytest.param(lost, marks=pytest.mark.drill) for lost in ("", "d"))]
+)
 def test_a_run_goes_on_from_memory_bitwise_whatever_node_is_lost(lost: str, four: Nodes, died: Nodes) -> None:
     """Node loss with spares in their place; the global tier has nothing at all yet."""
     for node in lost:

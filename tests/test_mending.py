@@ -314,7 +314,7 @@ def die_at(step: int, nodes: Nodes, replaced: int) -> AtStep:
     return at_step
 
 
-@pytest.mark.parametrize("mending", [True, False])
+@pytest.mark.parametrize("mending", [True, pytest.param(False, marks=pytest.mark.drill)])
 def test_a_second_node_lost_right_after_the_first_costs_nothing_once_copies_are_replaced(
     mending: bool, died: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

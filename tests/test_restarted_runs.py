@@ -163,7 +163,9 @@ def check_interrupted(
             assert json.loads((place / f"grown{rank}").read_text()) == {}, job.errors()
 
 
-@pytest.mark.parametrize(("world", "background"), [(1, True), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("world", "background"), [pytest.param(1, True, marks=pytest.mark.drill), (2, False), (2, True)]
+)
 def test_interrupted_at_random_it_trains_as_if_nothing_had_been_and_nothing_is_left_over(
     tmp_path: Path, undisturbed: dict[int, list[tuple[dict[int, str], Any]]], world: int, background: bool
 ) -> None:
@@ -209,7 +211,7 @@ def test_a_run_that_is_left_open_is_closed_as_failed_and_its_snapshot_is_committ
     assert len({record.launch for record, _ in ends}) == 1
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.drill), 1])
 def test_a_reserve_goes_on_from_local_copies_alone_where_a_killed_rank_was(
     tmp_path: Path, undisturbed: dict[int, list[tuple[dict[int, str], Any]]], lost: int
 ) -> None:

@@ -98,7 +98,7 @@ def test_a_job_stops_ahead_of_its_time_limit_and_has_itself_queued_again(
         run.submit(options=("--time", "4", "--signal-lead", "50"), settings=("slurm.preempt_time=0",))
     run.await_step(10)
     with stopped_rank(run.lines, 1):  # so that the job does not end before its limit
-        bad = slurm.nodes_of(run.job)[2]
+        bad = slurm.nodes_of(run.job)[-1]
         assert command("control", "exclude", run.run_dir, bad, "--reason", "ECC errors").code == 0
         # Slurm looks at its limits twice a minute.
         slurm.end_within(run.job, 20 if who == "holdfast" else 50)

@@ -131,7 +131,7 @@ def two_ranks_with_a_killed_writer(directory: Path, rank: int, point: int) -> No
     all_committed_once(run_dir, [3, 6])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.drill)])
 def test_with_two_ranks_either_writer_may_die(tmp_path: Path, rank: int) -> None:
     for point in (2, 9, 17, 24):
         two_ranks_with_a_killed_writer(tmp_path, rank, point)
