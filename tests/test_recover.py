@@ -611,6 +611,7 @@ def test_run_starts_it_again_and_finds_the_resume_correct(place: Path, tmp_path:
     assert SECRET not in text
 
 
+@pytest.mark.drill
 def test_a_resume_that_does_not_go_on_where_it_was_is_said_to_be_wrong(place: Path, tmp_path: Path) -> None:
     """The script was changed on purpose: it trains on other samples, and its loss is another one."""
     done = finish(
