@@ -341,7 +341,7 @@ class Beats:
 
     def _insist(self, message: FromRank) -> None:
         """Send what no later message makes good: now, or else as soon as it is taken."""
-        if self._owed or not self._send(message, URGENT):
+        if self._socket is not None and (self._owed or not self._send(message, URGENT)):
             self._owed.append(self._encode(message))
 
     def _pay(self, channel: socket.socket) -> None:

@@ -41,7 +41,7 @@ class Gradients:
         self._looks = 0
 
     def soundings(self) -> list[torch.Tensor | float]:
-        """Few numbers, all finite only if every element is: their sum on the host, norms elsewhere."""
+        """Few numbers, all finite only if every element is: the sum of float32 on the host, else norms."""
         there = self._there()
         kinds = set(map(_kind, there))
         # After a step hardly anything of Python's is in the processor's cache, so the usual case does little.
