@@ -12,10 +12,10 @@ import pytest
 from harness import Job, finish, holdfast, wait_until
 from holdfast.control.attempts import ends_of
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.history import past_attempts
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
-from holdfast.launch.history import past_attempts
 from holdfast.policy.budgets import restarts_without_progress
 from journals import journalled
 from nodes import STEP, Cluster, cluster, free_endpoint

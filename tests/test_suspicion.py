@@ -12,12 +12,14 @@ from torch.distributed import HashStore
 
 from holdfast.checkpoint import retention
 from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot, derive_id
-from holdfast.checkpoint.inventory import take_inventory
+from holdfast.checkpoint.inventory import highest_committed_step, take_inventory
+from holdfast.checkpoint.suspicion import doubtful_with, still_open, write_down, write_findings
 from holdfast.config import Settings
 from holdfast.control.attempts import HeadRecord, begin_attempt, write_head
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, create_record
 from holdfast.control.exclusions import exclude, excluded
+from holdfast.control.history import keep_incident, past_attempts
 from holdfast.control.lease import Claim, Fence, claim
 from holdfast.control.lineage import CommitRecord, record_commit, record_done
 from holdfast.control.rejections import record_rejection
@@ -26,12 +28,8 @@ from holdfast.control.standing import Standing, StandingBook
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
-from holdfast.launch import incident
 from holdfast.launch.attempt import Place, lead
-from holdfast.launch.evidence import highest_committed_step
-from holdfast.launch.history import keep_incident, past_attempts
 from holdfast.launch.incident import Circumstances, decide_lost
-from holdfast.launch.suspicion import doubtful_with, still_open, write_findings
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.evidence import Loss, LostNode
 from holdfast.policy.recovery import Action, Decision
@@ -302,5 +300,5 @@ def test_a_node_that_turned_out_innocent_is_readmitted_with_the_decision(story: 
     failed = PastAttempt(number=story.number, launch="launch", outcome="failed")
     with story.journal() as journal:
         found = decision(action=Action.RESTART, readmit=["b"])
-        incident._write_down(story.control, story.fence, journal, failed, None, found)
+        write_down(story.control, story.fence, journal, failed, None, found)
     assert excluded(story.control) == []

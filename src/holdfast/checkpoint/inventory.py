@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from holdfast.checkpoint import local_manifest
-from holdfast.checkpoint.identity import METADATA, CheckpointName, CheckpointRoot, parse_name
+from holdfast.checkpoint.identity import MANIFEST, METADATA, CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.ladder import REFUSED, Ladder, Rung, build_ladder
 from holdfast.checkpoint.structure import Inspection, check_structure
 from holdfast.checkpoint.verify import verify
@@ -129,3 +129,22 @@ def look_at(rung: Rung, root: CheckpointRoot, run: str, world: int | None = None
     if not rung.manifest:
         return path, check_structure(path)
     return path, verify(path, run=None if rung.path else run, world=world, files=[METADATA])
+
+
+def highest_committed_step(root: Path, control: ControlDirectory) -> int:
+    """The highest step among committed checkpoints; 0 if there is none. Says nothing about their bytes.
+
+    One that is suspect or condemned is no progress.
+    """
+    checkpoints, book = CheckpointRoot(root), StandingBook(control)
+    try:
+        return next(
+            (
+                name.step
+                for name in checkpoints.names()
+                if (checkpoints.committed(name) / MANIFEST).is_file() and book.of(name.id) not in REFUSED
+            ),
+            0,
+        )
+    except OSError:
+        return 0

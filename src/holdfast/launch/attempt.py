@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from holdfast.checkpoint.suspicion import still_open, write_findings
 from holdfast.control.attempts import EndRecord, begin_attempt, end_attempt, ends_of
 from holdfast.control.decisions import Decisions, await_key, within
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.history import last_decision, past_attempts, was_kept
 from holdfast.control.hosted_store import HostedStore
 from holdfast.control.lease import Claim, Fence
 from holdfast.control.secret import run_secret
@@ -28,8 +30,6 @@ from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.arrangement import Arrangement, arrange_attempt
-from holdfast.launch.history import last_decision, past_attempts, was_kept
-from holdfast.launch.suspicion import still_open, write_findings
 from holdfast.launch.watch import FollowerWatch, LeaderWatch
 from holdfast.policy.rejection import Rerun, Trial
 from holdfast.policy.rounds import Member

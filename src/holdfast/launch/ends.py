@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.control.attempts import attempt_numbers
 from holdfast.errors import DecisionTimeoutError, HoldfastError
 from holdfast.exit_codes import ExitCode
@@ -18,7 +19,6 @@ from holdfast.journal.events import LeaseLost, Warned
 from holdfast.launch.attempt import Attempt, LeaderLostError, Notice, StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import StoreLostError
-from holdfast.launch.evidence import highest_committed_step
 from holdfast.launch.incident import Incident, lost_nodes
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.recovering import Recovery, report_timeout

@@ -16,11 +16,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.checkpoint.identity import MANIFEST, CheckpointRoot
-from holdfast.checkpoint.ladder import REFUSED
 from holdfast.control.attempts import FailureRecord
-from holdfast.control.directory import ControlDirectory
-from holdfast.control.standing import StandingBook
 from holdfast.files import read_regular
 from holdfast.launch.workers import Workers
 from holdfast.policy.classify import KERNEL_OOM, is_symptom
@@ -169,22 +165,3 @@ def count_oom_kills() -> int:
     except (OSError, ValueError):
         pass
     return 0
-
-
-def highest_committed_step(root: Path, control: ControlDirectory) -> int:
-    """The highest step among committed checkpoints; 0 if there is none. Says nothing about their bytes.
-
-    One that is suspect or condemned is no progress.
-    """
-    checkpoints, book = CheckpointRoot(root), StandingBook(control)
-    try:
-        return next(
-            (
-                name.step
-                for name in checkpoints.names()
-                if (checkpoints.committed(name) / MANIFEST).is_file() and book.of(name.id) not in REFUSED
-            ),
-            0,
-        )
-    except OSError:
-        return 0

@@ -10,15 +10,12 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
-from holdfast.checkpoint import local_manifest
-from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
-from holdfast.checkpoint.inventory import take_inventory
+from holdfast.checkpoint.inventory import highest_committed_step
+from holdfast.checkpoint.suspicion import rung_name, situation_of, write_down
 from holdfast.config import Settings
-from holdfast.control import operator
 from holdfast.control.attempts import (
     AttemptRecord,
     EndRecord,
@@ -33,23 +30,18 @@ from holdfast.control.attempts import (
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.device_errors import device_errors_of
 from holdfast.control.directory import ControlDirectory, create_record, read_record
-from holdfast.control.exclusions import exclude, readmit
+from holdfast.control.history import past_attempts
 from holdfast.control.lease import Claim, Fence
 from holdfast.control.rejections import rejection_of
-from holdfast.errors import ControlError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Attempt, Notice
-from holdfast.launch.evidence import highest_committed_step
-from holdfast.launch.history import keep_incident, past_attempts
-from holdfast.launch.suspicion import doubtful_with, still_open, write_findings
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.capacity import Cluster
 from holdfast.policy.classify import Cause, Diagnosis, diagnose, end_of, is_symptom, of_rejection, root_cause
 from holdfast.policy.evidence import Evidence, Hang, Loss, LostNode
 from holdfast.policy.recovery import Decision, Situation, describe_end, recover
-from holdfast.policy.rejection import Kind
 
 
 @dataclass(kw_only=True)
@@ -124,7 +116,7 @@ def decide(
     history = past_attempts(control, before=attempt.number)
     situation = _situation(control, failed, history, settings, known, facts)
     decision = attempt.decisions.decide(RECOVERY, Decision, lambda: recover(history, situation))
-    _write_down(control, attempt.fence, attempt.journal, failed, root, decision)
+    write_down(control, attempt.fence, attempt.journal, failed, root, decision)
     if decision.exit_code == ExitCode.STOPPED_UNSAVED:
         attempt.end("stopped", exit_code=decision.exit_code, cause="", highest_step=failed.highest_step)
     else:
@@ -173,7 +165,7 @@ def decide_lost(
             decision = recover(history, situation)
             create_record(path, decision)
     with contextlib.closing(JournalWriter(control.journal, f"agent-{held.owner}", lost.number)) as journal:
-        _write_down(control, fence, journal, failed, None, decision)
+        write_down(control, fence, journal, failed, None, decision)
         steps = failed.highest_step
         end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
         end_attempt(control, fence, lost.number, end)
@@ -207,7 +199,7 @@ def _judge(
         lost=known.lost,
         devices=device_errors_of(control, record.number),
         world_size=record.world_size,
-        rung=_rung(head),
+        rung=rung_name(head),
         steps=None if steps is None else max(0, steps),
     )
     found = diagnose(evidence)
@@ -238,15 +230,6 @@ def _judge(
     )
 
 
-def _rung(head: HeadRecord | None) -> str:
-    """What an attempt came from, by the name that it has on the ladder; empty for a fresh start."""
-    if head is None:
-        return ""
-    if head.source:
-        return Path(head.source).name
-    return str(CheckpointName(head.step, head.checkpoint)) if head.checkpoint is not None else ""
-
-
 def _situation(
     control: ControlDirectory,
     failed: PastAttempt,
@@ -255,94 +238,16 @@ def _situation(
     known: Circumstances,
     facts: list[str],
 ) -> Situation:
-    rungs = _rungs(control, settings)
-    rerun, trial = still_open(control, [*history, failed])
-    return Situation(
-        attempt=failed,
+    return situation_of(
+        control,
+        failed,
+        history,
+        settings,
         max_restarts=settings.launch.max_restarts,
         facts=facts,
         cluster=known.cluster,
-        lower_rungs=sum(step < rungs[failed.rung] for step in rungs.values()) if failed.rung in rungs else 0,
-        budget_reset=operator.budget_reset(control) or 0,
-        rungs=list(rungs),
-        together=_doubtful(control, settings, failed),
-        skip_bad_data=settings.validation.skip_bad_data,
-        rerun=rerun,
-        trial=trial,
         stopping=known.stopping,
         can_requeue=not known.stopping and known.can_requeue(),
-    )
-
-
-def _rungs(control: ControlDirectory, settings: Settings) -> dict[str, int]:
-    """Name → step of what a resume may still use, newest first, as far as names tell."""
-    try:
-        root, local = CheckpointRoot(settings.checkpoint_root()), local_manifest.names(control)
-        ladder = take_inventory(control, root, "auto", force=False, copies=local)
-    except (ControlError, UsageError, OSError):
-        return {}
-    return {one.name: one.step for one in ladder.rungs}
-
-
-def _doubtful(control: ControlDirectory, settings: Settings, failed: PastAttempt) -> list[str]:
-    if failed.rejection is None or not failed.rung:
-        return []
-    try:
-        return doubtful_with(control, failed.rung, settings.validation.probation_steps)
-    except (ControlError, OSError):
-        return [failed.rung]
-
-
-def _write_down(
-    control: ControlDirectory,
-    fence: Fence,
-    journal: JournalWriter,
-    failed: PastAttempt,
-    root: FailureRecord | None,
-    decision: Decision,
-) -> None:
-    """Everything that must outlive this process: what is excluded or suspect, why, and last the history.
-
-    An attempt without it in the history is one whose decision may not have been written down whole.
-    """
-    for one in decision.exclude:
-        exclude(control, one.node, one.device, one.reason, "recovery", failed.number)
-    for node in decision.readmit:
-        readmit(control, node, None, decision.reason, "recovery", failed.number)
-    write_findings(control, fence, journal, decision)
-    keep_incident(control, failed, decision)
-    told = failed.rejection is not None and failed.rejection.kind is Kind.DEVICE  # by the ranks themselves
-    if decision.verdict and failed.rejection is not None and not told:
-        accused = decision.exclude[0] if decision.exclude else None
-        journal.write(
-            events.Verdict(
-                verdict=decision.verdict,
-                step=failed.rejection.step,
-                evidence=[*decision.grounds, decision.reason],
-                node=accused.node if accused is not None else "",
-                device=(accused.device or "") if accused is not None else "",
-            )
-        )
-    journal.write(
-        events.Decision(
-            about="recovery",
-            chosen=decision.action,
-            evidence=[*decision.evidence, decision.reason],
-            details={
-                "cause": str(failed.cause),
-                "root_rank": root.rank if root else None,
-                "exit_code": failed.exit_code,
-                "restarts_left": decision.restarts_left,
-                "excluded": [msgspec.to_builtins(one) for one in decision.exclude],
-                "avoid": decision.avoid,
-                "rotate_by": decision.rotate_by,
-                "verdict": decision.verdict,
-                "suspect": decision.suspect,
-                "acquit": decision.acquit,
-                "skip": msgspec.to_builtins(decision.skip),
-                "readmitted": decision.readmit,
-            },
-        )
     )
 
 

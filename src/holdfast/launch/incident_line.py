@@ -1,4 +1,4 @@
-"""An incident in one line: what failed, where, of what cause, and what was decided. Pure, and without torch.
+"""An incident in one line: what failed, where, of what cause, and what was decided. Without torch.
 
 The terminal, alerts and `holdfast status` all show this line. It is made of records, which may be of another
 release: an action that is not known here is shown by its own name.
@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from holdfast.control.attempts import FailureRecord
+from holdfast.control.decisions import RECOVERY, decision_path
+from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.journal.render import plural, printable
 from holdfast.policy.recovery import describe_end
 
@@ -49,6 +51,12 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.convert(fields, cls)
         except msgspec.ValidationError:
             return cls(action=str(fields.get("action", "?")), reason=str(fields.get("reason", "")))
+
+
+def shown_decision(control: ControlDirectory, number: int) -> Decided | None:
+    """What was decided about an attempt, by whichever release; None if nothing was."""
+    found = read_record(decision_path(control, number, RECOVERY), dict)
+    return Decided.of(found) if found is not None else None
 
 
 def one_line(

@@ -38,6 +38,7 @@ from holdfast.control.attempts import attempt_numbers
 from holdfast.control.devices import visible_devices
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import VARIABLE
+from holdfast.control.history import LAUNCHER_ENDED
 from holdfast.control.limits import limits_of
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
@@ -52,7 +53,6 @@ from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import Endpoints, parse_endpoints
 from holdfast.launch.gate import Gate
-from holdfast.launch.history import LAUNCHER_ENDED
 from holdfast.launch.keeper import Keeper
 from holdfast.launch.kept_launch import keep_launch
 from holdfast.launch.leadership import Leadership

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.config import Settings
 from holdfast.control.attempts import record_failure
 from holdfast.control.lease import Claim
 from holdfast.launch.alert import EXCLUSION, INCIDENT, STOP
 from holdfast.launch.attempt import Attempt, Notice, StopRun
 from holdfast.launch.context import LaunchContext
-from holdfast.launch.evidence import highest_committed_step
 from holdfast.launch.hanging import hangs_of
 from holdfast.launch.incident import (
     Circumstances,

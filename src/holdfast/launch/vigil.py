@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from holdfast.control.history import past_attempts
 from holdfast.journal.events import Warned
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import StoreLostError
-from holdfast.launch.history import past_attempts
 from holdfast.launch.in_process import InProcess
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.stopping import Stopping

@@ -19,6 +19,7 @@ import msgspec
 
 from holdfast.checkpoint import local_manifest
 from holdfast.checkpoint.identity import MANIFEST, CheckpointName
+from holdfast.checkpoint.suspicion import still_open
 from holdfast.control.attempts import (
     AttemptRecord,
     EndRecord,
@@ -28,6 +29,7 @@ from holdfast.control.attempts import (
 )
 from holdfast.control.directory import ControlDirectory, list_names, read_record
 from holdfast.control.exclusions import Exclusion
+from holdfast.control.history import INCIDENT, past_attempts
 from holdfast.control.holding import COMMANDS, LeaseState, lease_state, newest_claim
 from holdfast.control.lease import Claim
 from holdfast.control.operator import Controls, Pin, Request, in_force
@@ -35,9 +37,7 @@ from holdfast.control.standing import StandingBook
 from holdfast.errors import ControlError
 from holdfast.exit_codes import MEANINGS, ExitCode
 from holdfast.journal.render import printable
-from holdfast.launch.history import INCIDENT, past_attempts, shown_decision
-from holdfast.launch.incident_line import Decided, one_line
-from holdfast.launch.suspicion import still_open
+from holdfast.launch.incident_line import Decided, one_line, shown_decision
 from holdfast.observe.stops import StopState, outcome, progress, stop_of
 from holdfast.observe.tails import batches, last_loss, last_step, nodes_started, rate
 from holdfast.policy.budgets import restarts_left, restarts_without_progress

@@ -11,12 +11,13 @@ from typing import TypeVar
 from holdfast.control.attempts import AttemptRecord, EndRecord, FailureRecord, attempt_numbers, failures_of
 from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.exclusions import Exclusion, excluded
+from holdfast.control.history import LAUNCHER_ENDED, past_attempts
 from holdfast.control.launches import LaunchRecord
 from holdfast.errors import ControlError
 from holdfast.journal.cluster_events import HealthFailed, PingFailed, StopForced
 from holdfast.journal.events import LeaseLost, Line, OperatorActed, SaveFailed, StorageAlarm, Warned
 from holdfast.journal.render import printable, render
-from holdfast.launch.history import LAUNCHER_ENDED, past_attempts, shown_decision
+from holdfast.launch.incident_line import shown_decision
 from holdfast.observe.status import Status
 from holdfast.observe.stops import StopState
 from holdfast.policy.budgets import episode

@@ -12,7 +12,6 @@ from holdfast.control.attempts import AttemptRecord, EndRecord, ends_of, failure
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.control.rejections import rejection_of
-from holdfast.launch.incident_line import Decided
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.classify import root_cause
 from holdfast.policy.recovery import Decision
@@ -87,9 +86,3 @@ def last_decision(control: ControlDirectory) -> tuple[int, Decision | None]:
 
 def _decision(control: ControlDirectory, number: int) -> Decision | None:
     return read_record(decision_path(control, number, RECOVERY), Decision)
-
-
-def shown_decision(control: ControlDirectory, number: int) -> Decided | None:
-    """What was decided about an attempt, by whichever release; None if nothing was."""
-    found = read_record(decision_path(control, number, RECOVERY), dict)
-    return Decided.of(found) if found is not None else None
