@@ -71,9 +71,13 @@ def test_a_run_that_somebody_holds_is_refused(run_dir: Path) -> None:
     assert resolve_resume(run_dir).usable, "it has let go"
 
 
-def test_no_valid_rung_is_foretold_with_every_reason(run_dir: Path) -> None:
+@pytest.mark.parametrize("missing", [False, True], ids=["wrong bytes", "missing shards"])
+def test_no_valid_rung_is_foretold_with_every_reason(run_dir: Path, *, missing: bool) -> None:
     for one in checkpoints(run_dir):
-        flip(one)
+        if missing:
+            next(one.glob("__0_*")).unlink()
+        else:
+            flip(one)
     found = resolve_resume(run_dir)
     assert (found.chosen, found.exit_code, found.step) == ("refused", 18, None)
     assert len(found.why) == 4

@@ -5,6 +5,8 @@ TRUTH_KIND   none, data, spike, checkpoint, burnt or divergence. Devices and pas
 TRUTH_RANKS  the ranks concerned, as 0,1
 TRUTH_WRAP   none, ddp or fsdp
 TRUTH_OUT    where each rank writes its losses and, at the end, a digest of its parameters
+TRUTH_KILL   a step before which the first attempt is killed
+TRUTH_EVERY  steps between saves, 6 unless told
 
 Step BAD is where it shows. In a bad checkpoint a fuse is lit once, before the save of step LIT is taken, so
 that its digests and fingerprints are right; three steps later the model's output is not a number. A burnt one
@@ -14,6 +16,7 @@ gives no number from the next step on, for ever. A spike is honest data that is 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -32,6 +35,8 @@ RANKS = {int(rank) for rank in os.environ.get("TRUTH_RANKS", "0").split(",")}
 WRAP = os.environ.get("TRUTH_WRAP", "none")
 OUT = Path(os.environ["TRUTH_OUT"])
 UNTIL = int(os.environ.get("TRUTH_UNTIL", "24"))
+KILL = int(os.environ.get("TRUTH_KILL", "0"))
+EVERY = int(os.environ.get("TRUTH_EVERY", "6"))
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 LIT, BATCH = 12, 4
 BAD = 15 if KIND != "spike" else 21  # a spike is told by 16 losses before it
@@ -101,7 +106,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 1e38 if KIND == "divergence" and step == BAD - 2 else 1.0
     )
-    run = holdfast.Run(run_dir="run", checkpoint_interval=6, journal_step_flush=0)
+    run = holdfast.Run(run_dir="run", checkpoint_interval=EVERY, journal_step_flush=0)
     run.track(model=model, optimizer=optimizer, schedule=schedule)
     data = Numbers()
     sampler = DistributedSampler(data, WORLD, RANK, shuffle=False)
@@ -114,6 +119,8 @@ def main() -> None:
 
     log = (OUT / f"rank{RANK}.{os.getpid()}.log").open("w", buffering=1)
     for step, (ids, x) in run.steps(loader, until=UNTIL):
+        if step == KILL and run.attempt == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         loss = run.compute(forward_backward, x)
         optimizer.step()
         schedule.step()

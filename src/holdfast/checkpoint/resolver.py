@@ -26,7 +26,7 @@ from holdfast.checkpoint.problems import printable
 from holdfast.checkpoint.reading import reading
 from holdfast.checkpoint.remote import Remote, open_remote
 from holdfast.checkpoint.resolution import Resolution
-from holdfast.checkpoint.storage_probe import ALARM, wrong_bytes
+from holdfast.checkpoint.storage_probe import ALARM
 from holdfast.checkpoint.verify import Progress, verify
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.decisions import RECOVERY, decision_path
@@ -233,9 +233,8 @@ class _Resolver:
             row = self._lower(rung) if used else self._judge(rung, recorded)
             rows.append(self._finished(row, recorded))
             used = used or row.verdict == USED
-            if row.verdict == BAD:
-                bad = [*bad, rung.name] if wrong_bytes(row.reasons) else []
-                alarm = bad if len(bad) >= ALARM else alarm
+            bad = [*bad, rung.name] if row.verdict == BAD else []
+            alarm = bad if len(bad) >= ALARM else alarm
         for option in ladder.rejected:
             name, path = parse_name(option.option), self._root.path / option.option
             there = name is not None and path.is_dir()

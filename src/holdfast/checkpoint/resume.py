@@ -198,7 +198,7 @@ class Resumer:
                     break
             rejected.append(RejectedOption(rung.name, problems))
             self._journal.write(RungRejected(checkpoint=rung.name, step=rung.step, reasons=problems))
-            if refusal := self._alarm.after(rung.name, problems, self._root.path):
+            if refusal := self._alarm.after(rung.name, self._root.path):
                 self._propose(Proposal(rung=None, refusal=refusal))
                 raise NoValidRungError(refusal)
         if ladder.may_start_fresh:

@@ -1,19 +1,16 @@
 """Trying a file system before more of what lies on it is believed.
 
-Two checkpoints in a row that fail verification are a sign that not they are bad but what they lie on. So
-something is written there, made durable, moved, read back from the disk and not from memory, and compared
-(`health.storage`).
+Two checkpoints in a row that cannot be used, whatever is wrong with them (wrong bytes, missing shards,
+nothing to read), are a sign that not they are bad but what they lie on. So something is written there, made
+durable, moved, read back from the disk and not from memory, and compared (`health.storage`).
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.bounded import Bounded
-from holdfast.checkpoint.problems import Reason
 from holdfast.health.storage import try_storage
 from holdfast.journal.events import StorageAlarm
 from holdfast.journal.writer import JournalWriter
@@ -22,36 +19,26 @@ log = logging.getLogger("holdfast.checkpoint")
 
 SIZE = 8 * 1024 * 1024
 ALARM = 2
-"""Rungs in a row that fail verification before the storage is tried."""
+"""Rungs in a row that cannot be used before the storage is tried."""
 PATIENCE = 60.0
 """Seconds that storage has to take and give back so little."""
 
 
-_WRONG_BYTES = re.compile(
-    r"(?:^|[:;] )"
-    f"(?:{Reason.ALTERED}|{Reason.TRUNCATED}|{Reason.EMPTY}|{Reason.UNREADABLE}|{Reason.STALE_METADATA})"
-)
-"""A reason at the beginning of a problem, not the same word in a path or a node's name."""
-
-
 class StorageWatch:
-    """Counts the rungs of one resume that failed verification in a row."""
+    """Counts the rungs of one resume that could not be used: each one that is refused follows another."""
 
     def __init__(self, journal: JournalWriter) -> None:
         self._journal = journal
         self._bad: list[str] = []
 
-    def after(self, checkpoint: str, problems: Sequence[str], directory: Path) -> str:
+    def after(self, checkpoint: str, directory: Path) -> str:
         """A rung was refused; why no other may be tried, empty if one may."""
-        if not wrong_bytes(problems):
-            self._bad.clear()  # it was not there, or did not fit: that says nothing about the storage
-            return ""
         self._bad.append(checkpoint)
         if len(self._bad) != ALARM:
             return ""
         found = probe(directory)
         self._journal.write(StorageAlarm(checkpoints=self._bad[:], place=str(directory), probe=found))
-        told = f"{' and '.join(self._bad)} failed verification in a row, so {directory} was tried"
+        told = f"{' and '.join(self._bad)}, one after the other, cannot be used, so {directory} was tried"
         if not found:
             log.warning("holdfast: storage alarm: %s; it works, and the next rung is tried", told)
             return ""
@@ -59,11 +46,6 @@ class StorageWatch:
             f"storage alarm: {told}: {found}. Nothing more that lies there is believed, and nothing was "
             "changed. Repair the storage, or set checkpoint.root to another copy, then start again"
         )
-
-
-def wrong_bytes(problems: Sequence[str]) -> bool:
-    """Whether a rung was refused for what its files hold, and not because it was not there or did not fit."""
-    return any(map(_WRONG_BYTES.search, problems))
 
 
 def probe(directory: Path) -> str:

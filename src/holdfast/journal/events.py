@@ -271,7 +271,7 @@ class CopiesDropped(Event, tag="copies_dropped"):
 
 
 class StorageAlarm(Event, tag="storage_alarm"):
-    """Two checkpoints in a row failed verification: the storage itself was tried before going on."""
+    """Two checkpoints in a row could not be used: the storage itself was tried before going on."""
 
     checkpoints: list[str]
     place: str

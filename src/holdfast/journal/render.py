@@ -251,7 +251,7 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             return Rendered(f"{printable(body.node)} gave up {what}, {size(body.bytes)}", "plain", details)
         case StorageAlarm():
             found = printable(body.probe) or "it took and gave back what was written"
-            details = [f"failed verification: {printable(name)}" for name in body.checkpoints]
+            details = [f"could not be used: {printable(name)}" for name in body.checkpoints]
             return Rendered(f"storage alarm: {printable(body.place)} was tried: {found}", "fault", details)
         case CadenceChosen():
             every = f" ({duration(body.seconds)})" if body.seconds > 0 else ""

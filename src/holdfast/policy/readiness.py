@@ -176,7 +176,7 @@ def storage(places: Sequence[StorageFacts], alarm: Sequence[str]) -> Finding:
         if (one.problem or short) and not code:
             code, remedy = one.code, MEANINGS[ExitCode(one.code)][1]
     if alarm:
-        told = f"storage alarm: {' and '.join(alarm)} failed verification in a row"
+        told = f"storage alarm: {' and '.join(alarm)}, one after the other, cannot be used"
         evidence.append(told if code else f"{told}; the storage was tried and works, so the next rung counts")
     if code:
         text = "cannot be used as it is"
