@@ -284,7 +284,7 @@ class Retainer:
             return  # still deleting: the next pass decides about the rest again
         try:
             outcome = self._retention.take_away(self._retention.plan(self._attempt), self._fence)
-        except (OSError, HoldfastError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint before it is committed
             self._warn(error)
             return
         if outcome.error is not None:
@@ -300,9 +300,10 @@ class Retainer:
             )
             self._deleting.start()
 
-    def _warn(self, error: OSError | HoldfastError) -> None:
-        self._journal.write(Warned(message=f"retention stopped, the next save tries again: {error}"))
-        log.warning("holdfast: retention stopped, the next save tries again: %s", error)
+    def _warn(self, error: Exception) -> None:
+        told = error if isinstance(error, OSError | HoldfastError) else f"{type(error).__name__}: {error}"
+        self._journal.write(Warned(message=f"retention stopped, the next save tries again: {told}"))
+        log.warning("holdfast: retention stopped, the next save tries again: %s", told)
 
     def close(self) -> None:
         """Give deletions that are going on a moment to end."""

@@ -193,8 +193,10 @@ class Saving:
                 self._failed = 0
             else:
                 self._begin(self._background, "scheduled")
-        except SaveFailedError as error:
-            self._count(error, CheckpointName(self._facts(None, "").step, ""))
+        except LeaseLostError:
+            raise
+        except HoldfastError as error:  # on every rank alike
+            self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""))
 
     def scheduled_locally(self) -> None:
         """A save to the local tier alone is due: a failure is reported."""
@@ -202,8 +204,10 @@ class Saving:
             return  # this attempt goes on without one
         try:
             self._begin(self._background, "scheduled", globally=False)
-        except SaveFailedError as error:
-            self._count(error, CheckpointName(self._facts(None, "").step, ""), fatal=False)
+        except LeaseLostError:
+            raise
+        except HoldfastError as error:
+            self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""), fatal=False)
 
     def _save_in_foreground(self, reason: str, *, diagnostic: bool = False) -> CheckpointName:
         started = time.monotonic()
@@ -427,6 +431,14 @@ class Saving:
         background.close()
         if errors:
             raise errors[-1]
+
+
+def _as_failed(error: HoldfastError) -> SaveFailedError:
+    if isinstance(error, SaveFailedError):
+        return error
+    failed = SaveFailedError(f"{type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
 
 
 def _to_raise(ended: Ended) -> SaveFailedError | LeaseLostError | None:
