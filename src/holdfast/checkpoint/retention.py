@@ -96,7 +96,7 @@ class Retention:
         self._rules = rules
         self._book = StandingBook(control)
         self._records: dict[CheckpointName, CommitRecord] | None = None
-        self._off_line: set[str] = set()
+        self._off_line: set[CheckpointName] = set()
         self._looks: dict[CheckpointName, _Look] = {}
 
     # --- deciding -------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Retention:
             timeline = read_timeline(self._control)
             every = [*timeline.on_line, *timeline.abandoned]
             self._records = {CheckpointName(record.step, record.id): record for record in every}
-            self._off_line = {record.id for record in timeline.abandoned}
+            self._off_line = {CheckpointName(record.step, record.id) for record in timeline.abandoned}
         for name in present:
             if name not in self._records and attempt is not None:
                 record = find_commit(self._control, attempt, name.step, name.id)
@@ -167,7 +167,7 @@ class Retention:
         )
 
     def _is_on_line(self, name: CheckpointName) -> bool:
-        return self._records is not None and name in self._records and name.id not in self._off_line
+        return self._records is not None and name in self._records and name not in self._off_line
 
     def _refresh(self, present: list[CheckpointName]) -> set[CheckpointName]:
         """Look again at the newest of the line, until enough were seen to be sound, and at what was not."""

@@ -1,8 +1,9 @@
 """A run's saves: in the foreground or in the background, reported, counted, and followed by retention.
 
-A save that fails is told at the next step (journal, log, with the writer's traceback) and training goes on,
-until too many failed in a row. What a run must not lose at its end (the last save, a save that is asked for)
-is waited for, with a deadline, and its failure is raised.
+A save that fails, for whatever reason, is told at the next step (journal, log, with the writer's traceback)
+and training goes on, until too many failed in a row; only a lost lease, or a group that cannot exchange any
+more, ends a run from within a save. What a run must not lose at its end (the last save, a save that is asked
+for) is waited for, with a deadline, and its failure is raised.
 
 With a local tier every save but a diagnostic one goes there first. What is committed there counts as saved at
 once; retention, the remote and the cadence go by commits in the checkpoint root. A local save that fails is
