@@ -47,7 +47,7 @@ def test_a_resumed_run_and_an_uninterrupted_one_are_equal_though_their_facts_dif
     assert tree(tmp_path) == before
     facts = {fact["name"]: (fact["a"], fact["b"]) for fact in ckpt_json("diff", a, b)["facts"]}
     assert facts["attempt"] == (1, 2)
-    assert facts["id"] == (a.name[-8:], b.name[-8:])
+    assert facts["id"] == (a.name[14:], b.name[14:])
     assert "step" not in facts
 
 

@@ -25,7 +25,7 @@ from tiny import checkpoints, train, tree
 def standings(run_dir: Path) -> list[str]:
     """Newest step first."""
     book = StandingBook(ControlDirectory.open(run_dir))
-    return [str(book.of(path.name[-8:])) for path in checkpoints(run_dir)]
+    return [str(book.of(path.name[14:])) for path in checkpoints(run_dir)]
 
 
 def test_a_condemned_checkpoint_is_passed_over_and_used_again_once_acquitted(run_dir: Path) -> None:
@@ -53,7 +53,7 @@ def test_what_was_saved_from_a_condemned_checkpoint_goes_with_it_and_comes_back_
     assert "recorded 2 checkpoints as condemned" in result.out
     assert standings(run_dir) == ["condemned", "condemned", "committed"]
     control = ControlDirectory.open(run_dir)
-    record = read_record(control.standing / nine.name[-8:] / "000001-condemned.json", StandingRecord)
+    record = read_record(control.standing / nine.name[14:] / "000001-condemned.json", StandingRecord)
     assert record is not None
     assert record.evidence == [
         "operator: a bad batch",
@@ -64,7 +64,7 @@ def test_what_was_saved_from_a_condemned_checkpoint_goes_with_it_and_comes_back_
     assert (last.who, last.attempt, last.body.about) == ("operator", 1, "standing")
     assert last.body.chosen == f"{six.name} is condemned"
     assert last.body.evidence == ["operator: a bad batch", f"with it, as saved from it: {nine.name}"]
-    assert ckpt_json("acquit", run_dir, six.name[-8:], "--reason", "it was fine", "--yes")["checkpoints"] == [
+    assert ckpt_json("acquit", run_dir, six.name[14:], "--reason", "it was fine", "--yes")["checkpoints"] == [
         six.name,
         nine.name,
     ]
@@ -98,7 +98,7 @@ def test_abandoned_descendants_go_too_and_a_step_saved_twice_must_be_named_by_id
     before = tree(run_dir)
     result = ckpt("condemn", run_dir, "9", "--reason", "why", "--yes")
     assert result.code == 2
-    assert all(path.name[-8:] in result.err for path in twice)
+    assert all(path.name[14:] in result.err for path in twice)
     assert tree(run_dir) == before
     done = ckpt_json("condemn", run_dir, "3", "--reason", "why", "--yes")
     assert len(done["checkpoints"]) == 4

@@ -45,7 +45,7 @@ def condemn(run_dir: Path, checkpoint: Path) -> None:
     held = claim(control, "test", 5.0)
     keeper = LeaseKeeper(control, held, lambda why: None)
     fence = Fence(control, held.epoch)
-    StandingBook(control).append(fence, checkpoint.name[-8:], Standing.CONDEMNED, ["said so"])
+    StandingBook(control).append(fence, checkpoint.name[14:], Standing.CONDEMNED, ["said so"])
     keeper.release()
 
 

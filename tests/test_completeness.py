@@ -16,7 +16,7 @@ import holdfast
 from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.manifest import Versions
 from holdfast.checkpoint.roundtrip import check_round_trip, first_difference
-from holdfast.errors import IncompleteStateError
+from holdfast.errors import SaveFailedError
 from holdfast.journal.events import Warned
 from holdfast.journal.reader import read_journal
 from holdfast.worker.versions import changes_since
@@ -96,7 +96,7 @@ def test_state_that_does_not_survive_a_save_is_told_at_the_first_save(tmp_path: 
 
 
 def test_state_that_cannot_be_stored_is_an_error_that_names_the_part(tmp_path: Path) -> None:
-    with pytest.raises(IncompleteStateError, match=r"track\(hook=…\): its state cannot be saved"):
+    with pytest.raises(SaveFailedError, match=r"track\(hook=…\): its state cannot be saved"):
         save_once(tmp_path / "run", hook=Holds({"f": lambda: None}))
     assert not checkpoints(tmp_path / "run")
 

@@ -100,7 +100,7 @@ def test_resetting_the_budget(run_dir: Path) -> None:
 @pytest.mark.parametrize("which", ["step", "id", "name"])
 def test_pinning_by_step_id_or_name_says_what_is_left_behind(run_dir: Path, which: str) -> None:
     six = checkpoints(run_dir)[1].name
-    given = {"step": "6", "id": six[-8:], "name": six}[which]
+    given = {"step": "6", "id": six[14:], "name": six}[which]
     done = control("pin", run_dir, given, "--reason", "loss went up", "--yes")
     assert done.code == 0, done.text
     assert f"the next resume uses {six}, which leaves the last 3 saved steps behind" in done.out

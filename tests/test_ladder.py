@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.identity import CheckpointName, derive_id, parse_name
 from holdfast.checkpoint.ladder import build_ladder
 from holdfast.control.attempts import HeadRecord
-from holdfast.control.lineage import CommitRecord, Timeline, timeline
+from holdfast.control.directory import ControlDirectory, create_record
+from holdfast.control.lineage import (
+    CommitRecord,
+    DeletedRecord,
+    Timeline,
+    commits_of,
+    deleted_names,
+    record_deleted,
+    timeline,
+)
 from holdfast.control.standing import Standing
 
 
@@ -96,13 +108,13 @@ def test_the_ladder_offers_only_present_uncondemned_checkpoints_of_the_line(
     line = timeline(heads, commits)
     every = [record for records in commits.values() for record in records]
     present = [r for r in every if data.draw(st.booleans())]
-    condemned = {r.id: Standing.CONDEMNED for r in every if data.draw(st.booleans())}
+    condemned = {(r.step, r.id): Standing.CONDEMNED for r in every if data.draw(st.booleans())}
     off_line = [record for record in every if record not in line]
     names = [CheckpointName(record.step, record.id) for record in present]
-    committed = frozenset(record.id for record in every)
+    committed = frozenset((record.step, record.id) for record in every)
     ladder = build_ladder(Timeline(line, off_line, None), condemned, names, committed)
     offered = [rung.id for rung in ladder.rungs]
-    assert offered == [r.id for r in line if r in present and r.id not in condemned]
+    assert offered == [r.id for r in line if r in present and (r.step, r.id) not in condemned]
     assert ladder.may_start_fresh == (not line)
     told = {option.option for option in ladder.rejected} | {rung.name for rung in ladder.rungs}
     assert {str(name) for name in names} <= told, "every checkpoint is a rung or has a reason"
@@ -113,13 +125,49 @@ def test_a_save_cut_before_its_rename_never_existed() -> None:
     ladder = build_ladder(Timeline([record], [], None), {}, [], frozenset())
     assert ladder.may_start_fresh
     assert ladder.rungs == ladder.rejected == []
-    lost = build_ladder(Timeline([record], [], None), {}, [], frozenset({record.id}))
+    lost = build_ladder(Timeline([record], [], None), {}, [], frozenset({(record.step, record.id)}))
     assert not lost.may_start_fresh
 
 
-@given(st.integers(0, 10**12 - 1), st.text("0123456789abcdef", min_size=8, max_size=8))
-def test_names_round_trip(step: int, id: str) -> None:
+HEX = "0123456789abcdef"
+
+
+@given(
+    st.integers(0, 10**12 - 1),
+    st.sampled_from([8, 16]).flatmap(lambda n: st.text(HEX, min_size=n, max_size=n)),
+)
+def test_names_round_trip_also_those_of_older_releases(step: int, id: str) -> None:
     assert parse_name(str(CheckpointName(step, id))) == CheckpointName(step, id)
+
+
+def test_ids_do_not_collide_in_as_many_saves_as_a_fleet_makes() -> None:
+    """Issue point 19: with 32 bits, 15 pairs of 400,000 saves had the same id."""
+    ids = {derive_id(f"run-{run}", 1, step, step) for run in range(40) for step in range(10_000)}
+    assert len(ids) == 400_000
+    assert len({id[:8] for id in ids}) < 400_000, "or this would show nothing"
+
+
+def test_two_checkpoints_of_an_older_release_with_the_same_id_are_both_there(tmp_path: Path) -> None:
+    """One that retention deleted, or that was cut, hides no other one."""
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    one = CommitRecord(id="3fa9c1d2", step=10, parent=None, attempt=1, manifest="0" * 32)
+    two, three = msgspec.structs.replace(one, step=20), msgspec.structs.replace(one, step=30)
+    for record in (one, two, three):
+        create_record(control.attempt(1) / "commits" / f"{record.step:012d}-{record.id}.json", record)
+    assert [record.step for record in commits_of(control, 1)] == [10, 20, 30]
+    record_deleted(control, one, DeletedRecord(id=one.id, step=10, reason="", epoch=1, at=0.0))
+    heads = {1: head(1, None), 2: HeadRecord(attempt=2, checkpoint=one.id, step=20)}
+    line = timeline(heads, {1: commits_of(control, 1), 2: []})
+    assert line == [two, one], "the head is the one of its step"
+    there = [CheckpointName(20, two.id)]
+    ladder = build_ladder(
+        Timeline(line, [three], None),
+        {(10, one.id): Standing.CONDEMNED},
+        there,
+        frozenset({(20, two.id)}),
+        deleted=deleted_names(control),
+    )
+    assert [rung.step for rung in ladder.rungs] == [20]
 
 
 @given(st.text(max_size=40))
@@ -130,7 +178,7 @@ def test_other_names_are_not_checkpoints(name: str) -> None:
 
 def test_what_only_the_local_tier_had_forbids_a_fresh_start_only_if_nobody_has_looked() -> None:
     record = commit(1, 100)
-    timeline_, local = Timeline([record], [], None), frozenset({record.id})
+    timeline_, local = Timeline([record], [], None), frozenset({(100, record.id)})
     lost = build_ladder(timeline_, {}, [], frozenset(), local=local)
     assert (lost.rungs, lost.may_start_fresh) == ([], True)
     assert lost.rejected[0].why[0].startswith("lost: ")

@@ -170,13 +170,13 @@ def test_an_abandoned_checkpoint_may_be_pinned_and_becomes_part_of_the_line_agai
     operator.pin(control, six.name, "back", "alice")
     assert train(run_dir, until=8).started_at == 6
     book = StandingBook(control)
-    assert book.of(nine.name[-8:]) is Standing.ABANDONED
+    assert book.of(nine.name[14:]) is Standing.ABANDONED
     operator.pin(control, nine.name, "forth", "alice")
     assert train(run_dir, until=10).started_at == 9
-    assert book.of(nine.name[-8:]) is Standing.VERIFIED
+    assert book.of(nine.name[14:]) is Standing.VERIFIED
     head = latest_head(control)
     assert head is not None
-    assert head.checkpoint == nine.name[-8:]
+    assert head.checkpoint == nine.name[14:]
     assert train(run_dir, until=11).started_at == 10, "an ordinary resume goes on from there"
 
 
@@ -184,7 +184,7 @@ def condemn(run_dir: Path, newest: Path) -> None:
     control = ControlDirectory.open(run_dir)
     held = claim(control, "operator", 5.0)
     keeper = LeaseKeeper(control, held, lambda why: None)
-    StandingBook(control).append(Fence(control, held.epoch), newest.name[-8:], Standing.CONDEMNED, ["NaN"])
+    StandingBook(control).append(Fence(control, held.epoch), newest.name[14:], Standing.CONDEMNED, ["NaN"])
     keeper.release()
 
 

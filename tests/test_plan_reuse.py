@@ -287,7 +287,8 @@ def test_a_state_that_cannot_be_taken_on_one_rank_is_the_same_error_on_all(
             thing.fails = broken and rank == failing
             step(run)
             if broken:
-                with pytest.raises(ValueError, match="no state today"):
+                told = rf"rank {failing}: track\(thing=…\), in its state_dict: ValueError: no state today"
+                with pytest.raises(SaveFailedError, match=told):
                     run.save()
             else:
                 run.save()

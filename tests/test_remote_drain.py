@@ -267,7 +267,7 @@ def test_the_next_start_makes_up_for_what_was_not_copied_and_not_deleted(lab: La
     assert drain.pid is not None
     os.kill(drain.pid, signal.SIGKILL)
     lab.delete(gone)  # nobody tells the remote
-    open_remote(lab.url).delete(CheckpointName(9, lost[-8:]))
+    open_remote(lab.url).delete(CheckpointName(9, lost[14:]))
     lab.begin_attempt()
     lab.drain().close(20)
     assert lab.there() == [lost, kept]

@@ -245,8 +245,8 @@ def test_a_rollback_reaches_the_same_step_again_without_mixing(tmp_path: Path, r
     last = [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, Decision)][-1]
     why = {option.option: option.why for option in last.rejected}
     book = StandingBook(ControlDirectory.open(run_dir))
-    assert book.of(abandoned.name[-8:]) == book.of(new_six.name[-8:]) == Standing.ABANDONED
-    assert book.of(older.name[-8:]) == Standing.VERIFIED
+    assert book.of(abandoned.name[14:]) == book.of(new_six.name[14:]) == Standing.ABANDONED
+    assert book.of(older.name[14:]) == Standing.VERIFIED
     assert why[abandoned.name][0].startswith("abandoned")
     assert why[new_six.name][0].startswith("altered")
 
@@ -258,7 +258,7 @@ def test_a_condemned_checkpoint_is_used_only_when_forced_by_name(tmp_path: Path)
     control = ControlDirectory.open(run_dir)
     fence = Fence(control, claim(control, "operator", 5.0).epoch)
     StandingBook(control).append(
-        fence, newest.name[-8:], Standing.CONDEMNED, ["NaN three steps after loading it"]
+        fence, newest.name[14:], Standing.CONDEMNED, ["NaN three steps after loading it"]
     )
     with pytest.raises(NoValidRungError, match="condemned"):
         train(run_dir, until=7, checkpoint_resume_from="6", control_lease_ttl=2.0)
@@ -269,7 +269,7 @@ def test_a_condemned_checkpoint_is_passed_over(tmp_path: Path) -> None:
     run_dir = trained(tmp_path)
     control = ControlDirectory.open(run_dir)
     fence = Fence(control, claim(control, "operator", 2.0).epoch)
-    StandingBook(control).append(fence, checkpoints(run_dir)[0].name[-8:], Standing.CONDEMNED, ["said so"])
+    StandingBook(control).append(fence, checkpoints(run_dir)[0].name[14:], Standing.CONDEMNED, ["said so"])
     assert train(run_dir, until=4, control_lease_ttl=2.0).started_at == 3
 
 

@@ -21,7 +21,7 @@ import holdfast
 from checkpoints import save_stock
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.verify import verify
-from holdfast.errors import ConfigError, IncompleteStateError, UsageError
+from holdfast.errors import ConfigError, IncompleteStateError, SaveFailedError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import RunFinished, StepsDone
 from holdfast.journal.reader import read_journal
@@ -314,13 +314,17 @@ def test_an_optimizer_with_parameters_that_had_no_gradient_yet_resumes_exactly(t
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
-def test_a_state_dict_that_raises_fails_the_save_as_it_is(tmp_path: Path) -> None:
+def test_a_state_dict_that_raises_is_a_failed_save_that_names_the_object(tmp_path: Path) -> None:
     class Broken(Counter):
         def state_dict(self) -> dict[str, int]:
             raise KeyError("lost")
 
-    with pytest.raises(KeyError, match="lost"):
+    with pytest.raises(
+        SaveFailedError, match=r"track\(broken=…\), in its state_dict: KeyError: 'lost'"
+    ) as told:
         save_with(tmp_path / "run", Two(), broken=Broken())
+    assert isinstance(told.value.__cause__, SaveFailedError)
+    assert isinstance(told.value.__cause__.__cause__, KeyError)
     assert not checkpoints(tmp_path / "run")
 
 

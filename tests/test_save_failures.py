@@ -8,14 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import holdfast
+from holdfast import scope
+from holdfast.checkpoint import plan as planning
+from holdfast.checkpoint.failures import explain
+from holdfast.checkpoint.identity import CheckpointName
+from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.verify import verify
-from holdfast.errors import ControlError, UsageError
+from holdfast.errors import ControlError, LeaseLostError, SaveFailedError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import SaveFailed
 from holdfast.journal.reader import read_journal
-from tiny import checkpoints, forked, train, tree
+from tiny import checkpoints, forked, let_saves_end, train, tree
+from together import together
 
 
 def limit_file_size(limit: int) -> None:
@@ -107,3 +121,119 @@ def test_something_in_the_way_of_staging_is_told_at_the_start_and_never_overwrit
         train(run_dir, until=4)
     assert (root / ".staging").read_text() == "not a directory"
     assert [path.name[:13] for path in checkpoints(run_dir)] == ["step_00000003"]
+
+
+# --- a save never ends a run by a surprise ------------------------------------------------------------------
+
+
+class Fails:
+    """A tracked object whose state_dict fails at some steps."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        self.errors = errors
+        self.run: holdfast.Run | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        if self.run is not None and (error := self.errors.get(self.run.step)) is not None:
+            raise error
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        del state
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_whatever_goes_wrong_on_one_rank_is_a_failed_save_on_all_and_training_goes_on(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    """Issue point 8: a DTensor over a tensor subclass raised a bare RuntimeError out of `end_step`."""
+
+    def work(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2,))
+        errors: dict[int, BaseException] = {2: KeyError("lost"), 4: CheckpointException("odd", {})}
+        hook = Fails(errors if rank == 1 else {})
+        model = Part()
+        run = holdfast.Run(
+            run_dir=tmp_path / "run",
+            checkpoint_interval=1,
+            checkpoint_async_save=asynchronous,
+            checkpoint_max_failed_saves=20,
+            checkpoint_timeout=20.0,
+            checkpoint_save_at_end=False,
+        )
+        run.track(model=model, hook=hook)
+        hook.run = run
+        finish = SnapshotPlanner.finish_plan
+        for step, _ in run.steps([1], until=8):
+            let_saves_end(run)
+            if step == 3:
+                pair = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+                model.odd = nn.Parameter(DTensor.from_local(pair, mesh, [Shard(0)]))
+            if step == 4:
+                del model.odd
+            if step == 5 and rank == 1:  # a mistake of Holdfast's own, after the last exchange of a new plan
+                SnapshotPlanner.finish_plan = None  # type: ignore[method-assign,assignment]
+            if step == 5:
+                model.register_buffer("more", torch.ones(2))
+            if step == 6:
+                SnapshotPlanner.finish_plan = finish  # type: ignore[method-assign]
+            if step == 7 and rank == 0:  # another, where the plan is made for all
+                planning._plan_for_all = None  # type: ignore[assignment]
+            if step == 7:
+                model.register_buffer("again", torch.ones(3))
+        return [f"{one.step}: {one.error}" for one in failures(tmp_path / "run")]
+
+    told = together(tmp_path, 2, work)[0]
+    assert [line.partition(":")[0] for line in told] == ["2", "3", "4", "5", "7"]
+    assert "rank 1: track(hook=…), in its state_dict: KeyError: 'lost'" in told[0]
+    assert "rank 0 and 1 more: model.odd: what this rank holds of it is a TwoTensor" in told[1]
+    assert "rank 1: track(hook=…), in its state_dict: CheckpointException" in told[2]
+    assert "rank 1: TypeError" in told[3]
+    assert "the save could not be planned: TypeError" in told[4]
+    assert [path.name[:13] for path in checkpoints(tmp_path / "run")] == ["step_00000006", "step_00000001"]
+    assert all(verify(path).sound for path in checkpoints(tmp_path / "run"))
+    assert not list((tmp_path / "run" / "checkpoints" / ".staging").iterdir())
+
+
+@pytest.mark.parametrize("asking", [KeyboardInterrupt(), SystemExit(3), scope.RestartRequested("why")])
+def test_what_asks_the_process_to_end_is_no_failed_save(tmp_path: Path, asking: BaseException) -> None:
+    hook = Fails({1: asking})
+    run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=1)
+    run.track(model=nn.Linear(1, 1), hook=hook)
+    hook.run = run
+    with pytest.raises(type(asking)):
+        list(run.steps([1], until=3))
+    assert failures(tmp_path / "run") == []
+    assert not checkpoints(tmp_path / "run")
+
+
+def test_a_state_that_can_never_be_saved_ends_the_run_after_so_many_saves_and_says_what_it_is(
+    tmp_path: Path,
+) -> None:
+    error = RuntimeError("no state today")
+    hook = Fails(dict.fromkeys(range(1, 9), error))
+    run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=1, checkpoint_max_failed_saves=2)
+    run.track(model=nn.Linear(1, 1), hook=hook)
+    hook.run = run
+    done = []
+    with pytest.raises(SaveFailedError, match=r"2 saves in a row .*track\(hook=…\).*no state today"):
+        done += [step for step, _ in run.steps([1], until=8)]
+    assert [failure.in_a_row for failure in failures(tmp_path / "run")] == [1, 2]
+
+
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.sampled_from(["a", "b", "c", "d", "e", "f"])), min_size=1, max_size=40
+    )
+)
+def test_all_ranks_make_the_same_error_of_what_each_told(told: list[tuple[bool, str]]) -> None:
+    error = explain([(rank, *one) for rank, one in enumerate(told)], CheckpointName(3, "ab"))
+    assert isinstance(error, LeaseLostError) == any(lost for lost, _ in told)
+    assert isinstance(error, SaveFailedError) or any(lost for lost, _ in told)
+    assert len(str(error)) < 400, "however many ranks there are"

@@ -79,7 +79,7 @@ class Story:
 
     def judge(self, standing: Standing, *names: str) -> None:
         for name in names:
-            self.book.append(self.fence, name[-8:], standing, ["because"])
+            self.book.append(self.fence, name[14:], standing, ["because"])
 
     def doubtful(self, rung: str) -> list[str]:
         return doubtful_with(self.control, rung, P)
@@ -152,14 +152,14 @@ def test_findings_are_recorded_once_and_never_against_a_later_word(story: Story)
     with story.journal() as journal:
         for _ in range(2):
             write_findings(story.control, story.fence, journal, found)
-        assert story.book.of(twenty[-8:]) is Standing.SUSPECT
-        assert story.book.evidence_of(twenty[-8:]) == ["seen", "why"]
+        assert story.book.of(twenty[14:]) is Standing.SUSPECT
+        assert story.book.evidence_of(twenty[14:]) == ["seen", "why"]
         assert story.rungs() == [ten], "a suspect is no rung"
         assert skips(story.control) == [Window(0, 3, 3)]
         story.judge(Standing.CONDEMNED, twenty)
         write_findings(story.control, story.fence, journal, decision(acquit=[ten, twenty]))
-        assert story.book.of(twenty[-8:]) is Standing.CONDEMNED, "only what is suspect is acquitted"
-        assert story.book.of(ten[-8:]) is Standing.COMMITTED
+        assert story.book.of(twenty[14:]) is Standing.CONDEMNED, "only what is suspect is acquitted"
+        assert story.book.of(ten[14:]) is Standing.COMMITTED
         story.judge(Standing.SUSPECT, twenty)
         write_findings(story.control, story.fence, journal, decision(acquit=[twenty]))
         write_findings(story.control, story.fence, journal, decision(suspect=["ckpt-7"]))
@@ -170,10 +170,10 @@ def test_findings_are_recorded_once_and_never_against_a_later_word(story: Story)
 def test_a_damaged_record_is_said_and_still_counts(story: Story) -> None:
     (ten,) = story.attempt("", 10)
     story.judge(Standing.SUSPECT, ten)
-    (path,) = (story.control.standing / ten[-8:]).iterdir()
+    (path,) = (story.control.standing / ten[14:]).iterdir()
     path.write_bytes(b"{")
-    assert story.book.of(ten[-8:]) is Standing.SUSPECT
-    assert story.book.evidence_of(ten[-8:]) == ["its record cannot be read"]
+    assert story.book.of(ten[14:]) is Standing.SUSPECT
+    assert story.book.evidence_of(ten[14:]) == ["its record cannot be read"]
     assert story.book.evidence_of("00000000") == []
 
 
@@ -225,7 +225,7 @@ def test_a_decision_whose_maker_died_before_writing_it_down_is_written_down_befo
     found = decision(suspect=[twenty], trial=Trial(suspects=[twenty], until=23))
     create_record(decision_path(story.control, story.number, RECOVERY), found)
     assert start(story)[1] == found.trial
-    assert story.book.of(twenty[-8:]) is Standing.SUSPECT
+    assert story.book.of(twenty[14:]) is Standing.SUSPECT
     assert story.journalled() == [(twenty, "suspect")]
 
 
@@ -238,7 +238,7 @@ def test_what_an_operator_said_after_a_decision_is_not_overruled_by_it(story: St
     keep_incident(story.control, failed, found)
     story.judge(Standing.ACQUITTED, twenty)
     assert start(story) == (None, None, [])
-    assert story.book.of(twenty[-8:]) is Standing.ACQUITTED
+    assert story.book.of(twenty[14:]) is Standing.ACQUITTED
 
 
 def test_the_new_leader_judges_what_the_dead_one_could_not(story: Story) -> None:

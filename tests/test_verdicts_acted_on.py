@@ -136,4 +136,4 @@ def test_a_new_launch_goes_on_with_the_trial_and_a_suspect_is_shown(place: Place
     assert again.code == 0, again.text
     assert firsts(place) == [1, 7, 4, 4]
     assert place.told()[-1].trial == Trial(suspects=[suspect], until=7)
-    assert StandingBook(place.run()).of(suspect[-8:]) is Standing.SUSPECT, "ranks condemn, not launchers"
+    assert StandingBook(place.run()).of(suspect[14:]) is Standing.SUSPECT, "ranks condemn, not launchers"

@@ -21,8 +21,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.checkpoint.failures import FAILURES, describe
 from holdfast.checkpoint.handoff import Job, JobFailed, LocalDone, MendCopies, Start, UsePeers
 from holdfast.checkpoint.identity import CheckpointName
+from holdfast.checkpoint.local_slots import Slot
 from holdfast.checkpoint.plan import Plan
 from holdfast.checkpoint.save import SaveContext, SaveFacts
 from holdfast.checkpoint.snapshot import Snapshot, Snapshotter
@@ -43,6 +45,8 @@ CARRY_POLL = 0.002
 ABANDON_WAIT = 30.0
 """Seconds that a trainer which ends by an error gives a copy under way to be completed."""
 
+NO_BUFFER = -2
+"""The index of none."""
 SLOT_POLL = 0.05
 """Seconds between two looks at slots that somebody reads, who does not tell when that ends."""
 
@@ -181,8 +185,8 @@ class BackgroundSaver:
     def _prepare(self, plan: Plan, tracked: Tracked) -> None:
         try:
             self._memory.prepare(plan, pin=bool(tracked.devices()))
-        except (OSError, SaveFailedError) as error:  # the first save will say so again, to all ranks
-            log.warning("holdfast: %s", error)
+        except FAILURES as error:  # the first save will say so again, to all ranks
+            log.warning("holdfast: staging memory could not be prepared: %s", describe(error))
 
     @property
     def has_local_tier(self) -> bool:
@@ -228,21 +232,35 @@ class BackgroundSaver:
                 only_local=not globally,
             )
 
-        snapshot = take(busy=self._busy(wants))
+        busy, trouble = False, None
+        try:
+            busy = self._busy(wants)
+        except FAILURES as error:
+            trouble = _raising(error)
+        snapshot = take(busy=busy, prepare=trouble)
         if snapshot is None and not (self._snapshots.cramped and not globally):
             if self._when_busy == "skip" and not must:
                 self.why_skipped = BUSY
                 return None
-            there = self._await_memory(wants, started + self._timeout)
+            try:
+                there = self._await_memory(wants, started + self._timeout)
+                trouble = None if there else self._say_there_is_none
+            except FAILURES as error:
+                trouble = _raising(error)
             waited = time.monotonic() - started
-            snapshot = take(busy=False, prepare=None if there else self._say_there_is_none)
+            snapshot = take(busy=False, prepare=trouble)
         fits = snapshot is not None and self._fits(wants, snapshot, tracked)
         if wants.slots is not None and not wants.local:
             self.why_skipped = wants.why_not()
         if snapshot is None or not fits:
             return None
         self._serial += 1
-        buffer, slot = self._memory.use(wants, snapshot.name)
+        failed = ""
+        slot: Slot | None = None
+        try:
+            buffer, slot = self._memory.use(wants, snapshot.name)
+        except FAILURES as error:
+            buffer, failed = _no_buffer(), _told(error)
         job = Job(
             serial=self._serial,
             step=facts.step,
@@ -257,17 +275,18 @@ class BackgroundSaver:
             manifest=self._context.manifest(snapshot.name, facts, snapshot.parts)
             if self._context.group.is_coordinator
             else None,
-            local=slot is not None,
+            local=wants.slots is not None and wants.local,
             globally=globally,
             image=slot.image if slot is not None else "",
             slot=slot.index if slot is not None else -1,
         )
-        staged, failed = None, ""
-        try:
-            buffer.prepare(snapshot.plan)
-            staged = self._stager.stage(snapshot, buffer, tracked)
-        except Exception as error:  # noqa: BLE001 - the other ranks have staged: they must learn of it
-            failed = "".join(traceback.format_exception(error))
+        staged = None
+        if not failed:
+            try:
+                buffer.prepare(snapshot.plan)
+                staged = self._stager.stage(snapshot, buffer, tracked)
+            except FAILURES as error:  # the other ranks have staged: they must learn of it
+                failed = _told(error)
         blocked = time.monotonic() - started
         job = msgspec.structs.replace(job, blocked=blocked, failed=failed)
         begun = Begun(name=snapshot.name, serial=self._serial, blocked=blocked, waited=waited)
@@ -335,8 +354,8 @@ class BackgroundSaver:
             prints = staged.fingerprints()
             self._stager.note(staged)
             return prints, staged.torn()
-        except Exception as error:  # noqa: BLE001 - the other ranks have staged: they must learn of it
-            return [], "".join(traceback.format_exception(error))
+        except FAILURES as error:  # the other ranks have staged: they must learn of it
+            return [], _told(error)
 
     def boundary(self) -> None:
         """The next step is about to begin: nothing may change under a copy that is still going on."""
@@ -446,6 +465,27 @@ class BackgroundSaver:
         self.boundary()
         self._stager.close()
         self._memory.close(tidy=tidy)
+
+
+def _raising(error: BaseException) -> Callable[[CheckpointName], None]:
+    """Something that a rank does in its part of a save: tell the others that it failed before."""
+
+    def tell(_: CheckpointName) -> None:
+        raise error
+
+    return tell
+
+
+def _told(error: BaseException) -> str:
+    """For the writer, which tells all ranks: what it was, and then where it came from."""
+    return f"{describe(error)}\n{''.join(traceback.format_exception(error)).rstrip()}"
+
+
+def _no_buffer() -> Buffer:
+    """In place of one that a rank does not have, for a job that only says so."""
+    buffer = Buffer(NO_BUFFER)
+    buffer.close()
+    return buffer
 
 
 def _ended(under: _Under, tier: Tier, seconds: float = 0.0) -> Ended:

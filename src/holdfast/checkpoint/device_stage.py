@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from holdfast.checkpoint import fingerprint
+from holdfast.checkpoint.failures import naming
 from holdfast.checkpoint.lanes import CudaLane, DeviceMemory, Lane, Mark
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.journal.render import plural, size
@@ -306,7 +307,8 @@ class DeviceStager:
                 share = shares[device] = _Share(self._lane(device))
             share.indices.append(index)
             share.pieces.append(piece)
-            share.sources.append(_bytes(piece.tensor))
+            with naming(piece.name):
+                share.sources.append(_bytes(piece.tensor))
         return list(shares.values())
 
 

@@ -29,7 +29,7 @@ from holdfast.checkpoint.remote import Remote, open_remote
 from holdfast.checkpoint.remote_retry import LocalCopyError, RemoteUnavailableError
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence
-from holdfast.control.lineage import CommitRecord, deleted_ids, find_commit, read_timeline
+from holdfast.control.lineage import CommitRecord, deleted_names, find_commit, read_timeline
 from holdfast.control.marks import leave_stopping_to_the_trainer
 from holdfast.errors import HoldfastError, LeaseLostError
 from holdfast.journal.events import CopyDeleted, CopyDrained, DrainFailed, Warned
@@ -262,7 +262,7 @@ class DrainProcess:
                 )
                 self._journal.write(Warned(message=found))
             there = set(self._remote.names())
-            deleted = deleted_ids(self._control)
+            deleted = deleted_names(self._control)
             waiting = {job.name for job in self._jobs}
             for record in reversed(timeline.on_line):
                 name = CheckpointName(record.step, record.id)
@@ -270,7 +270,7 @@ class DrainProcess:
                 if here and name not in there and str(name) not in waiting:
                     self._jobs.append(Push(str(name)))
             for name in self._remote.folders():
-                gone = name in known and name.id in deleted and not self._root.committed(name).is_dir()
+                gone = name in known and name in deleted and not self._root.committed(name).is_dir()
                 if gone and str(name) not in waiting:
                     self._jobs.append(Delete(str(name)))
             self._made_up = True

@@ -1,49 +1,101 @@
-"""A failure on one rank, made known to all of them as the same error.
+"""A failure on one rank of a save, made known to all of them as the same failed save.
 
-What a retry may cure (storage, a part that is missing) is a failed save; anything else, such as a bug in a
-tracked object's state_dict, is raised as it is.
+Guarantee: whatever goes wrong with the work of a save on some rank (collecting, planning, reading a tensor,
+writing, committing; in a tracked object's state_dict or in Holdfast itself) is one SaveFailedError on every
+rank, which names the rank and, where one can be named, the entry of the state. Nobody is left waiting. Two
+things are no failed saves: a lost lease, after which this attempt may do nothing more, and an error of the
+exchange between the ranks itself, because a group that cannot exchange cannot agree on anything.
 """
 
 from __future__ import annotations
 
-import pickle
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from torch.distributed.checkpoint.api import CheckpointException
 
 from holdfast.checkpoint.identity import CheckpointName
-from holdfast.checkpoint.manifest import ManifestError
-from holdfast.control.exchange import share
+from holdfast.control.exchange import add_up, share
 from holdfast.control.group import Group
-from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
+from holdfast.errors import LeaseLostError, SaveFailedError
+
+T = TypeVar("T")
+
+FAILURES = (Exception, CheckpointException)
+"""What fails a save. Not what asks a process or the function around the run to end: that is no Exception.
+DCP's own error is none either, and yet nothing but an error."""
+TOLD = 4
+"""Errors that differ, of different ranks, that one message tells."""
+
+
+class EntryError(SaveFailedError):
+    """Something is wrong with one entry of the state, which the message names."""
+
+
+def about(entry: str, error: BaseException) -> EntryError:
+    """The same error, with the entry of the state that it befell; raised `from` it."""
+    if isinstance(error, EntryError):
+        return error
+    return EntryError(f"{entry}: {describe(error)}")
+
+
+@contextlib.contextmanager
+def naming(entry: str) -> Iterator[None]:
+    """What fails in here names this entry. A lost lease stays what it is."""
+    try:
+        yield
+    except LeaseLostError:
+        raise
+    except FAILURES as error:
+        raise about(entry, error) from error
+
+
+def describe(error: BaseException) -> str:
+    """In words, with the kind of error unless it is our own, whose words are enough."""
+    if isinstance(error, SaveFailedError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def together(group: Group, name: CheckpointName, work: Callable[[], T]) -> T:
+    """Do this rank's work; go on only if every rank could do its own, else every rank raises the same."""
+    error: BaseException | None = None
+    done: list[T] = []
+    try:
+        done.append(work())
+    except FAILURES as caught:
+        error = caught
+    if add_up(group, [error is not None])[0]:
+        raise_for_all(group, error, name)
+    return done[0]
 
 
 def raise_for_all(group: Group, mine: BaseException | None, name: CheckpointName) -> None:
-    """Every rank calls this when at least one has failed; every rank raises."""
-    told = share(group, _portable(mine))
-    errors = [(rank, error) for rank, error in enumerate(told) if error is not None]
-    if mine is not None:  # with its own traceback
-        errors = [(rank, mine if rank == group.rank else error) for rank, error in errors]
-    raise explain(errors, name) from mine
+    """Every rank calls this when at least one has failed; every rank raises the same."""
+    lost = isinstance(mine, LeaseLostError)
+    told = share(group, None if mine is None else (lost, str(mine) if lost else describe(mine)))
+    raise explain([(rank, *error) for rank, error in enumerate(told) if error is not None], name) from mine
 
 
-def _portable(error: BaseException | None) -> BaseException | None:
-    """The error itself if it survives a journey, else one that says the same."""
-    if error is None:
-        return None
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever an exception class does when pickled, its text gets through
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+def explain(
+    errors: Sequence[tuple[int, bool, str]], name: CheckpointName
+) -> LeaseLostError | SaveFailedError:
+    """Pure: the one error to raise for what happened on these (rank, whether it lost the lease, what)."""
+    for _, lost, text in errors:
+        if lost:
+            return LeaseLostError(text)
+    by_text: dict[str, list[int]] = {}
+    for rank, _, text in errors:
+        by_text.setdefault(text, []).append(rank)
+    told = [f"{_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:TOLD]]
+    more = f"; and {len(by_text) - TOLD} other errors" if len(by_text) > TOLD else ""
+    return SaveFailedError(
+        f"{name} was not saved ({'; '.join(told)}{more}). Every older checkpoint is untouched"
+    )
 
 
-def explain(errors: list[tuple[int, BaseException]], name: CheckpointName) -> BaseException:
-    """Pure: the one error to raise for what happened on these ranks."""
-    for _, error in errors:
-        if isinstance(error, LeaseLostError):
-            return LeaseLostError(str(error))
-    for rank, error in errors:
-        if isinstance(error, HoldfastError) and not isinstance(error, SaveFailedError):
-            return type(error)(f"rank {rank}: {error}")
-        if not isinstance(error, (OSError, SaveFailedError, ManifestError)):
-            return error
-    told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors)
-    return SaveFailedError(f"{name} was not saved ({told}). Every older checkpoint is untouched")
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"rank {ranks[0]} and {len(ranks) - 1} more"

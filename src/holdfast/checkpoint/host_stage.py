@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.checkpoint import fork_stage
+from holdfast.checkpoint.failures import naming
 from holdfast.checkpoint.fork_child import Bytes, Work
 from holdfast.checkpoint.fork_stage import ForkedCopy
 from holdfast.checkpoint.frozen_memory import Frozen, frozen, host_memory
@@ -145,7 +146,8 @@ def _frozen_in(view: Frozen, snapshot: Snapshot) -> list[Later]:
     found = []
     for at, tensor in enumerate(snapshot.tensors):
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.nbytes:
-            raw = plain(tensor)
+            with naming(snapshot.plan.layout.items[at].name):
+                raw = plain(tensor)
             start = raw.data_ptr()
             if start == tensor.data_ptr() and view.holds(start, start + raw.nbytes):
                 found.append(Later(at, raw.numpy()))

@@ -1,7 +1,9 @@
 """A checkpoint's identity, its directory's name, and where things lie under a checkpoint root.
 
 A step number does not identify a checkpoint: after a rollback the run reaches the same step again with
-other state. The id does, and every rank derives the same one without talking to the others.
+other state. The id does, and every rank derives the same one without talking to the others. It has 64 bits:
+of as many saves as a fleet makes in years, no two have the same. Ids of older releases have 32; they are read
+as they are, and no new one can be equal to one of them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ LATEST = "latest"
 PARTS = "parts"
 MARKER = ".holdfast-root"
 
-_NAME = re.compile(r"step_(\d{8,12})-([0-9a-f]{8})")
+ID = r"[0-9a-f]{8}(?:[0-9a-f]{8})?"
+_NAME = re.compile(rf"step_(\d{{8,12}})-({ID})")
 _SHARD = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
 
 
@@ -50,8 +53,8 @@ def saver_of(path: str) -> int | None:
 
 
 def derive_id(run: str, attempt: int, step: int, serial: int) -> str:
-    """Eight hex digits, the same on every rank. `serial` counts the attempt's saves, so ids never repeat."""
-    return xxhash.xxh3_128_hexdigest(f"{run}/{attempt}/{step}/{serial}".encode())[:8]
+    """Sixteen hex digits, the same on every rank. `serial` counts the attempt's saves: ids never repeat."""
+    return xxhash.xxh3_128_hexdigest(f"{run}/{attempt}/{step}/{serial}".encode())[:16]
 
 
 class CheckpointRoot:

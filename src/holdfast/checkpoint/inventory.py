@@ -12,7 +12,7 @@ from holdfast.checkpoint.ladder import REFUSED, Ladder, Rung, build_ladder
 from holdfast.checkpoint.structure import Inspection, check_structure
 from holdfast.checkpoint.verify import verify
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.lineage import Timeline, deleted_ids, read_timeline, was_committed
+from holdfast.control.lineage import Timeline, deleted_names, read_timeline, was_committed
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import UsageError
 from holdfast.journal.events import RejectedOption
@@ -39,15 +39,15 @@ def take_inventory(
     if resume_from == "auto" or resume_from.isdigit():
         book = StandingBook(control)
         records = timeline.on_line + timeline.abandoned
-        deleted = deleted_ids(control)
-        known = {CheckpointName(record.step, record.id) for record in records if record.id not in deleted}
+        deleted = deleted_names(control)
+        known = {CheckpointName(record.step, record.id) for record in records} - deleted
         ladder = build_ladder(
             timeline,
-            {record.id: book.of(record.id) for record in records},
+            {(record.step, record.id): book.of(record.id) for record in records},
             sorted({*root.names(), *known.intersection(copies)}, reverse=True),
-            frozenset(record.id for record in records if was_committed(control, record)),
+            frozenset((record.step, record.id) for record in records if was_committed(control, record)),
             deleted=deleted,
-            local=frozenset(name.id for name in local_manifest.names(control)),
+            local=frozenset(local_manifest.names(control)),
             local_unseen=local_unseen,
             step=int(resume_from) if resume_from.isdigit() else None,
             force=force,
@@ -84,7 +84,7 @@ def take_pinned(
     if standing in REFUSED and not force:
         why = f"{standing}: pin it with --force to use it all the same"
     elif name not in root.names() and name not in copies:
-        gone = record.id in deleted_ids(control)
+        gone = name in deleted_names(control)
         why = "deleted: by retention, as its record says" if gone else "missing: its directory is gone"
     if why:
         return Ladder([], [RejectedOption(pinned, [why])], False)

@@ -15,6 +15,8 @@ from holdfast.control.lineage import CommitRecord, Timeline
 from holdfast.control.standing import Standing
 from holdfast.journal.events import RejectedOption
 
+Name = tuple[int, str]
+"""(step, id), as a CheckpointName is one."""
 REFUSED = frozenset({Standing.SUSPECT, Standing.CONDEMNED})
 LOST = "lost: only the local tier had it, and no node holds any of it now"
 UNSEEN = "not seen: nodes may hold it, but this attempt goes on without the local tier"
@@ -40,19 +42,19 @@ class Ladder(msgspec.Struct, frozen=True):
 
 def build_ladder(
     timeline: Timeline,
-    standings: Mapping[str, Standing],
+    standings: Mapping[Name, Standing],
     present: Sequence[CheckpointName],
-    committed: frozenset[str],
+    committed: frozenset[Name],
     *,
-    deleted: frozenset[str] = frozenset(),
-    local: frozenset[str] = frozenset(),
+    deleted: frozenset[Name] = frozenset(),
+    local: frozenset[Name] = frozenset(),
     local_unseen: bool = False,
     step: int | None = None,
     force: bool = False,
 ) -> Ladder:
     """The rungs for an ordinary resume, or, with `step`, only those of that step.
 
-    `present` are the directories under the root, `committed` the ids whose rename is known to have happened,
+    `present` are the directories under the root, `committed` those whose rename is known to have happened,
     `deleted` those that retention took away, `local` those that the local tier committed. One that only the
     local tier had and has no more does not stand against a fresh start: it was never meant to last. With
     `local_unseen` nobody has looked, and it does.
@@ -65,18 +67,18 @@ def build_ladder(
     gone: list[CheckpointName] = []
     for record in sorted(timeline.on_line, key=lambda record: record.step, reverse=True):
         name = CheckpointName(record.step, record.id)
-        if name not in there and record.id in local - committed - deleted:
+        if name not in there and name in local - committed - deleted:
             rejected.append(RejectedOption(str(name), [UNSEEN if local_unseen else LOST]))
             had_any = had_any or local_unseen
             continue
-        if name not in there and record.id not in committed | deleted:
+        if name not in there and name not in committed | deleted:
             continue  # the save was cut before its rename: it never existed
         had_any = True
-        if name not in there and record.id in deleted:
+        if name not in there and name in deleted:
             gone.append(name)
             continue
         why = _why_not(record, standings, present=name in there, step=step, force=force)
-        if name not in there and record.id in local - committed:
+        if name not in there and name in local - committed:
             why = "local only: it was never in the checkpoint root"
         if why:
             rejected.append(RejectedOption(str(name), [why]))
@@ -117,13 +119,13 @@ def _deleted(gone: Sequence[CheckpointName], step: int | None) -> list[RejectedO
 
 
 def _why_not(
-    record: CommitRecord, standings: Mapping[str, Standing], *, present: bool, step: int | None, force: bool
+    record: CommitRecord, standings: Mapping[Name, Standing], *, present: bool, step: int | None, force: bool
 ) -> str:
     if not present:
         return "missing: its directory is gone"
     if step is not None and record.step != step:
         return f"not asked for: resume_from names step {step}"
-    standing = standings.get(record.id, Standing.COMMITTED)
+    standing = standings.get((record.step, record.id), Standing.COMMITTED)
     if standing in REFUSED and not force:
         return f"{standing}: used only when named, with checkpoint.force"
     return ""

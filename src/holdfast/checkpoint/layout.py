@@ -13,7 +13,7 @@ import xxhash
 
 from holdfast.checkpoint.identity import CheckpointName
 
-_PLACEHOLDER = b"step_000000000000-holdfast"
+_PLACEHOLDER = b"step_000000000000-holdfastholdfast"
 """Stands in the planned `.metadata` for the name of the checkpoint that it will belong to."""
 
 

@@ -166,6 +166,8 @@ class LocalSlots:
             return self._reserve(size)
         except (OSError, HoldfastError) as error:
             return Refusal(False, str(error))
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear whether this one has room
+            return Refusal(False, f"{type(error).__name__}: {error}")
 
     def use(self, name: CheckpointName) -> Slot:
         """The slot that was reserved; from now on it is this save's."""

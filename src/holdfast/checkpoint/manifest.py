@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
-from holdfast.checkpoint.identity import MANIFEST, METADATA
+from holdfast.checkpoint.identity import ID, MANIFEST, METADATA
 from holdfast.files import read_regular
 
 FORMAT = 1
@@ -29,7 +29,7 @@ MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}$")]
+Id = Annotated[str, msgspec.Meta(pattern=f"^{ID}$")]
 
 
 class ManifestError(Exception):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import xxhash
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint import metadata as metadatas
+from holdfast.checkpoint.failures import FAILURES, about, describe
 from holdfast.checkpoint.frames import Frame, Frames
 from holdfast.checkpoint.layout import (
     Declared,
@@ -61,7 +63,11 @@ def signature_of(planner: SnapshotPlanner, world: int) -> str:
     """Of the structure, not the contents: what makes a plan fit."""
     digest = xxhash.xxh3_128(f"{world}".encode())
     for name, value in planner.state_dict.items():
-        digest.update(f"\n{name}\t{_kind(value)}".encode())
+        try:
+            kind = _kind(value)
+        except FAILURES as error:
+            raise about(name, error) from error
+        digest.update(f"\n{name}\t{kind}".encode())
     return digest.hexdigest()
 
 
@@ -80,42 +86,46 @@ def _kind(value: object) -> str:
 def make_plan(
     group: Group, number: int, planner: SnapshotPlanner, signature: str, digests: Digests, frames: Frames
 ) -> Plan:
-    """All ranks together. A failure on any rank reaches every rank as the same error."""
-    local: SavePlan | str
+    """All ranks together, and all take part in every exchange, whatever went wrong on one of them.
+
+    A failure before the last exchange is raised on every rank; one after it, on the rank that it befell.
+    """
+    local: bytes | str  # pickled here, where a failure can still be told
     try:
-        local = planner.local_plan(digests)
-    except Exception as error:
+        local = pickle.dumps(planner.local_plan(digests))
+    except FAILURES as error:
         if group.world_size == 1:
             raise
-        local = f"rank {group.rank} could not plan its part of the save: {type(error).__name__}: {error}"
+        local = f"rank {group.rank} could not plan its part of the save: {describe(error)}"
     plans = gather(group, local)
-    replies: list[tuple[SavePlan | None, list[Sharing], str]] | None = None
+    replies: list[bytes | str] | None = None
     declared: Declared | None = None
     if plans is not None:
         try:
-            replies, declared = _plan_for_all(planner, [_require(plan) for plan in plans], frames)
-        except Exception as error:
+            made, declared = _plan_for_all(planner, [_require(plan) for plan in plans], frames)
+            replies = [pickle.dumps(reply) for reply in made]
+        except FAILURES as error:
             if group.world_size == 1:
                 raise
-            told = str(error) if isinstance(error, SaveFailedError) else f"{type(error).__name__}: {error}"
-            replies = [(None, [], f"the save could not be planned: {told}")] * group.world_size
-    mine, sharings, problem = scatter(group, replies)
-    if mine is None:
-        raise SaveFailedError(problem)
+            replies = [f"the save could not be planned: {describe(error)}"] * group.world_size
+    reply = scatter(group, replies)
+    if isinstance(reply, str):
+        raise SaveFailedError(reply)
+    mine, sharings = pickle.loads(reply)
     items = planner.finish_plan(mine).items
     layout, used = lay_out(items, group.rank, frames)
     return Plan(number, signature, items, used, layout, sharings, declared)
 
 
-def _require(plan: SavePlan | str) -> SavePlan:
+def _require(plan: bytes | str) -> SavePlan:
     if isinstance(plan, str):
         raise SaveFailedError(plan)
-    return plan
+    return cast("SavePlan", pickle.loads(plan))
 
 
 def _plan_for_all(
     planner: SnapshotPlanner, plans: list[SavePlan], frames: Frames
-) -> tuple[list[tuple[SavePlan | None, list[Sharing], str]], Declared]:
+) -> tuple[list[tuple[SavePlan, list[Sharing]]], Declared]:
     sharings = find_sharings([plan.storage_data for plan in plans]) if len(plans) > 1 else []
     final, metadata = planner.create_global_plan(plans)
     layouts = [lay_out(plan.items, rank, frames)[0] for rank, plan in enumerate(final)]
@@ -132,8 +142,8 @@ def _plan_for_all(
     check_placeholder(data)
     metadatas.parse(data)  # what our own reader would refuse at a resume must fail now
     declared = Declared([layout.declared() for layout in layouts], data)
-    replies = [(plan, [s for s in sharings if rank in s.ranks], "") for rank, plan in enumerate(final)]
-    return list(replies), declared
+    replies = [(plan, [s for s in sharings if rank in s.ranks]) for rank, plan in enumerate(final)]
+    return replies, declared
 
 
 def lay_out(items: Sequence[WriteItem], rank: int, frames: Frames) -> tuple[Layout, list[Frame]]:

@@ -17,9 +17,13 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from holdfast.checkpoint.failures import FAILURES, naming
 from holdfast.checkpoint.state import OWN
+from holdfast.errors import SaveFailedError
 
 Digests = Mapping[str, str]
 
@@ -37,8 +41,15 @@ class SnapshotPlanner(DefaultSavePlanner):
         self.set_up_planner(state, None, is_coordinator)
 
     def local_plan(self, digests: Digests) -> SavePlan:
+        try:
+            plan = super().create_local_plan()
+        except FAILURES as error:
+            for name, value in self.state_dict.items():  # DCP does not say which one it was
+                with naming(name):
+                    _create_write_items(name, value)
+            raise error
         # `storage_data` travels to the coordinator unread by anyone else until the global plan is made.
-        return dataclasses.replace(super().create_local_plan(), storage_data=dict(digests))
+        return dataclasses.replace(plan, storage_data=dict(digests))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if len(all_plans) > 1:
@@ -57,7 +68,12 @@ class SnapshotPlanner(DefaultSavePlanner):
         value = self.state_dict.get(item.index.fqn.removeprefix(self._prefix))
         if type(value) in (torch.Tensor, torch.nn.Parameter):  # the usual case, many times at every save
             return cast("torch.Tensor", value).detach()
-        data = self.resolve_data(item)
+        data: Any = self.resolve_data(item)
+        if is_traceable_wrapper_subclass(data):
+            raise SaveFailedError(
+                f"what this rank holds of it is a {type(data).__name__}, which has no bytes of its own to "
+                "store; such a tensor can be saved by itself, not as the local part of a distributed one"
+            )
         assert isinstance(data, torch.Tensor)
         return data.detach()
 

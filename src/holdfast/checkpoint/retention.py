@@ -96,7 +96,7 @@ class Retention:
         self._rules = rules
         self._book = StandingBook(control)
         self._records: dict[CheckpointName, CommitRecord] | None = None
-        self._off_line: set[str] = set()
+        self._off_line: set[CheckpointName] = set()
         self._looks: dict[CheckpointName, _Look] = {}
 
     # --- deciding -------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Retention:
             timeline = read_timeline(self._control)
             every = [*timeline.on_line, *timeline.abandoned]
             self._records = {CheckpointName(record.step, record.id): record for record in every}
-            self._off_line = {record.id for record in timeline.abandoned}
+            self._off_line = {CheckpointName(record.step, record.id) for record in timeline.abandoned}
         for name in present:
             if name not in self._records and attempt is not None:
                 record = find_commit(self._control, attempt, name.step, name.id)
@@ -167,7 +167,7 @@ class Retention:
         )
 
     def _is_on_line(self, name: CheckpointName) -> bool:
-        return self._records is not None and name in self._records and name.id not in self._off_line
+        return self._records is not None and name in self._records and name not in self._off_line
 
     def _refresh(self, present: list[CheckpointName]) -> set[CheckpointName]:
         """Look again at the newest of the line, until enough were seen to be sound, and at what was not."""
@@ -284,7 +284,7 @@ class Retainer:
             return  # still deleting: the next pass decides about the rest again
         try:
             outcome = self._retention.take_away(self._retention.plan(self._attempt), self._fence)
-        except (OSError, HoldfastError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint before it is committed
             self._warn(error)
             return
         if outcome.error is not None:
@@ -300,9 +300,10 @@ class Retainer:
             )
             self._deleting.start()
 
-    def _warn(self, error: OSError | HoldfastError) -> None:
-        self._journal.write(Warned(message=f"retention stopped, the next save tries again: {error}"))
-        log.warning("holdfast: retention stopped, the next save tries again: %s", error)
+    def _warn(self, error: Exception) -> None:
+        told = error if isinstance(error, OSError | HoldfastError) else f"{type(error).__name__}: {error}"
+        self._journal.write(Warned(message=f"retention stopped, the next save tries again: {told}"))
+        log.warning("holdfast: retention stopped, the next save tries again: %s", told)
 
     def close(self) -> None:
         """Give deletions that are going on a moment to end."""

@@ -16,14 +16,13 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint import commit as commits
-from holdfast.checkpoint.failures import raise_for_all
+from holdfast.checkpoint.failures import FAILURES, together
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.manifest import FORMAT, Manifest, PartEntry, Versions, Windows, World
 from holdfast.checkpoint.snapshot import Snapshot, Snapshotter
 from holdfast.checkpoint.state import Tracked
 from holdfast.checkpoint.writer import write_shards
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.exchange import add_up
 from holdfast.control.group import Group
 from holdfast.control.lease import Fence
 
@@ -114,26 +113,16 @@ class Saver:
         try:
             snapshot = self._snapshots.take(tracked, own, facts.step, prepare=open_staged)
             assert snapshot is not None  # nobody is ever busy with a save in the foreground
-            self._together(name, lambda: self._write(root, snapshot))
-            stored = self._together(name, lambda: self._commit(root, snapshot, facts, diagnostic=diagnostic))
-        except Exception:
+            together(self._group, name, lambda: self._write(root, snapshot))
+            stored = together(
+                self._group, name, lambda: self._commit(root, snapshot, facts, diagnostic=diagnostic)
+            )
+        except FAILURES:
             if self._group.is_coordinator:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(commits.discard_staged(root, str(name)), ignore_errors=True)
             raise
         return Saved(name=name, bytes=stored.bytes, files=stored.files, seconds=time.monotonic() - started)
-
-    def _together(self, name: CheckpointName, work: Callable[[], commits.Committed]) -> commits.Committed:
-        """Do this rank's work; go on only if every rank could do its own."""
-        error: Exception | None = None
-        done = commits.Committed(bytes=0, files=0)
-        try:
-            done = work()
-        except Exception as caught:  # noqa: BLE001 - the others must learn of whatever it is
-            error = caught
-        if add_up(self._group, [error is not None])[0]:
-            raise_for_all(self._group, error, name)
-        return done
 
     def _write(self, root: CheckpointRoot, snapshot: Snapshot) -> commits.Committed:
         staged = root.staged(snapshot.name)

@@ -8,14 +8,14 @@ structure, a tensor that ranks no longer hold alike, or a failure costs more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from holdfast.checkpoint import fingerprint as fingerprints
-from holdfast.checkpoint.failures import raise_for_all
+from holdfast.checkpoint.failures import FAILURES, about, naming, raise_for_all, together
 from holdfast.checkpoint.frames import Frames
 from holdfast.checkpoint.identity import CheckpointName, derive_id
 from holdfast.checkpoint.manifest import PartEntry
@@ -27,7 +27,7 @@ from holdfast.checkpoint.state import OWN, Tracked, rank_key, to_blob
 from holdfast.checkpoint.writer import plain
 from holdfast.control.exchange import add_up
 from holdfast.control.group import Group
-from holdfast.errors import UsageError
+from holdfast.errors import SaveFailedError, UsageError
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -59,9 +59,23 @@ class Snapshot:
     def fingerprints(self) -> list[str]:
         """Of every tensor, on its device, as it is now."""
         unknown = [at for at in range(len(self.tensors)) if at not in self.prints]
-        found = fingerprints.begin([plain(self.tensors[at]) for at in unknown]).result()
+        names = [self.plan.items[at].index.fqn for at in unknown]
+        found = _fingerprints(names, [self.tensors[at] for at in unknown])
         known = {**self.prints, **dict(zip(unknown, found, strict=True))}
         return [known[at] for at in range(len(self.tensors))]
+
+
+def _fingerprints(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Of tensors under these names; an error names the one that it befell."""
+    plains: list[torch.Tensor] = []
+    for name, tensor in zip(names, tensors, strict=True):
+        try:
+            if tensor.device.type == "meta":
+                raise ValueError("it is on the meta device and has no bytes")
+            plains.append(plain(tensor))
+        except FAILURES as error:
+            raise about(name, error) from error
+    return fingerprints.begin(plains).result()
 
 
 @dataclass
@@ -111,15 +125,13 @@ class Snapshotter:
 
         Only for state that is complete: collecting that of an optimizer which never stepped would change it.
         """
-        collected: _Collected | None = None
+        name = self.next_name(0)
         try:
-            collected = self._collect(tracked, own)
-        except Exception as error:  # noqa: BLE001 - the first save will raise it, if it is still there then
+            collected = together(self._group, name, lambda: self._collect(tracked, own))
+            together(self._group, name, lambda: self._replan(collected))
+        except SaveFailedError as error:  # the first save will say so again, if it is still so then
             log.warning("holdfast: the first save could not be planned ahead: %s", error)
-        if add_up(self._group, [collected is None])[0]:
             return None
-        assert collected is not None
-        self._plan = self._make_plan(collected)
         return self._plan
 
     def take(
@@ -139,21 +151,22 @@ class Snapshotter:
         """
         name = self.next_name(step)
         busy = busy or (cramped and only_local)
-        error: Exception | None = None
+        error: BaseException | None = None
         collected: _Collected | None = None
+        tensors: list[torch.Tensor] = []
+        replan, content = True, 0
         if not busy:
             try:
                 if prepare is not None:
                     prepare(name)
                 collected = self._collect(tracked, own)
-            except Exception as caught:  # noqa: BLE001 - the others must learn of whatever it is
+                plan = self._plan
+                replan = plan is None or plan.signature != collected.signature
+                if plan is not None and not replan:
+                    content = term(plan.sharings, self._group.rank, collected.digests)
+                    tensors = _tensors(collected.planner, plan)
+            except FAILURES as caught:
                 error = caught
-        replan, content = True, 0
-        if collected is not None:
-            plan = self._plan
-            replan = plan is None or plan.signature != collected.signature
-            if plan is not None and not replan:
-                content = term(plan.sharings, self._group.rank, collected.digests)
         failed, waiting, short, replanning, drift, steps, squares = add_up(
             self._group,
             [error is not None, busy, cramped, replan and not busy, content, step, step * step],
@@ -171,11 +184,11 @@ class Snapshotter:
             return None
         assert collected is not None
         if replanning or drift:
-            self._plan = self._make_plan(collected)
+            found = collected
+            tensors = together(self._group, name, lambda: self._replan(found))
         plan = self._plan
         assert plan is not None
         self._serial += 1
-        tensors = [collected.planner.tensor_of(item) for item in plan.items]
         prints = {
             at: collected.digests[item.index.fqn]
             for at, item in enumerate(plan.items)
@@ -187,7 +200,8 @@ class Snapshotter:
         tensors, others = tracked.collect()
         if self._serial == 0:
             self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) == "object"})
-        mine = own()
+        with naming("the run's own state (generators, data position, counters)"):
+            mine = own()
         blob = to_blob({"format": 1, "tracked": others, "own": mine}, self._blob)
         self._blob = blob.numel()
         state = {**tensors, OWN: {rank_key(self._group.rank): blob}}
@@ -196,14 +210,15 @@ class Snapshotter:
         found = _Collected(planner, signature, {**tracked.parts(tensors), **_own_parts(mine)})
         if self._group.world_size > 1:
             shared = planner.plain_tensors()
-            prints = fingerprints.begin([plain(tensor) for tensor in shared.values()]).result()
+            prints = _fingerprints(list(shared), list(shared.values()))
             found.digests = dict(zip(shared, prints, strict=True))
         return found
 
-    def _make_plan(self, collected: _Collected) -> Plan:
+    def _replan(self, collected: _Collected) -> list[torch.Tensor]:
+        """All ranks together: a new plan, and this rank's tensors under it."""
         self._plans += 1
         self._plan = None  # if this fails on one rank, all of them plan at the next save
-        return make_plan(
+        plan = make_plan(
             self._group,
             self._plans,
             collected.planner,
@@ -211,3 +226,17 @@ class Snapshotter:
             collected.digests,
             self._frames,
         )
+        tensors = _tensors(collected.planner, plan)
+        self._plan = plan
+        return tensors
+
+
+def _tensors(planner: SnapshotPlanner, plan: Plan) -> list[torch.Tensor]:
+    """In the plan's order; an error names the entry that it befell."""
+    found: list[torch.Tensor] = []
+    for item in plan.items:
+        try:
+            found.append(planner.tensor_of(item))
+        except FAILURES as error:
+            raise about(item.index.fqn, error) from error
+    return found

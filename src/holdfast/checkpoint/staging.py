@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint import fingerprint as fingerprints
+from holdfast.checkpoint.failures import FAILURES, about
 from holdfast.checkpoint.pinned import Pinned, pin, prefault
 from holdfast.checkpoint.plan import Plan
 from holdfast.checkpoint.writer import check_size, plain
@@ -120,7 +121,10 @@ def stage_from_host(
 
     def one(at: int) -> str:
         item = plan.layout.items[at]
-        source = plain(tensors[at]).numpy()
+        try:
+            source = plain(tensors[at]).numpy()
+        except FAILURES as error:
+            raise about(item.name, error) from error
         check_size(item, source.nbytes)
         target = buffer.bytes[item.raw_offset : item.raw_offset + item.raw_length]
         if at in known:

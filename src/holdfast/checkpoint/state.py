@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.adapters import GeneratorState, Stateful, TrackerState, as_stateful
+from holdfast.checkpoint.failures import FAILURES, about, naming
 from holdfast.checkpoint.manifest import PartEntry
 from holdfast.errors import IncompleteStateError, UsageError
 
@@ -107,14 +108,16 @@ class Tracked:
         tensors: dict[str, Any] = {}
         others: dict[str, Any] = {}
         for name, thing in self._objects.items():
-            if isinstance(thing, nn.Module):
-                state = get_model_state_dict(thing)
-                tensors[name] = {k: unwrapped(v) for k, v in state.items() if isinstance(v, torch.Tensor)}
-                others[name] = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
-            elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
-                tensors[name], others[name] = _split_optimizer(get_optimizer_state_dict(owner, thing))
-            else:
-                others[name] = thing.state_dict()
+            with naming(f"track({name}=…), in its state_dict"):
+                if isinstance(thing, nn.Module):
+                    state = get_model_state_dict(thing)
+                    tensors[name], others[name] = _split(state, name)
+                elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
+                    tensors[name], others[name] = _split_optimizer(
+                        get_optimizer_state_dict(owner, thing), name
+                    )
+                else:
+                    others[name] = thing.state_dict()
         return tensors, others
 
     def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
@@ -159,12 +162,26 @@ def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.whole if isinstance(value, Wrapped) else value for key, value in entries.items()}
 
 
-def _split_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(tensors, everything else); an error names the entry that it befell."""
+    tensors: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            others[key] = value
+            continue
+        try:
+            tensors[key] = unwrapped(value)
+        except FAILURES as error:
+            raise about(f"{prefix}.{key}", error) from error
+    return tensors, others
+
+
+def _split_optimizer(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, entries in state["state"].items():
-        tensors[name] = {k: unwrapped(v) for k, v in entries.items() if isinstance(v, torch.Tensor)}
-        others[name] = {k: v for k, v in entries.items() if not isinstance(v, torch.Tensor)}
+        tensors[name], others[name] = _split(entries, f"{prefix}.state.{name}")
     return {"state": tensors}, {"state": others, "param_groups": state["param_groups"]}
 
 

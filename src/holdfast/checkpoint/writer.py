@@ -13,6 +13,7 @@ import torch
 
 from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.digesting import DigestingFile
+from holdfast.checkpoint.failures import FAILURES, about
 from holdfast.checkpoint.layout import Item, Shard, torn
 from holdfast.checkpoint.manifest import FileEntry
 from holdfast.checkpoint.plan import Plan
@@ -32,7 +33,10 @@ def _write_one(
     with DigestingFile(directory / shard.path) as file:
         for at in range(shard.first, shard.first + shard.count):
             item, frame = plan.layout.items[at], plan.frames[at]
-            raw = host_bytes(tensors[at])
+            try:
+                raw = host_bytes(tensors[at])
+            except FAILURES as error:
+                raise about(item.name, error) from error
             check_size(item, raw.nbytes)
             if not fingerprints.matches(raw, prints[at]):
                 raise TornSnapshotError(torn(item.name))

@@ -74,11 +74,11 @@ def record_deleted(control: ControlDirectory, record: CommitRecord, deleted: Del
     create_record(_path(control, record).with_suffix(".deleted"), deleted)
 
 
-def deleted_ids(control: ControlDirectory) -> frozenset[str]:
-    """Checkpoints that retention deleted, or was about to delete. The name alone says so."""
+def deleted_names(control: ControlDirectory) -> frozenset[tuple[int, str]]:
+    """(step, id) of checkpoints that retention deleted, or was about to. The record's name alone says so."""
     names = [name for n in attempt_numbers(control) for name in list_names(_folder(control, n))]
-    deleted = (name.removesuffix(".deleted") for name in names if name.endswith(".deleted"))
-    return frozenset(name.partition("-")[2] for name in deleted)
+    deleted = (name.removesuffix(".deleted").partition("-") for name in names if name.endswith(".deleted"))
+    return frozenset((int(step), id) for step, _, id in deleted if step.isdecimal())
 
 
 def find_commit(control: ControlDirectory, attempt: int, step: int, id: str) -> CommitRecord | None:
@@ -91,7 +91,7 @@ def commits_of(control: ControlDirectory, attempt: int) -> list[CommitRecord]:
     # In this order: what is put on the shelf meanwhile is seen at least once.
     found = [read_record(path, CommitRecord) for path in sorted(folder.glob("*.json"))]
     found += _shelved(folder / SHELF)
-    once = {record.id: record for record in found if record is not None}
+    once = {(record.step, record.id): record for record in found if record is not None}
     return sorted(once.values(), key=lambda record: (record.step, record.id))
 
 
@@ -141,7 +141,8 @@ def timeline(
     heads: Mapping[int, HeadRecord], commits: Mapping[int, Sequence[CommitRecord]]
 ) -> list[CommitRecord]:
     """Pure: the commits on the present timeline, newest step first."""
-    by_id = {record.id: record for records in commits.values() for record in records}
+    # By step and id: ids of older releases are so short that two checkpoints may have the same.
+    by_name = {(record.step, record.id): record for records in commits.values() for record in records}
     line: list[CommitRecord] = []
     attempt = max(heads, default=None)
     limit: int | None = None
@@ -149,7 +150,7 @@ def timeline(
         mine = [record for record in commits.get(attempt, ()) if limit is None or record.step <= limit]
         line.extend(sorted(mine, key=lambda record: record.step, reverse=True))
         head = heads.get(attempt)
-        source = by_id.get(head.checkpoint) if head is not None and head.checkpoint is not None else None
+        source = by_name.get((head.step, head.checkpoint or "")) if head is not None else None
         if source is None or source.attempt >= attempt:
             break
         attempt, limit = source.attempt, source.step
@@ -191,7 +192,8 @@ def read_timeline(control: ControlDirectory) -> Timeline:
             heads[number] = head
         commits[number] = commits_of(control, number)
     on_line = timeline(heads, commits)
-    ids = {record.id for record in on_line}
-    abandoned = [record for records in commits.values() for record in records if record.id not in ids]
+    there = {(record.step, record.id) for record in on_line}
+    every = [record for records in commits.values() for record in records]
+    abandoned = [record for record in every if (record.step, record.id) not in there]
     oldest = on_line[-1].attempt if on_line else max(heads, default=None)
     return Timeline(on_line, abandoned, heads.get(oldest) if oldest is not None else None)

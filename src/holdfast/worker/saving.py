@@ -1,8 +1,9 @@
 """A run's saves: in the foreground or in the background, reported, counted, and followed by retention.
 
-A save that fails is told at the next step (journal, log, with the writer's traceback) and training goes on,
-until too many failed in a row. What a run must not lose at its end (the last save, a save that is asked for)
-is waited for, with a deadline, and its failure is raised.
+A save that fails, for whatever reason, is told at the next step (journal, log, with the writer's traceback)
+and training goes on, until too many failed in a row; only a lost lease, or a group that cannot exchange any
+more, ends a run from within a save. What a run must not lose at its end (the last save, a save that is asked
+for) is waited for, with a deadline, and its failure is raised.
 
 With a local tier every save but a diagnostic one goes there first. What is committed there counts as saved at
 once; retention, the remote and the cadence go by commits in the checkpoint root. A local save that fails is
@@ -193,8 +194,10 @@ class Saving:
                 self._failed = 0
             else:
                 self._begin(self._background, "scheduled")
-        except SaveFailedError as error:
-            self._count(error, CheckpointName(self._facts(None, "").step, ""))
+        except LeaseLostError:
+            raise
+        except HoldfastError as error:  # on every rank alike
+            self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""))
 
     def scheduled_locally(self) -> None:
         """A save to the local tier alone is due: a failure is reported."""
@@ -202,8 +205,10 @@ class Saving:
             return  # this attempt goes on without one
         try:
             self._begin(self._background, "scheduled", globally=False)
-        except SaveFailedError as error:
-            self._count(error, CheckpointName(self._facts(None, "").step, ""), fatal=False)
+        except LeaseLostError:
+            raise
+        except HoldfastError as error:
+            self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""), fatal=False)
 
     def _save_in_foreground(self, reason: str, *, diagnostic: bool = False) -> CheckpointName:
         started = time.monotonic()
@@ -427,6 +432,14 @@ class Saving:
         background.close()
         if errors:
             raise errors[-1]
+
+
+def _as_failed(error: HoldfastError) -> SaveFailedError:
+    if isinstance(error, SaveFailedError):
+        return error
+    failed = SaveFailedError(f"{type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
 
 
 def _to_raise(ended: Ended) -> SaveFailedError | LeaseLostError | None:
