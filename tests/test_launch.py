@@ -304,8 +304,21 @@ def test_a_node_that_joins_later_regroups_without_using_up_a_restart(tmp_path: P
     ("flags", "said"),
     [
         (["--no-such-flag", STEP], "unrecognized arguments: --no-such-flag"),
-        (["--ft-cfg-path=x.yaml", STEP], "--config FILE"),
+        (["--ft-cfg-path=x.yaml", STEP], "--ft-cfg-path x.yaml cannot be read"),
+        (["--ft-cfg-path", str(REPO / "pyproject.toml"), STEP], "cannot be read"),
         (["--ft-nccl-heartbeat", "30", STEP], "is a flag of ft_launcher"),
+        (["--ft-param-rank_termination_signal=SIGKILL", STEP], "use launch.stop_grace"),
+        (["--workers-stop-timeout=5", STEP], "use launch.stop_grace"),
+        (["--restart-policy", "any-failed", STEP], "launch.max_restarts"),
+        (["--rdzv-conf", "join_timout=5", STEP], "reads join_timeout=…, last_call_timeout=…"),
+        (["--rdzv-conf", "join_timeout=5,,", STEP], "reads join_timeout=…"),
+        (["--rdzv-conf", "join_timeout=soon", STEP], "is not a number of whole seconds"),
+        (["--rdzv-conf", "is_host=perhaps", STEP], "is not true or false"),
+        (["--rdzv-conf", "store_type=file", STEP], "'store_type=file': the c10d rendezvous reads"),
+        (
+            ["--rdzv-backend", "static", "--master-port", "1", "--rdzv-conf", "join_timeout=5", STEP],
+            "timeout=…",
+        ),
         (["--ft-rank-heartbeat-timeout", "soon", STEP], "monitor.rank_heartbeat_timeout"),
         (["--rdzv-backend", "etcd-v2", STEP], "--rdzv-backend c10d"),
         (["--nnodes", "two", STEP], "MIN:MAX"),
@@ -380,6 +393,98 @@ def test_flags_become_settings_and_the_script_keeps_its_own(
     assert parse([STEP]).settings.launch.max_restarts == 7
     help_text = make_parser().format_help()
     assert help_text.index("--run-dir DIR") < help_text.index("Number of nodes")
+
+
+def test_the_shutdown_timeout_is_what_torchruns_help_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.errors import UsageError
+    from holdfast.launch.options import parse
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    told = parse([STEP])
+    assert told.settings.launch.stop_grace == 7
+    assert told.command_line == {"launch.stop_grace": "7"}, "the workers are told, too"
+    assert parse(["--shutdown-timeout", "8", STEP]).settings.launch.stop_grace == 8
+    assert parse(["--set", "launch.stop_grace=9", STEP]).settings.launch.stop_grace == 9
+    (tmp_path / "our.toml").write_text("[launch]\nstop_grace = 10.0\n")
+    assert parse(["--config", "our.toml", STEP]).settings.launch.stop_grace == 10
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
+    with pytest.raises(UsageError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT='soon'"):
+        parse([STEP])
+
+
+FT_FILE = """
+exp_manager:
+  fault_tolerance:
+    initial_rank_heartbeat_timeout: 900
+    rank_heartbeat_timeout: null
+    rank_section_timeouts: {setup: 600, step: null, checkpointing: 420.5}
+    rank_termination_signal: SIGKILL
+    unheard_of: 1
+"""
+
+
+def test_what_ft_launcher_calls_a_thing_that_exists_here_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.errors import UsageError
+    from holdfast.launch.options import parse
+
+    monkeypatch.chdir(tmp_path)
+    former = (
+        "--ft-param-rank_section_timeouts=setup:600,step:None",
+        "--ft-param-rank-heartbeat-timeout",
+        "90",
+    )
+    known = parse([*former, "--ft-rank-out-of-section-timeout", "null", STEP, "--ft-param-x"])
+    assert known.settings.monitor.rank_section_timeouts == "setup:600,step:0"
+    assert known.settings.monitor.rank_heartbeat_timeout == 90
+    assert known.settings.monitor.rank_out_of_section_timeout == 0
+    assert known.args.training_script_args == ["--ft-param-x"]
+
+    (tmp_path / "ft.yaml").write_text(FT_FILE)
+    read = parse(["--ft-cfg-path", "ft.yaml", "--ft-initial_rank_heartbeat_timeout=800", STEP])
+    assert read.settings.monitor.initial_rank_heartbeat_timeout == 800, "the flag before the file"
+    assert read.settings.monitor.rank_heartbeat_timeout == 0
+    assert read.settings.monitor.rank_section_timeouts == "setup:600,step:0,checkpointing:420.5"
+    assert len(read.notes) == 1
+    assert "rank_termination_signal (use launch.stop_grace" in read.notes[0]
+    assert "unheard_of (there is no such setting here" in read.notes[0]
+
+    (tmp_path / "other.yaml").write_text("a: [1, {b: 2}]\n")
+    with pytest.raises(UsageError, match="no section `fault_tolerance`"):
+        parse(["--ft-cfg-path=other.yaml", STEP])
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(UsageError, match="pip install pyyaml"):
+        parse(["--ft-cfg-path=ft.yaml", STEP])
+
+
+def test_keys_of_the_rendezvous_that_torch_knows_and_nothing_here_reads_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.launch.options import parse
+
+    monkeypatch.chdir(tmp_path)
+    told = parse(["--rdzv-conf", "join_timeout=5,store_type=tcp, keep_alive_interval=3,is_host=True", STEP])
+    assert told.notes == ["--rdzv-conf keep_alive_interval has no effect here: use launch.node_timeout"]
+    assert parse(["--rdzv-conf", "", STEP]).notes == []
+
+
+def test_with_run_path_the_scripts_own_modules_are_found_and_not_ours(tmp_path: Path) -> None:
+    from holdfast.launch.preload import RUN_PATH, Script
+
+    place = tmp_path / "project"
+    place.mkdir()
+    (place / "agent.py").write_text("mine = True\n")
+    script = place / "train.py"
+    script.write_text("import agent, sys\nassert agent.mine\nprint(sys.path[0], *sys.argv)\n")
+    command = [sys.executable, "-u", RUN_PATH, str(script), "x"]
+    cold = finish(command, cwd=tmp_path, timeout=60)
+    assert cold.code == 0, cold.text
+    assert cold.out.split() == [str(place), str(script), "x"]
+    assert Script.of(command).first_path == str(place), "and so a forked worker's, and its parent's"
 
 
 def test_the_hand_over_round_trips_and_refuses_what_it_did_not_write() -> None:

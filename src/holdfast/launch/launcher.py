@@ -45,7 +45,6 @@ from holdfast.exit_codes import ExitCode
 from holdfast.inprocess import handed
 from holdfast.journal.events import Warned
 from holdfast.journal.writer import JournalWriter
-from holdfast.launch import run_path
 from holdfast.launch.agent import HoldfastAgent
 from holdfast.launch.alert import Alerts
 from holdfast.launch.arrangement import usable_devices, why_unfit
@@ -61,7 +60,7 @@ from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.monitor import Monitor
 from holdfast.launch.options import Options, parse
 from holdfast.launch.orphans import Orphans
-from holdfast.launch.preload import PreloadedParent
+from holdfast.launch.preload import RUN_PATH, PreloadedParent
 from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.starting import Starter
@@ -75,6 +74,8 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
     `parent`: a preloaded parent that was started ahead of time; the caller ends it.
     """
     options = parse(argv)
+    for note in options.notes:
+        say(f"note: {note}")
     refuse_stop_file(options.settings.stop_file())
     with _scratch_logs(options) as scratch:
         config, command = _configure(options)
@@ -174,7 +175,7 @@ def _configure(options: Options) -> tuple[LaunchConfig, list[str]]:
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         raise UsageError(str(error)) from error
     if callable(entrypoint):  # --run-path
-        return config, [sys.executable, "-u", os.path.realpath(run_path.__file__), *arguments]
+        return config, [sys.executable, "-u", RUN_PATH, *arguments]
     return config, [entrypoint, *arguments]
 
 

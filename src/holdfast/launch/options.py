@@ -2,8 +2,9 @@
 
 torchrun's parser is taken from torch itself, so that its flags, their spellings, their `PET_*` variables and
 their defaults are those of the installed torch. Only these differ: an absent `--max-restarts` means the
-setting launch.max_restarts, `--shutdown-timeout` is another spelling of launch.stop_grace, and one node
-without rendezvous flags gets a free port instead of a fixed one.
+setting launch.max_restarts, `--shutdown-timeout` (and TORCH_ELASTIC_SHUTDOWN_TIMEOUT) is another spelling of
+launch.stop_grace, one node without rendezvous flags gets a free port instead of a fixed one, and a key of
+`--rdzv-conf` that nobody would read is refused. What ft_launcher calls a thing that exists here is taken.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from torch.distributed.argparse_util import check_env
@@ -25,16 +27,23 @@ from holdfast.errors import ConfigError, UsageError
 
 BACKENDS = ("c10d", "static")
 
-_FT_FLAGS = {
-    "cfg_path": "--config FILE",
-    "rank_termination_signal": "launch.stop_grace (SIGTERM first, SIGKILL after the grace)",
-    "workers_stop_timeout": "launch.stop_grace",
-    "restart_policy": "launch.max_restarts (any failed rank restarts the whole group)",
-    "max_no_progress_cycles": "launch.max_restarts (counted without progress)",
-    "log_level": "the LOGLEVEL variable",
-}
-"""Flags of nvidia-resiliency-ext's ft_launcher, without their `--ft-`, and what takes their place here."""
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
+_RDZV_READ = {
+    "c10d": ("join_timeout", "last_call_timeout", "read_timeout", "is_host"),
+    "static": ("timeout",),
+}
+"""Keys of `--rdzv-conf` that are read, by backend."""
+_RDZV_REPLACED = {
+    "timeout": "use join_timeout",
+    "close_timeout": "nothing waits for it",
+    "heartbeat_timeout": "use launch.node_timeout",
+    "keep_alive_interval": "use launch.node_timeout",
+    "keep_alive_max_attempt": "use launch.node_timeout",
+}
+"""Keys of torch's c10d rendezvous that have no effect here, and what takes their place."""
+_BOOLEANS = ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n")
+"""As torch reads them, in upper or lower case."""
 
 _FT_SETTINGS = {
     "initial_rank_heartbeat_timeout": "monitor.initial_rank_heartbeat_timeout",
@@ -42,7 +51,39 @@ _FT_SETTINGS = {
     "rank_section_timeouts": "monitor.rank_section_timeouts",
     "rank_out_of_section_timeout": "monitor.rank_out_of_section_timeout",
 }
-"""Those that mean the same as a setting here, and are taken for it."""
+"""Parameters of nvidia-resiliency-ext's ft_launcher that mean the same as a setting here: taken for it."""
+
+_FT_INSTEAD = {
+    "rank_termination_signal": "launch.stop_grace (SIGTERM first, SIGKILL after the grace)",
+    "workers_stop_timeout": "launch.stop_grace",
+    "term_timeout": "launch.stop_grace",
+    "restart_policy": "launch.max_restarts (any failed rank restarts the whole group)",
+    "max_no_progress_cycles": "launch.max_restarts (counted without progress)",
+    "min_progress_iterations": "nothing: any rise of the highest committed step is progress",
+    "checkpoint_iteration_file": "nothing: commits are recorded in the run's directory",
+    "log_level": "the LOGLEVEL variable",
+    "workload_check_interval": "--monitor-interval",
+    "safety_factor": "monitor.calc_ft_timeouts",
+    "num_warmup_iterations": "monitor.initial_rank_heartbeat_timeout (until the first step is done)",
+    "node_health_check_interval": "health.gate",
+    "node_health_check_endpoint": "health.gate",
+    "enable_nic_monitor": "health.gate",
+    "enable_nic_healthcheck": "health.gate",
+    "pci_topo_file": "health.gate",
+    "link_down_path_template": "health.gate",
+    "link_state_path_template": "health.gate",
+    "enable_dist_storage_healthcheck": "health.gate",
+    "storage_healthcheck_path": "health.gate",
+    "storage_health_check_path": "health.gate",
+    "restart_check_interval": "inprocess.enabled, and the other settings of inprocess",
+    "numa_bind_strict": "--numa-binding",
+    "check_remaining_processes": "nothing: what workers leave behind is always ended",
+    "install_exception_hook": "nothing: holdfast.Run and forked workers always leave an error file",
+    "skip_section_response": "nothing: a rank never waits for an answer to a sign of life",
+    "per_cycle_applog_prefix": "--log-dir, with --redirects or --tee",
+    "ignore_missing_cfg": "nothing: leave --ft-cfg-path out where there is no such file",
+}
+"""Its other parameters, and what takes their place here."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -52,6 +93,8 @@ class Options(msgspec.Struct, frozen=True):
     config: str
     """Absolute path of the settings file, or empty."""
     command_line: dict[str, str]
+    notes: list[str] = []
+    """What was given and has no effect here, to be told once."""
 
     @property
     def settings(self) -> Settings:
@@ -80,8 +123,16 @@ def make_parser() -> ArgumentParser:
         help="start every worker as a new interpreter instead of forking it from one that has imported torch",
     )  # fmt: skip
     for name, key in _FT_SETTINGS.items():
-        spellings = (f"--ft-{name.replace('_', '-')}", f"--ft-{name}")
-        ours.add_argument(*spellings, dest=f"ft_{name}", metavar="VALUE", help=f"setting {key}")
+        dashed = name.replace("_", "-")
+        for spellings, told in (
+            ([f"--ft-{dashed}", f"--ft-{name}"], f"setting {key}; None means no limit"),
+            ([f"--ft-param-{dashed}", f"--ft-param-{name}", f"--ft_param_{name}"], SUPPRESS),
+        ):
+            ours.add_argument(*spellings, dest=f"ft_{name}", metavar="VALUE", help=told)
+    ours.add_argument(
+        "--ft-cfg-path", "--ft-cfg_path", "--fault-tol-cfg-path", dest="ft_cfg_path", metavar="FILE",
+        help="take those settings from the `fault_tolerance` section of a YAML file of ft_launcher",
+    )  # fmt: skip
     # Shown first: what is ours is what a user of torchrun does not know yet.
     parser._action_groups.remove(ours)
     parser._action_groups.insert(0, ours)
@@ -100,14 +151,18 @@ def parse(argv: Sequence[str]) -> Options:
     args, unknown = parser.parse_known_args(list(argv[:end]))
     args.training_script_args = list(argv[end:])
     for flag in unknown:
-        if flag.replace("_", "-").startswith("--ft-"):
-            raise UsageError(_refuse_ft_flag(flag))
+        if answer := _answer_ft_flag(flag):
+            raise UsageError(answer)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     command_line = parse_assignments(args.set)
     for name, key in _FT_SETTINGS.items():
         if getattr(args, f"ft_{name}") is not None:
-            command_line.setdefault(key, getattr(args, f"ft_{name}"))
+            command_line.setdefault(key, _without_none(getattr(args, f"ft_{name}")))
+    notes: list[str] = []
+    if args.ft_cfg_path is not None:
+        found, notes = _read_ft_file(Path(args.ft_cfg_path))
+        command_line = {**found, **command_line}
     if args.run_dir is not None:
         command_line["run.dir"] = args.run_dir
     if args.max_restarts is not None:
@@ -116,13 +171,17 @@ def parse(argv: Sequence[str]) -> Options:
         command_line["launch.stop_grace"] = str(args.shutdown_timeout)
     config = str(Path(args.config).absolute()) if args.config else ""
     effective = load(config or None, command_line=command_line)
+    if effective.sources["launch.stop_grace"] == "default" and SHUTDOWN_VARIABLE in os.environ:
+        command_line["launch.stop_grace"] = _shutdown_timeout(os.environ[SHUTDOWN_VARIABLE])
+        effective = load(config or None, command_line=command_line)
     check_timeouts(effective, os.environ)
     settings = effective.settings
     args.max_restarts = settings.launch.max_restarts
     _choose_rendezvous(parser, args)
+    notes += _check_rdzv_conf(args.rdzv_backend, args.rdzv_conf)
     _check_nodes(args, settings)
     _check_script(args)
-    return Options(args, effective, config, command_line)
+    return Options(args, effective, config, command_line, notes)
 
 
 def _find_script(parser: ArgumentParser, argv: Sequence[str]) -> int:
@@ -145,11 +204,116 @@ def _find_script(parser: ArgumentParser, argv: Sequence[str]) -> int:
     return position
 
 
-def _refuse_ft_flag(flag: str) -> str:
-    name = flag.partition("=")[0]
-    ours = _FT_FLAGS.get(name[len("--ft-") :].replace("-", "_"))
-    instead = f"use {ours}" if ours else "there is no such setting here; `holdfast config show` lists all"
-    return f"{name} is a flag of ft_launcher; {instead}"
+def _shutdown_timeout(given: str) -> str:
+    if not given.strip().isdigit():
+        raise UsageError(
+            f"{SHUTDOWN_VARIABLE}={given!r:.80} is not a number of whole seconds, as torchrun reads it. "
+            "Correct or unset it; here it is the setting launch.stop_grace"
+        )
+    return given.strip()
+
+
+# --- ft_launcher's words ------------------------------------------------------------------------------------
+
+
+def _answer_ft_flag(flag: str) -> str:
+    """What takes the place of a flag of ft_launcher; empty if it is none."""
+    given = flag.partition("=")[0]
+    name = given.removeprefix("--").replace("-", "_")
+    for prefix in ("ft_param_", "ft_"):
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix)
+            break
+    else:
+        if name == "ignore_missing_fault_tol_cfg":
+            name = "ignore_missing_cfg"
+        if name not in ("restart_policy", "workers_stop_timeout", "term_timeout", "ignore_missing_cfg"):
+            return ""
+    return f"{given} is a flag of ft_launcher; {_instead(name)}"
+
+
+def _instead(name: str) -> str:
+    ours = _FT_INSTEAD.get(name)
+    return f"use {ours}" if ours else "there is no such setting here; `holdfast config show` lists all"
+
+
+def _without_none(text: str) -> str:
+    """ft_launcher writes None (or null, or nothing) for no limit, also of a section; here it is 0."""
+    parts = []
+    for part in text.split(","):
+        name, colon, seconds = part.rpartition(":")
+        parts.append(f"{name}{colon}0" if seconds.strip().lower() in ("none", "null", "") else part)
+    return ",".join(parts)
+
+
+def _read_ft_file(path: Path) -> tuple[dict[str, str], list[str]]:
+    """The settings that a YAML file of ft_launcher gives, and what of it has no effect here."""
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise UsageError(
+            f"--ft-cfg-path {path}: a file in YAML is read with PyYAML, which is not installed. Run "
+            "`pip install pyyaml`, or write the four timeouts into a TOML file for --config: "
+            + ", ".join(_FT_SETTINGS.values())
+        ) from None
+    try:
+        section = _find_ft_section(yaml.safe_load(path.read_text()))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--ft-cfg-path {path} cannot be read: {' '.join(str(error).split())}") from error
+    if section is None:
+        raise UsageError(f"--ft-cfg-path {path}: there is no section `fault_tolerance` in it")
+    found: dict[str, str] = {}
+    left: list[str] = []
+    for name, value in section.items():
+        if name not in _FT_SETTINGS:
+            left.append(f"{name} ({_instead(str(name))})")
+        elif isinstance(value, Mapping):
+            found[_FT_SETTINGS[name]] = ",".join(f"{one}:{_seconds(value[one])}" for one in value)
+        else:
+            found[_FT_SETTINGS[name]] = _seconds(value)
+    notes = [f"of {path} these have no effect here: {', '.join(left)}"] if left else []
+    return found, notes
+
+
+def _find_ft_section(tree: Any) -> Mapping[Any, Any] | None:
+    """The first section of that name, wherever it stands, as ft_launcher looks for it."""
+    if isinstance(tree, Mapping):
+        if isinstance(found := tree.get("fault_tolerance"), Mapping):
+            return found
+        tree = list(tree.values())
+    for one in tree if isinstance(tree, list) else ():
+        if (inner := _find_ft_section(one)) is not None:
+            return inner
+    return None
+
+
+def _seconds(value: object) -> str:
+    return "0" if value is None else _without_none(str(value))
+
+
+# --- torchrun's ---------------------------------------------------------------------------------------------
+
+
+def _check_rdzv_conf(backend: str, given: str) -> list[str]:
+    """Refuse what nobody would read; torch takes it silently, and what was meant does not happen."""
+    notes = []
+    for part in given.split(",") if given.strip() else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if backend == "c10d" and (key, value.lower()) == ("store_type", "tcp"):
+            continue
+        if backend == "c10d" and key in _RDZV_REPLACED:
+            notes.append(f"--rdzv-conf {key} has no effect here: {_RDZV_REPLACED[key]}")
+            continue
+        if not equals or key not in _RDZV_READ[backend]:
+            raise UsageError(
+                f"--rdzv-conf {part.strip()!r:.120}: the {backend} rendezvous reads "
+                f"{', '.join(f'{name}=…' for name in _RDZV_READ[backend])} only"
+            )
+        right = value.lower() in _BOOLEANS if key == "is_host" else value.isdigit()
+        if not right:
+            what = "true or false" if key == "is_host" else "a number of whole seconds"
+            raise UsageError(f"--rdzv-conf {key}={value!r:.80} is not {what}")
+    return notes
 
 
 def _choose_rendezvous(parser: ArgumentParser, args: Namespace) -> None:

@@ -30,6 +30,8 @@ ANSWER = 30.0
 """Seconds for the parent to fork, and for a worker to prepare itself."""
 REPLACEMENTS = 3
 """Parents that are started in place of others, in one launch."""
+RUN_PATH = str(Path(__file__).resolve().with_name("run_path.py"))
+"""The script that runs the user's with `--run-path`."""
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 
@@ -102,7 +104,11 @@ class Script(NamedTuple):
 
     @property
     def first_path(self) -> str:
-        return str(Path.cwd()) if self.module else str(Path(self.script).resolve().parent)
+        if self.module:
+            return str(Path.cwd())
+        # --run-path: the script proper is an argument, and it is its folder that counts.
+        script = self.arguments[0] if self.script == RUN_PATH and self.arguments else self.script
+        return str(Path(script).resolve().parent)
 
 
 class Request(NamedTuple):
