@@ -116,6 +116,66 @@ def test_a_task_of_an_array_has_the_name_by_which_only_it_is_meant() -> None:
     assert (job.label, job.array_job_id, job.array_task_id) == ("1234_7", 1234, 7)
 
 
+def test_a_job_submitted_from_within_another_is_not_taken_for_that_one() -> None:
+    """It inherits the variables of the array's task, or of the heterogeneous job, that submitted it."""
+    of_array = {"SLURM_ARRAY_JOB_ID": "1231", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "3"}
+    of_het = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_ID_HET_GROUP_0": "1228",
+        "SLURM_JOB_ID_HET_GROUP_1": "1229",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "g1",
+    }
+    job = current_job({**ENVIRON, **of_array, **of_het})
+    assert job is not None
+    assert (job.label, job.array_job_id, job.array_task_id) == ("1234", None, None)
+    assert (job.components, job.nodes) == (1, ["n1", "n2", "n3"])
+
+
+OF_AN_ARRAY = """\
+JobId=1231 ArrayJobId=1231 ArrayTaskId=5-9%2 JobName=a
+   JobState=PENDING Reason=JobArrayTaskLimit Dependency=(null)
+
+JobId=1232 ArrayJobId=1231 ArrayTaskId=1 JobName=a
+   JobState=RUNNING Reason=None Dependency=(null)
+
+JobId=1233 ArrayJobId=1231 ArrayTaskId=2 JobName=a
+   JobState=COMPLETED Reason=None Dependency=(null)
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "label", "state"),
+    [("1232", "1231_1", "RUNNING"), ("1231_2", "1231_2", "COMPLETED"), ("1233", "1231_2", "COMPLETED")],
+)
+def test_the_controllers_record_names_the_task(asked: str, label: str, state: str) -> None:
+    record = parse_job(OF_AN_ARRAY, asked)
+    assert record is not None
+    assert record.state == state
+    named = scontrol.as_named(SlurmJob(job_id=record.job_id or 0), record)
+    assert named.label == label
+
+
+def test_a_record_of_another_job_names_nothing() -> None:
+    job = SlurmJob(job_id=1240)
+    assert scontrol.as_named(job, parse_job(OF_AN_ARRAY, "1240")) == job
+    assert scontrol.as_named(job, None) == job
+    plain = SlurmJob(job_id=1, array_job_id=1, array_task_id=3)
+    assert scontrol.as_named(plain, parse_job(RUNNING, "1")).label == "1"
+
+
+def test_the_job_itself_is_queued_again_and_not_the_task_it_was_submitted_from(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.answer(RUNNING.replace("JobId=1 ", "JobId=1240 "))
+    of_array = {"SLURM_ARRAY_JOB_ID": "1231", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "2"}
+    for name, value in {**ENVIRON, **of_array, "SLURM_JOB_ID": "1240"}.items():
+        monkeypatch.setenv(name, value)
+    done = command("slurm", "requeue", "--reason", "tried")
+    assert done.code == 0, done
+    assert "1240" in done.err
+    assert [call.split(" Comment=")[0] for call in fake.calls] == ["update JobId=1240", "requeue 1240"]
+
+
 def test_a_heterogeneous_job_is_its_first_component_on_all_nodes() -> None:
     job = current_job(
         {
@@ -168,8 +228,8 @@ def test_the_job_can_be_asked_for_without_run_and_without_torch() -> None:
 def test_what_people_wrote_is_never_taken_for_what_slurm_says() -> None:
     record = parse_job(RUNNING)
     assert record == JobRecord(
-        state="RUNNING", starts_at=STARTED, ends_at=STARTED + 300, requeue=True, batch=True, restarts=2,
-        preempted_at=None, comment="lr=3 JobState=FAILED the Requeue=0 one", exclude=["n7", "n8"],
+        state="RUNNING", job_id=1, starts_at=STARTED, ends_at=STARTED + 300, requeue=True, batch=True,
+        restarts=2, preempted_at=None, comment="lr=3 JobState=FAILED the Requeue=0 one", exclude=["n7", "n8"],
         nodes=["n1", "n2"], node_count=2, partition="low",
     )  # fmt: skip
 
@@ -427,3 +487,30 @@ def test_a_real_slurm_is_understood(slurm: SlurmCluster, tmp_path: Path) -> None
         "usable": {"n1": True, "n4": False}, "all": ["n1", "n2", "n3", "n4"],
         "missing": [None, None, False],
     }  # fmt: skip
+
+
+@pytest.mark.drill
+def test_a_job_that_an_arrays_task_submitted_is_itself_queued_again(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    again = (
+        '#!/bin/sh\nif [ "$(scontrol show job $SLURM_JOB_ID | grep -c Restarts=0)" = 1 ]; then\n'
+        f"    {sys.executable} -m holdfast slurm requeue --reason tried; sleep 60\nfi\n"
+        'echo "again: $SLURM_JOB_ID $SLURM_ARRAY_JOB_ID"\n'
+    )
+    (tmp_path / "plain.sh").write_text(again)
+    submit = (
+        '#!/bin/sh\nif [ "$SLURM_ARRAY_TASK_ID" = 0 ]; then\n'
+        "    sbatch --parsable --requeue --output=plain.out --open-mode=append plain.sh\nfi\nsleep 60\n"
+    )
+    array = slurm.submit(submit, "--array=0-1", "--requeue", cwd=tmp_path)
+    first = tmp_path / f"job-{array}_0.out"
+    wait_until(lambda: first.exists() and first.read_text().strip(), 60, "the task has submitted its job")
+    job = first.read_text().split()[0]
+    slurm.wait_for(job, "COMPLETED", restarts=1, timeout=120)
+    said = (tmp_path / "plain.out").read_text()
+    assert f"again: {job} {array}" in said, "the variables were inherited"
+    assert slurm.job(job)["Comment"].startswith("holdfast: queued again: tried")
+    for task in (f"{array}_0", f"{array}_1"):
+        assert slurm.restarts(task) == 0
+        assert slurm.job(task).get("Comment", "(null)") in ("(null)", "")

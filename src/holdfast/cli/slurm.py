@@ -33,6 +33,7 @@ def info(as_json: JSON = False) -> None:
 
     job = current_job()
     record = scontrol.job_record(job.label) if job is not None else None
+    job = scontrol.as_named(job, record) if job is not None else None
     found = _document(job, record, time.time())
     if as_json:
         from holdfast.cli.output import print_json
@@ -163,11 +164,13 @@ def requeue(
     With --exit-code and --run-dir it does so only if the run would, and not twice: what a batch script calls
     at its end. Exits with 0 if it was asked or is not called for, 1 if Slurm refused.
     """
+    from holdfast.cluster.scontrol import identified
     from holdfast.cluster.slurm import current_job
 
     job = current_job()
     if job is None:
         raise UsageError("not inside a job of Slurm: SLURM_JOB_ID is not set")
+    job = identified(job)
     if exit_code is None:
         from holdfast.cluster.requeueing import requeue_by_decision
 

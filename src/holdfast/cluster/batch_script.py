@@ -27,7 +27,8 @@ _SETUP = """
 # are passed on by srun.
 set -m
 job=$SLURM_JOB_ID
-if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+# By an array's number all of its tasks are meant. A job that was submitted from within a task inherits these.
+if [ "${SLURM_ARRAY_JOB_ID:-}" = "$job" ]; then
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 step=

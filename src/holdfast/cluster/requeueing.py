@@ -101,6 +101,7 @@ def _is_preempted(record: JobRecord) -> bool:
 def _ask(job: SlurmJob, record: JobRecord | None, verdict: Verdict, exclude: Sequence[str]) -> Asked:
     if not verdict.ask or record is None:
         return Asked(asked=False, reason=verdict.reason)
+    job = scontrol.as_named(job, record)
     named, left_out = nodes_to_exclude(job, record, exclude) if exclude else ([], "")
     reason = "; ".join(filter(None, (verdict.reason, left_out)))
     text = comment(record.comment, reason, named)

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from holdfast.cluster.hostlist import expand
+from holdfast.cluster.slurm import SlurmJob
 
 ASK = 10.0
 """Seconds for an answer; a controller that is busy or failing over takes some."""
@@ -73,6 +74,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What Slurm says of a job now. None: it did not say."""
 
     state: str
+    job_id: int | None = None
+    array_job_id: int | None = None
+    array_task_id: int | None = None
     reason: str = ""
     starts_at: float | None = None
     ends_at: float | None = None
@@ -118,7 +122,19 @@ def call(*arguments: str, timeout: float = ASK) -> Reply:
 def job_record(label: str, timeout: float = ASK) -> JobRecord | None:
     """What Slurm says of a job; None if that is not known."""
     reply = call("show", "job", label, timeout=timeout)
-    return parse_job(reply.text) if reply.ok else None
+    return parse_job(reply.text, label) if reply.ok else None
+
+
+def identified(job: SlurmJob, timeout: float = ASK) -> SlurmJob:
+    """The job as the controller names it: a task of an array, or none whatever its environment says."""
+    return as_named(job, job_record(job.label, timeout))
+
+
+def as_named(job: SlurmJob, record: JobRecord | None) -> SlurmJob:
+    """The job with the array and the task that the controller's record of it names."""
+    if record is None or record.job_id != job.job_id:
+        return job  # not known, or of another job
+    return msgspec.structs.replace(job, array_job_id=record.array_job_id, array_task_id=record.array_task_id)
 
 
 def node_records(nodes: Sequence[str], timeout: float = ASK) -> dict[str, NodeRecord]:
@@ -205,13 +221,21 @@ def _read_line(line: str, record: dict[str, str]) -> None:
             return
 
 
-def parse_job(text: str) -> JobRecord | None:
-    """The first record of `scontrol show job`; None if it is none."""
-    record = next((one for one in records(text) if "JobId" in one and one.get("JobState")), None)
-    if record is None:
+def parse_job(text: str, label: str = "") -> JobRecord | None:
+    """The record of `scontrol show job` that is the job's; None if there is none.
+
+    Asked by an array's number, Slurm shows all of its tasks, also one for those that still wait.
+    """
+    found = [one for one in records(text) if "JobId" in one and one.get("JobState")]
+    if not found:
         return None
+    record = next((one for one in found if label in _names_of(one)), found[0])
+    task = _count(record.get("ArrayTaskId"))
     return JobRecord(
         state=record["JobState"].upper(),
+        job_id=_count(record["JobId"]),
+        array_job_id=_count(record.get("ArrayJobId")) if task is not None else None,
+        array_task_id=task,
         reason=_text(record.get("Reason")),
         starts_at=_time(record.get("StartTime")),
         ends_at=None if _endless(record) else _time(record.get("EndTime")),
@@ -227,6 +251,15 @@ def parse_job(text: str) -> JobRecord | None:
         node_count=_count(record.get("NumNodes", "").partition("-")[0]),
         partition=_text(record.get("Partition")),
     )
+
+
+def _names_of(record: Mapping[str, str]) -> tuple[str, ...]:
+    array, task = record.get("ArrayJobId"), record.get("ArrayTaskId")
+    if array is None:
+        return (record["JobId"],)
+    if _count(task) is None:
+        return ()  # tasks that wait
+    return record["JobId"], f"{array}_{task}"
 
 
 def parse_nodes(text: str) -> list[NodeRecord]:

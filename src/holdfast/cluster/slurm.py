@@ -1,4 +1,10 @@
-"""The Slurm job that this process is part of, from its environment alone; nothing is asked of Slurm here."""
+"""The Slurm job that this process is part of, from its environment alone; nothing is asked of Slurm here.
+
+Guarantee: the name by which Slurm is asked about the job never means another one. A job that was submitted
+from within an array's task, or from within a heterogeneous job, inherits the variables of that one: they
+count only where they agree with SLURM_JOB_ID, which Slurm sets anew for every job. What else the controller
+says of that number (that it is a task of an array), `scontrol.as_named` adds.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +39,10 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """`1234`, or `1230_4` for a task of an array.
+        """`1234`, or `1230_4` for a job that is known to be a task of an array.
 
         Slurm must be asked by this name: one task of an array has the number of the whole array for its own.
+        Every other task is meant by its own number, too.
         """
         if self.array_job_id is not None and self.array_task_id is not None:
             return f"{self.array_job_id}_{self.array_task_id}"
@@ -47,23 +54,22 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
 
 def current_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
     """The job, or None outside of Slurm."""
-    # Of a heterogeneous job the first component leads: it is the one that can be queued again.
-    job_id = next(
-        (
-            found
-            for name in ("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID", "SLURM_JOBID")
-            if (found := _number(environ.get(name)))
-        ),
-        None,
-    )
-    if job_id is None:
-        return None
+    job_id = _number(environ.get("SLURM_JOB_ID")) or _number(environ.get("SLURM_JOBID"))
     components = min(_number(environ.get("SLURM_HET_SIZE")) or 1, 1024)
+    # Of a heterogeneous job the first component leads: it is the one that can be queued again.
+    leader = _number(environ.get("SLURM_JOB_ID_HET_GROUP_0"))
+    if leader and (job_id is None or leader <= job_id < leader + components):  # Slurm numbers them in a row
+        job_id = leader
+    else:
+        components = 1
+    if not job_id:
+        return None
+    own = _number(environ.get("SLURM_ARRAY_JOB_ID")) == job_id
     end = _number(environ.get("SLURM_JOB_END_TIME"))  # Slurm 23.02 and later
     return SlurmJob(
         job_id=job_id,
-        array_job_id=_number(environ.get("SLURM_ARRAY_JOB_ID")),
-        array_task_id=_number(environ.get("SLURM_ARRAY_TASK_ID")),
+        array_job_id=job_id if own else None,
+        array_task_id=_number(environ.get("SLURM_ARRAY_TASK_ID")) if own else None,
         name=environ.get("SLURM_JOB_NAME", ""),
         partition=environ.get("SLURM_JOB_PARTITION", ""),
         user=environ.get("SLURM_JOB_USER", ""),
@@ -90,7 +96,8 @@ def job_found(job: SlurmJob, ends_at: float | None, requeue: str) -> JobFound:
 
 
 def _nodes(environ: Mapping[str, str], components: int) -> list[str]:
-    lists = [environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{index}", "") for index in range(components)]
+    of_components = range(components) if components > 1 else ()
+    lists = [environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{index}", "") for index in of_components]
     if not any(lists):
         lists = [environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")]
     found: list[str] = []

@@ -32,7 +32,8 @@ class TimeLimit:
 
     def __init__(self, job: SlurmJob | None, lead: float) -> None:
         """`lead`: seconds before the end at which to stop (slurm.preempt_time); 0 never."""
-        self._job = job
+        self.job = job
+        """As the scheduler names it, once it has answered: it may be a task of an array."""
         self._wanted = lead
         self._ends_at = job.ends_at if job is not None else None
         self._starts_at: float | None = None
@@ -51,7 +52,7 @@ class TimeLimit:
     def due(self, now: float) -> StopRequest | None:
         """The request, once it is time; cheap enough to be called many times a second."""
         ends_at, lead = self._ends_at, self.lead
-        if self._job is None or lead <= 0 or ends_at is None or now < ends_at - lead:
+        if self.job is None or lead <= 0 or ends_at is None or now < ends_at - lead:
             self._due = None
             return None
         if self._due is None:
@@ -65,8 +66,8 @@ class TimeLimit:
         ends = time.strftime("%H:%M:%S", time.localtime(ends_at))
         return StopRequest(
             source=Source.TIME_LIMIT,
-            detail=f"Slurm ends job {self._job.label} in {left:.0f} s, at {ends}",
-            node=self._job.node,
+            detail=f"Slurm ends job {self.job.label} in {left:.0f} s, at {ends}",
+            node=self.job.node,
             at=now,
             lead=left,
         )
@@ -85,7 +86,7 @@ class TimeLimit:
 
     def first_answer(self, timeout: float) -> float | None:
         """The end, after Slurm's first answer or so many seconds: for whoever wants to tell it at a start."""
-        if self._job is not None:
+        if self.job is not None:
             self._answered.wait(timeout)
         return self._ends_at
 
@@ -106,15 +107,16 @@ class TimeLimit:
         return min(EVERY, max(SOONEST, (self._ends_at - time.time()) / 10))
 
     def _watch(self) -> None:
-        assert self._job is not None
+        assert self.job is not None
         while not self._closed.is_set():
             self._ask.wait(self._pause())
             self._ask.clear()
             if self._closed.is_set():
                 return
-            record = scontrol.job_record(self._job.label)
+            record = scontrol.job_record(self.job.label)
             # A job that is queued again already shows its next life's times.
             if record is not None and record.state.startswith("RUNNING"):
+                self.job = scontrol.as_named(self.job, record)
                 known = None if record.endless else self._ends_at
                 self._starts_at, self._ends_at = record.starts_at, record.ends_at or known
             self._answers += 1

@@ -71,6 +71,7 @@ class Scheduler:
         if job is None:
             return
         ends_at = self._first_answer()
+        self.job = job = self._watch().job or job
         journal.write(job_found(job, ends_at, self._setting))
         parts = [f"{NAME} job {job.label}"]
         parts += [f"restart {job.restarts}"] if job.restarts else []
