@@ -24,8 +24,8 @@ LIMITS = (
 )
 
 
-def run_it(tmp_path: Path, place: str) -> list[events.Decision]:
-    settings = [word for setting in LIMITS for word in ("--set", setting)]
+def run_it(tmp_path: Path, place: str, *more: str) -> list[events.Decision]:
+    settings = [word for setting in (*LIMITS, *more) for word in ("--set", setting)]
     command = holdfast("run", "--run-dir", "run", "--nproc-per-node", "2", *settings, SCRIPT, place, "log")
     result = finish(command, cwd=tmp_path, timeout=150)
     assert result.code == 0, result.text
@@ -60,6 +60,26 @@ def test_a_rank_that_hangs_in_a_step_is_found_named_and_replaced(tmp_path: Path)
     assert "train_hanging.py" in texts, "the stacks of the ranks are kept"
     assert "all_reduce" in texts
     assert report["hung"]
+
+
+def test_a_rank_that_waits_for_the_first_step_of_another_is_no_hang(tmp_path: Path) -> None:
+    """Rank 1 takes longer than a step in its first one, and may; rank 0 waits for it in the second."""
+    limit = "monitor.rank_section_timeouts=setup:16,step:1,checkpointing:4"
+    assert run_it(tmp_path, "slow", limit) == []
+    assert not (tmp_path / "run" / "attempts" / "000002").exists()
+
+
+@pytest.mark.drill
+def test_a_rank_that_stands_still_before_it_says_hello_is_found(tmp_path: Path) -> None:
+    """In the second attempt, by the initial limit, from the start of the workers; rank 0 waits in setup."""
+    initial = "monitor.initial_rank_heartbeat_timeout=6"
+    first, second = run_it(tmp_path, "unheard", initial, "monitor.rank_heartbeat_timeout=6")
+    assert first.details["cause"] == "job"
+    assert second.details["cause"] == "hang"
+    told = " ".join(second.evidence)
+    assert "rank 1 did not reach holdfast.Run" in told
+    assert "stopped by a signal" in told
+    assert (tmp_path / "run" / "hello.json").exists(), "the next launch knows it too"
 
 
 @pytest.mark.drill

@@ -11,18 +11,19 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from harness import REPO, job, python, wait_until
+from harness import REPO, Job, job, python, wait_until
 from holdfast.control.directory import ControlDirectory
 from holdfast.launch import monitor as monitors
 from holdfast.launch.learning import Learner
 from holdfast.launch.monitor import Monitor
 from holdfast.launch.questions import Questions
-from holdfast.policy.timeouts import Learned
+from holdfast.policy.timeouts import Learned, Standing
 from holdfast.worker.beat_messages import (
     ANSWER_LIMIT,
     PACKET_LIMIT,
@@ -33,7 +34,7 @@ from holdfast.worker.beat_messages import (
     State,
     Wish,
 )
-from watching import FAR, PRELUDE, handover, heard, limits, speaking, watching
+from watching import FAR, PRELUDE, Rank, handover, heard, limits, speaking, watching
 
 STEADY = """
 beats = hello(Limits(initial=1e6, heartbeat=1e6, out_of_section=1e6))
@@ -570,6 +571,83 @@ beats = hello(learn=True); beats.enter("setup"); beats.leave("setup"); beats.ent
         assert learner.keep(watch) is None
         assert learner.keep(watch) is None
     assert sum("cannot be kept" in text for text in told) == 1
+
+
+# --- ranks that have not said hello
+
+
+@contextlib.contextmanager
+def quiet(home: Path) -> Iterator[Job]:
+    """A worker that says nothing."""
+    with job(["sleep", "300"], cwd=home, may_leave=True) as running:
+        try:
+            yield running
+        finally:
+            running.kill_everything()
+
+
+def test_who_does_not_say_hello_where_others_do_is_overdue_from_its_start_on(tmp_path: Path) -> None:
+    """Stopped before `Run`: known as such, by the initial limit, in any attempt."""
+    with watching(tmp_path, limits(initial=1.0)) as watch, quiet(tmp_path) as silent:
+        watch.begin({0: os.getpid(), 1: silent.pid})
+        os.kill(silent.pid, signal.SIGSTOP)
+        assert watch.standing("n").in_time == 0, "others may wait for it meanwhile"
+        rank = Rank(watch)
+        wait_until(lambda: watch.hearing().there == {0}, 60, "rank 0 has said hello")
+        found = wait_until(lambda: {one.rank: one for one in watch.overdue()}.get(1), 60, "rank 1 is overdue")
+        assert (found.rule, found.limit, found.step, found.stopped) == ("hello", 1.0, 0, True)
+        assert "rank 1 has not reached holdfast.Run" in str(found)
+        assert "stopped by a signal" in str(found)
+        assert 1 not in {one.rank for one in watch.overdue(ended=[1])}
+        late = {one.rank: one for one in watch.standing("n", [], {1: 7}).late}[1]
+        assert late.stopped
+        assert "rank 7" in late.told, "named by its present rank"
+        watch.path.rename(watch.path.with_suffix(".away"))
+        assert 1 not in {one.rank for one in watch.overdue()}, "nobody can reach this monitor to say hello"
+        watch.path.with_suffix(".away").rename(watch.path)
+        rank.channel.close()
+
+
+def test_a_script_of_which_nobody_says_hello_is_left_alone(tmp_path: Path) -> None:
+    with watching(tmp_path, limits(initial=0.2)) as watch, quiet(tmp_path) as silent:
+        watch.begin({0: silent.pid})
+        wait_until(lambda: watch.standing("n").in_time is None, 60, "the initial limit is over")
+        assert watch.overdue() == []
+        assert watch.standing("n") == Standing(node="n"), "nor is it what others are excused by"
+
+
+def test_that_a_command_says_hello_is_known_to_its_next_attempts_and_launches(tmp_path: Path) -> None:
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    told: list[str] = []
+    with watching(tmp_path, limits(initial=0.2)) as watch, quiet(tmp_path) as silent:
+        first = Learner(control, told.append, ["train.py", "--lr", "1"])
+        watch.begin({0: os.getpid()}, first.begin("a", 1))
+        first.poll(watch)
+        assert not (control.path / "hello.json").exists()
+        rank = Rank(watch)
+        wait_until(lambda: watch.hearing().there, 60, "rank 0 has said hello")
+        first.poll(watch)
+        kept = json.loads((control.path / "hello.json").read_text())
+        assert kept["initial"] == 0.2
+        rank.channel.close()
+
+        other = Learner(control, told.append, ["export.py"])
+        watch.begin({0: silent.pid}, other.begin("a", 2))
+        other.poll(watch)
+        wait_until(lambda: watch.standing("n").in_time is None, 60, "the initial limit is over")
+        assert watch.overdue() == [], "another script may be one without Run"
+
+        kept["longest"] = 0.5
+        (control.path / "hello.json").write_text(json.dumps(kept))
+        again = Learner(control, told.append, ["train.py", "--lr", "1"])
+        watch.begin({0: silent.pid}, again.begin("b", 3))
+        again.poll(watch)
+        (found,) = wait_until(watch.overdue, 60, "it is known that it has to say hello")
+        assert (found.rule, found.limit) == ("hello", 1.0), "twice what the slowest took"
+        (control.path / "hello.json").write_text("{")
+        Learner(control, told.append, ["train.py", "--lr", "1"]).poll(watch)
+        assert watch.overdue() == [], "what cannot be read is not known"
+    assert told == []
 
 
 # --- the same workers as another attempt

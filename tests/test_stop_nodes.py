@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,14 +22,17 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.cluster_events import StopAsked, StopForced, StopHastened
 from holdfast.journal.reader import read_journal
+from holdfast.launch import hanging as rolls
+from holdfast.launch import vigil as vigils
 from holdfast.launch.attempt import Announcement, Attempt, Notice, Place
 from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import StopSignals
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.vigil import Vigil
+from holdfast.policy.timeouts import Limits, OpenSection
 from holdfast.settings import Settings
 from holdfast.settings_cluster import SlurmSettings
-from holdfast.worker.beat_messages import Halted, Prepare, Promise, StopAt
+from holdfast.worker.beat_messages import Halted, Prepare, Promise, State, StopAt
 from watching import Rank, watching
 
 LIMIT = 30.0
@@ -71,7 +75,6 @@ class Node:
             None,
             self.stopping,
             interval=0.1,
-            finish_timeout=LIMIT,
             newcomers=lambda: 0,
         )
         wait_until(lambda: monitor.hearing().there == {number}, LIMIT, "the rank has said hello")
@@ -175,6 +178,110 @@ def test_a_node_that_is_asked_to_stop_when_all_have_finished_has_finished(tmp_pa
         assert finished.kind == "finished"
         other.signals.received = signal.SIGTERM
         assert other.look() == finished
+
+
+def test_a_node_that_is_through_waits_for_the_others_for_as_long_as_they_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for 300 s: how long the others evaluate is their script's affair."""
+    with nodes(tmp_path, 2) as (leader, other):
+        leader.ended = {0: 0}
+        assert leader.look() is None
+        later = SimpleNamespace(
+            monotonic=lambda: time.monotonic() + 7 * 86_400, time=time.time, sleep=time.sleep
+        )
+        monkeypatch.setattr(vigils, "time", later)
+        assert leader.look() is None
+        assert other.look() is None
+        other.ended = {1: 0}
+        finished = other.look()
+        assert finished is not None
+        assert finished.kind == "finished"
+        assert leader.look() == finished
+
+
+def said(node: Node, *, step: int, section: str, since: float, limits: Limits | None = None) -> None:
+    """The rank of a node says where it is; `since`: seconds ago."""
+    number, now = node.attempt.place.group_rank, time.monotonic()
+    monitor = node.vigil._context.monitor
+    if limits is not None:
+        monitor._ranks[number].limits = limits
+    node.rank.say(
+        State(
+            at=now - since,
+            step=step,
+            trained=step > 0,
+            sectioned=True,
+            left=now - since,
+            sections=[OpenSection(section, now - since)],
+            dropped=0,
+        )
+    )
+    wait_until(lambda: monitor.state(number).step == step, LIMIT, "it is heard")
+
+
+def awake(node: Node) -> None:
+    """So that the rank's clocks may have begun before the monitor did."""
+    node.vigil._context.monitor._fresh = 0.0
+
+
+SHORT = Limits(initial=60.0, heartbeat=60.0, out_of_section=60.0, sections={"step": 4.0})
+
+
+def test_a_rank_that_waits_for_one_of_another_node_is_no_hang_until_that_one_is_late_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step's grace is the group's, wherever its ranks are: `step:4`, and one still builds."""
+    monkeypatch.setattr(rolls, "ASK", 0.0)
+    monkeypatch.setattr(rolls, "CALL", 0.0)
+    with nodes(tmp_path, 3) as found:
+        leader, other, third = found
+        for node in found:
+            awake(node)
+        said(leader, step=1, section="step", since=1.0, limits=SHORT)
+        said(other, step=1, section="step", since=7.0, limits=SHORT)
+        said(third, step=0, section="step", since=7.0, limits=SHORT)
+        for _ in range(10):
+            assert [node.look() for node in found] == [None] * 3
+        assert leader.attempt.counted("roll/called") >= 3, "the others were asked"
+        said(third, step=0, section="step", since=61.0, limits=SHORT)
+        for _ in range(10):
+            assert [node.look() for node in found] == [None] * 3, "the leader's own rank may be waited for"
+        said(leader, step=1, section="step", since=5.0, limits=SHORT)
+        notice = wait_until(
+            lambda: next((seen for node in found if (seen := node.look()) is not None), None), LIMIT, "a hang"
+        )
+        assert notice.kind == "hang"
+        assert "rank 0 hangs in section step" in notice.detail
+        assert "rank 2 hangs in section step, before its first step" in notice.detail
+        assert [node.look() for node in found] == [notice] * 3
+
+
+def test_an_agent_that_does_not_look_holds_up_no_hang_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("ASK", 0.0), ("CALL", 0.0), ("PATIENCE", 0.3)):
+        monkeypatch.setattr(rolls, name, seconds)
+    for home, silent in (("follows", 0), ("leads", 1)):
+        with nodes(tmp_path / home, 2) as found:
+            looks = found[1 - silent]
+            awake(looks)
+            said(looks, step=1, section="step", since=7.0, limits=SHORT)
+            assert looks.look() is None
+            notice = wait_until(looks.look, LIMIT, "it is judged without the other")
+            assert notice.kind == "hang"
+
+
+def test_a_rank_that_has_ended_does_not_hang_while_its_sibling_trains(tmp_path: Path) -> None:
+    """It said no good-bye, as after os._exit(0): only its process is gone, which is its own end."""
+    with nodes(tmp_path, 2) as (node, _):
+        awake(node)
+        said(node, step=3, section="step", since=500.0)
+        node.vigil._context.monitor._ranks[0].limits = SHORT
+        node.ended = {0: 0}
+        for _ in range(5):
+            assert node.look() is None
+        assert node.vigil._context.monitor.overdue() != []
 
 
 def test_what_a_node_has_got_to_counts_once(tmp_path: Path) -> None:

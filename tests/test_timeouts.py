@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.config import Effective, load
@@ -18,12 +18,18 @@ from holdfast.policy.timeouts import (
     ENOUGH,
     FLOOR,
     FLOORS,
+    HELLO_FACTOR,
+    SETTLE,
+    Late,
     Learned,
     Limits,
     Observed,
     OpenSection,
     RankState,
+    Standing,
     apply,
+    hanging,
+    hello_limit,
     learn,
     longest_of,
     ruling,
@@ -112,6 +118,106 @@ def test_a_wait_with_a_deadline_of_its_own_gets_at_least_that() -> None:
     assert not ruling(loading, LIMITS, 3999.0).overdue
     named = Limits(sections={"loading": 60.0})
     assert ruling(loading, named, 61.0).overdue, "a limit that somebody gave to loading is meant"
+
+
+# --- when an overdue rank is a hang
+
+
+def late(rank: int, step: int, limit: float = 4.0, *, stopped: bool = False) -> Late:
+    return Late(rank=rank, step=step, limit=limit, stopped=stopped)
+
+
+def hung(*standings: Standing, waited: dict[int, float] | None = None, now: float = 100.0) -> set[int]:
+    return {one.rank for _, one in hanging(standings, waited or {}, now)[0]}
+
+
+def test_a_rank_that_waits_for_one_that_is_in_time_is_in_time() -> None:
+    """`step:4`, rank 1 is in its first step with its initial limit, rank 0 waits for it in step 2."""
+    waiting = [late(0, step=1)]
+    assert hung(Standing(late=waiting, in_time=0)) == set()
+    assert hung(Standing(node="a", late=waiting), Standing(node="b", in_time=0)) == set()
+    assert hung(Standing(late=waiting, in_time=1)) == set(), "rank 1 saves, which may take longer than a step"
+    assert hung(Standing(late=waiting)) == {0}, "nobody is in time"
+    assert hung(Standing(late=[*waiting, late(1, step=0, limit=1800.0)])) == {0, 1}
+
+
+def test_nobody_waits_for_a_rank_that_is_ahead_nor_does_a_stopped_process() -> None:
+    """So a hang is found within its own limit also where the others do not need that rank, or do not yet."""
+    for standing in (
+        Standing(late=[late(0, step=1)], in_time=2),
+        Standing(late=[late(0, step=1, stopped=True)], in_time=0),
+    ):
+        found, waited = hanging([standing], {}, 100.0)
+        assert not found, "what the two said of themselves may be of different moments"
+        assert hung(standing, waited=waited, now=100.0 + SETTLE + 0.1) == {0}
+
+
+def test_whom_a_late_rank_waited_for_has_come_it_has_its_limit_once_more() -> None:
+    _, waited = hanging([Standing(late=[late(0, step=1)], in_time=1)], {}, 100.0)
+    gone_ahead = Standing(late=[late(0, step=1)], in_time=2)
+    assert hung(gone_ahead, waited=waited, now=103.9) == set()
+    assert hung(gone_ahead, waited=waited, now=104.1) == {0}
+    _, waited = hanging([Standing(in_time=2)], waited, 104.0)
+    assert waited == {}, "it is not late any more"
+
+
+RANKS = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # the step it has completed
+        st.floats(0.5, 50.0),  # its limit
+        st.floats(0.0, 100.0),  # when its clock started
+        st.integers(0, 2),  # its node
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def standings_at(ranks: list[tuple[int, float, float, int]], now: float) -> list[Standing]:
+    found = []
+    for node in range(3):
+        mine = [(number, one) for number, one in enumerate(ranks) if one[3] == node]
+        overdue = [
+            late(number, step, limit) for number, (step, limit, since, _) in mine if now > since + limit
+        ]
+        in_time = [step for _, (step, limit, since, _) in mine if now <= since + limit]
+        found.append(Standing(node=str(node), late=overdue, in_time=min(in_time, default=None)))
+    return found
+
+
+@given(RANKS, st.floats(0.1, 5.0))
+def test_a_group_that_stands_still_is_found_when_its_last_rank_is_overdue_and_no_group_before_it_should(
+    ranks: list[tuple[int, float, float, int]], pause: float
+) -> None:
+    """The bound: nobody hangs while somebody that it may wait for is in time, and every group ends."""
+    last = max(since + limit for _, limit, since, _ in ranks)
+    now, waited = 0.0, dict[int, float]()
+    while True:
+        found, waited = hanging(standings_at(ranks, now), waited, now)
+        if found:
+            break
+        assert now <= last + pause, "some rank is overdue, and none is in time"
+        now += pause
+    for _, one in found:
+        step, limit, since, _ = ranks[one.rank]
+        assert now > since + limit, "its own limit is over"
+        others = [other for number, other in enumerate(ranks) if number != one.rank]
+        assert all(other[0] > step or now > other[1] + other[2] for other in others)
+
+
+@given(RANKS)
+def test_who_is_on_which_node_does_not_matter(ranks: list[tuple[int, float, float, int]]) -> None:
+    assume(len(ranks) > 1)
+    together = [(step, limit, since, 0) for step, limit, since, _ in ranks]
+    for now in (10.0, 60.0, 120.0):
+        apart = {one.rank for _, one in hanging(standings_at(ranks, now), {}, now)[0]}
+        assert apart == {one.rank for _, one in hanging(standings_at(together, now), {}, now)[0]}
+
+
+def test_a_rank_may_take_to_its_hello_what_the_slowest_took_before_and_more() -> None:
+    assert hello_limit(1800.0, 10.0) == 1800.0
+    assert hello_limit(1800.0, 3600.0) == HELLO_FACTOR * 3600.0
+    assert hello_limit(0.0, 3600.0) == 0.0, "off stays off"
 
 
 def test_a_rank_that_said_good_bye_is_never_overdue() -> None:

@@ -5,6 +5,8 @@ setup          before the loop
 checkpointing  in a save
 outside        between two steps
 sleep          in a step, but awake: it can still be asked
+slow           in its first step, after what it does together with the other; it goes on after a while
+unheard        in the second attempt, before it has said hello; the first one fails
 """
 
 import os
@@ -18,18 +20,26 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast.control.handover import LaunchInfo
+
+SLOW = 3.5
 
 place, log = sys.argv[1], Path(sys.argv[2])
-run = holdfast.Run()
 rank = int(os.environ["RANK"])
+launched = LaunchInfo.from_environment(os.environ)
+if place == "unheard" and rank == 1 and launched is not None and launched.attempt == 2:
+    log.with_suffix(".hung").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+run = holdfast.Run()
 first = run._launched is not None and run._launched.attempt == 1
 
 
 def hang(here: str) -> None:
     if first and rank == 1 and here == place:
         log.with_suffix(".hung").write_text(str(os.getpid()))
-        if place == "sleep":
-            time.sleep(600)
+        if place in ("sleep", "slow"):
+            time.sleep(SLOW if place == "slow" else 600)
+            return
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -62,6 +72,10 @@ for step, _ in run.steps(range(1000), until=8):
     optimizer.step()
     optimizer.zero_grad()
     run.record(loss=loss.detach())
+    if step == 1:
+        hang("slow")
+    if step == 2 and place == "unheard" and first and rank == 1:
+        raise RuntimeError("a fault of the first attempt")
     if step == 5:
         hang("outside")
 with log.open("a") as file:

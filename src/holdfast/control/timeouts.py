@@ -2,6 +2,7 @@
 
 ```
 timeouts/<node>.json         what the node's agent learned last, and in which attempt
+hello.json                   that ranks of this command say hello to their agent, and how late
 ```
 They only help: a file that cannot be read is told and left out, and the configured limits hold.
 """
@@ -62,6 +63,37 @@ def read_learned(control: ControlDirectory) -> tuple[Learned, list[str]]:
     newest = max((record.attempt for record in records), default=0)
     recent = [record.learned for record in records if record.attempt > newest - RECENT_ATTEMPTS]
     return longest_of(recent), problems
+
+
+# --- who says hello -----------------------------------------------------------------------------------------
+
+HELLO = "hello.json"
+
+
+class HelloRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """That ranks of a command said hello: those of its other attempts, and of other nodes, do so too."""
+
+    command: str
+    """A digest of the script and its arguments. With other arguments it may be a script without `Run`."""
+    initial: float = 0.0
+    """The initial limit that these ranks asked for, in seconds; 0 is off."""
+    longest: float = 0.0
+    """The longest that one took from the start of the workers to its hello, in seconds."""
+
+
+def store_hello(control: ControlDirectory, record: HelloRecord) -> None:
+    """Keep it in place of what was kept before. Raises OSError."""
+    replace_atomic(control.path / HELLO, msgspec.json.encode(record) + b"\n")
+
+
+def read_hello(control: ControlDirectory, command: str) -> HelloRecord | None:
+    """What is known of this command; None if nothing is, or it cannot be read."""
+    try:
+        raw = read_regular(control.path / HELLO, MAX_RECORD_BYTES)
+        record = msgspec.json.decode(raw, type=HelloRecord)
+    except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    return record if record.command == command else None
 
 
 # --- the file of another system -----------------------------------------------------------------------------

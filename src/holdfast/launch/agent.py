@@ -396,7 +396,6 @@ class HoldfastAgent(LocalElasticAgent):
             self._meeting,
             stopping,
             interval=spec.monitor_interval,
-            finish_timeout=self._exit_barrier_timeout,
             newcomers=spec.rdzv_handler.num_nodes_waiting,
             in_process=kept,
         ).watch()
@@ -413,7 +412,7 @@ class HoldfastAgent(LocalElasticAgent):
         assert workers is not None
         ranks = kept.ranks() if kept is not None else {rank: rank for rank in workers.pids}
         if notice.kind == "hang":
-            look_at_hang(attempt, workers.pids, monitor, ranks)
+            look_at_hang(attempt, workers.pids, monitor, ranks, workers.ended())
         sections = {ranks.get(one, one): section for one, section in monitor.sections().items()}
         self._recovery.last_step = max(monitor.last_steps().values(), default=None)
         self._context.learner.keep(monitor)

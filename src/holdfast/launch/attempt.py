@@ -176,6 +176,18 @@ class Attempt:
 
         return self._ask(look)
 
+    def say(self, key: str, text: str) -> None:
+        """Say something, in place of what was said before under this key."""
+        self._ask(lambda: self._store.set(f"holdfast/{key}", text))
+
+    def forget(self, key: str) -> None:
+        """Take away what was said or counted."""
+        self._ask(lambda: self._store.delete_key(f"holdfast/{key}"))
+
+    def count(self, what: str) -> int:
+        """Count on by one; the new number."""
+        return self._ask(lambda: self._store.add(f"holdfast/{what}", 1))
+
     def count_in(self, what: str) -> None:
         """Say that this node has got to `what`; it counts once, however often it is said."""
         if what in self._got_to:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from holdfast.policy.missing import Missing, Position, describe, find_missing, ranks, suspects
+from holdfast.policy.timeouts import HELLO
 from holdfast.worker.testimony import Frame, Registered, ThreadStack
 
 NAMED = 3
@@ -138,8 +139,11 @@ def _named(one: Missing) -> str:
 
 def summarise(record: HangRecord) -> str:
     """`rank 3 hangs in section step for 181 s (limit 180): in all_reduce #412 of group 0, without rank 5`."""
-    place = f"in section {record.section}" if record.section else "outside of any section"
-    text = f"rank {record.rank} hangs {place} for {record.seconds:.0f} s"
+    if record.rule == HELLO:
+        text = f"rank {record.rank} did not reach holdfast.Run in {record.seconds:.0f} s"
+    else:
+        place = f"in section {record.section}" if record.section else "outside of any section"
+        text = f"rank {record.rank} hangs {place} for {record.seconds:.0f} s"
     if record.limit > 0:
         text += f" (limit {record.limit:g})"
     facts = []

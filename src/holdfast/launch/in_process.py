@@ -274,11 +274,6 @@ class InProcess:
             return {member: code for member, code in found.items() if member not in bad}
         return found
 
-    @property
-    def idle(self) -> bool:
-        """Whether none of this node's members is part of it any more."""
-        return self.left_out() == self._mine
-
     def left_out(self) -> set[int]:
         """Those of this node that are no part of it any more."""
         if self.plan is None:

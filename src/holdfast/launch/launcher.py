@@ -111,7 +111,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             keeper=Keeper(options.settings.checkpoint.timeout, [*scratch, str(monitor.path.parent)]),
             starter=starter,
             monitor=monitor,
-            learner=Learner(control, tell),
+            learner=Learner(control, tell, command),
         )
         _keep_together(context)
         keep_launch(context, argv, config.nproc_per_node, tell)

@@ -2,34 +2,46 @@
 
 Within an attempt the limits stand still: what it sees is smoothed with what was known at its start, however
 often it is written. Writing fails quietly but once: a run does not end for want of an estimate.
+
+That the ranks of a command say hello is learned too, and kept at once: from then on, on all nodes and in all
+attempts, a rank that does not is overdue some day. How long they took is kept with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.timeouts import read_learned, store_learned
+from holdfast.control.timeouts import HelloRecord, read_hello, read_learned, store_hello, store_learned
 from holdfast.launch.monitor import Monitor
 from holdfast.policy.timeouts import Learned, learn
 
 PERIOD = 30.0
 """Seconds between two writes during an attempt."""
+LONGER = 1.25
+"""How many times as long as known a rank must have taken to its hello for that to be written."""
 
 
 class Learner:
     """One node's learning. `tell` gets what a person should know."""
 
-    def __init__(self, control: ControlDirectory, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, control: ControlDirectory, tell: Callable[[str], None], command: Sequence[str] = ()
+    ) -> None:
+        """`command`: what a worker is started with."""
         self._control = control
         self._tell = tell
+        self._command = hashlib.sha256("\0".join(command).encode(errors="surrogateescape")).hexdigest()[:32]
         self._node = ""
         self._attempt = 0
         self._earlier = Learned()
         self._stored = Learned()
         self._wrote = time.monotonic()
         self._failed = False
+        self._hello: HelloRecord | None = None
+        """What is known of this command's ranks; read until there is something."""
 
     def begin(self, node: str, attempt: int) -> Learned:
         """An attempt starts: what was learned so far on all nodes, for `Monitor.begin`."""
@@ -47,9 +59,30 @@ class Learner:
         return self.begin(self._node, attempt)
 
     def poll(self, monitor: Monitor) -> None:
-        """Call it now and then during an attempt."""
+        """Call it now and then during an attempt, from its start on."""
+        self._learn_hello(monitor)
         if time.monotonic() - self._wrote >= PERIOD:
             self.keep(monitor)
+
+    def _learn_hello(self, monitor: Monitor) -> None:
+        """Who is known to say hello: what was kept, and what was heard here."""
+        known = self._hello = self._hello or read_hello(self._control, self._command)
+        said = monitor.hellos()
+        if said is not None:
+            initial, longest = said
+            if known is None or known.initial != initial or longest > LONGER * known.longest:
+                longest = max(longest, known.longest if known is not None else 0.0)
+                self._hello = HelloRecord(command=self._command, initial=initial, longest=longest)
+                try:
+                    store_hello(self._control, self._hello)
+                except OSError as error:
+                    self._complain(error)
+        monitor.expect(self._hello)
+
+    def _complain(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            self._tell(f"learned timeouts cannot be kept in {self._control.path}: {error}")
 
     def keep(self, monitor: Monitor) -> Learned | None:
         """Write what was learned, at a commit or at the attempt's end; None if there is nothing new."""
@@ -62,9 +95,7 @@ class Learner:
         try:
             store_learned(self._control, self._node, self._attempt, found)
         except OSError as error:
-            if not self._failed:
-                self._failed = True
-                self._tell(f"learned timeouts cannot be kept in {self._control.path}: {error}")
+            self._complain(error)
             return None
         self._stored = found
         return found

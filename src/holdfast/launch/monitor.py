@@ -5,7 +5,9 @@ workers or were started by one are listened to, messages are typed and bounded, 
 connection. A rank is overdue only by time that this process was awake to see: if it finds that it was itself
 stopped (SIGSTOP, a suspended machine), every clock starts afresh, loudly.
 
-Ranks that never say hello are watched by nothing but their process; that is told once.
+A rank that has not said hello is overdue `policy.timeouts.hello_limit` after the start of the workers, where
+it is known that the script's ranks say hello: another one of this attempt has, or some did before (`expect`).
+Of a script of which nobody ever heard a rank only the processes are watched; that is told once.
 """
 
 from __future__ import annotations
@@ -22,15 +24,22 @@ from pathlib import Path
 import msgspec
 
 from holdfast.control.peers import ANCESTORS, descends, lineage, make_private, peer_of
+from holdfast.control.timeouts import HelloRecord
 from holdfast.control.waking import Waking
+from holdfast.launch import processes
 from holdfast.launch.questions import Questions
 from holdfast.launch.stop_words import Hearing, StopWords
 from holdfast.policy.timeouts import (
+    HELLO,
+    Late,
     Learned,
     Limits,
     Observed,
     RankState,
+    Ruling,
+    Standing,
     apply,
+    hello_limit,
     ruling,
 )
 from holdfast.worker.beat_messages import (
@@ -73,18 +82,26 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     section: str
     """Empty for none."""
     rule: str
-    """initial, section, heartbeat or out_of_section."""
+    """initial, section, heartbeat, out_of_section, or hello: it has not said hello yet."""
     limit: float
     seconds: float
     step: int
     """The last step it completed."""
+    stopped: bool = False
+    """Whether its process is stopped by a signal."""
 
     def __str__(self) -> str:
+        stopped = "; its process is stopped by a signal" if self.stopped else ""
+        if self.rule == HELLO:
+            return (
+                f"rank {self.rank} has not reached holdfast.Run {self.seconds:.1f} s after the workers were "
+                f"started, and the limit is {self.limit:g} s{stopped}"
+            )
         where = f"in section {self.section}" if self.section else "outside of any section"
         step = f"after step {self.step}" if self.step else "before its first step"
         return (
             f"rank {self.rank} hangs {where}, {step}: {self.seconds:.1f} s, and the {self.rule} limit is "
-            f"{self.limit:g} s"
+            f"{self.limit:g} s{stopped}"
         )
 
 
@@ -109,6 +126,8 @@ class _Rank:
     state: RankState | None = None
     seen: Seen | None = None
     dropped: int = 0
+    hello_after: float | None = None
+    """Seconds from the start of the workers to its first hello of this attempt."""
 
 
 def _ignore(message: str) -> None:
@@ -139,6 +158,7 @@ class Monitor:
         self._waking = Waking()
         self._fresh = self._began = time.monotonic()
         self._told_unheard = False
+        self._expected: HelloRecord | None = None
         self._refused = 0
         self._waiting: frozenset[int] = frozenset()
         """Reserves of an in-process restart, which say nothing while they wait."""
@@ -147,6 +167,7 @@ class Monitor:
         try:
             with short_address(self.path) as address:
                 self._listener.bind(address)
+            self._inode = self.path.stat().st_ino
             self._listener.listen(CONNECTIONS)
             self._listener.setblocking(False)
         except BaseException:
@@ -184,32 +205,112 @@ class Monitor:
                 if known.connection is not None:
                     self._read(known.connection)  # its farewell may lie there, or already its next hello
                 if known.connection is None or (known.state is not None and known.state.done):
-                    known.state = known.seen = None
+                    known.state = known.seen = known.hello_after = None
             self._learned, self._waiting = learned, frozenset(reserves)
             self._fresh = time.monotonic()
 
-    def overdue(self) -> list[Overdue]:
-        """The ranks that have used up the limit that rules them now, the most overdue first."""
+    def expect(self, known: HelloRecord | None) -> None:
+        """What was kept of this command's ranks: if something was, all of them have to say hello."""
+        with self._lock:
+            self._expected = known
+
+    def hellos(self) -> tuple[float, float] | None:
+        """Of those that said hello in this attempt: their initial limit, and how long the slowest took."""
+        with self._lock:
+            heard = [known for known in self._ranks.values() if known.hello_after is not None]
+            if not heard:
+                return None
+            limits = [self._limits_of(known).initial for known in heard]
+            initial = max(limits) if all(limits) else 0.0
+            return initial, max(known.hello_after or 0.0 for known in heard)
+
+    def overdue(self, ended: Collection[int] = ()) -> list[Overdue]:
+        """The ranks that have used up the limit that rules them now, the most overdue first.
+
+        `ended`: ranks whose processes have ended, which nothing rules any more.
+        """
         with self._lock:
             self._notice_blindness()
-            now = time.monotonic()
-            found = []
+            now, found = time.monotonic(), []
             for rank, known in self._ranks.items():
-                if known.state is None:
+                held = self._ruling(rank, known, now)
+                if rank in ended or held is None or not held.overdue:
                     continue
-                held = ruling(known.state, self._limits_of(known), now, self._fresh)
-                if held.overdue:
-                    found.append(
-                        Overdue(
-                            rank=rank,
-                            section=held.section,
-                            rule=held.rule,
-                            limit=held.limit,
-                            seconds=held.seconds,
-                            step=known.state.step,
-                        )
+                found.append(
+                    Overdue(
+                        rank=rank,
+                        section=held.section,
+                        rule=held.rule,
+                        limit=held.limit,
+                        seconds=held.seconds,
+                        step=known.state.step if known.state is not None else 0,
+                        stopped=_stopped(known),
                     )
+                )
             return sorted(found, key=lambda one: (one.limit - one.seconds, one.rank))
+
+    def standing(
+        self, node: str, ended: Collection[int] = (), ranks: Mapping[int, int] | None = None
+    ) -> Standing:
+        """What this node has to say where it is asked whether the group hangs (`policy.timeouts.hanging`).
+
+        `ranks`: by what each worker was started with, its present rank, where that differs.
+        """
+        ranks = ranks or {}
+        with self._lock:
+            late = [
+                Late(
+                    rank=one.rank,
+                    step=one.step,
+                    limit=one.limit,
+                    stopped=one.stopped,
+                    told=str(msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank))),
+                )
+                for one in self.overdue(ended)
+            ]
+            now = time.monotonic()
+            in_time = [
+                known.state.step if known.state is not None else 0
+                for rank, known in self._ranks.items()
+                if rank not in ended
+                and (held := self._ruling(rank, known, now)) is not None
+                and not held.overdue
+            ]
+        return Standing(node=node, late=late, in_time=min(in_time, default=None))
+
+    def _ruling(self, rank: int, known: _Rank, now: float) -> Ruling | None:
+        """What rules a rank; None where nothing does."""
+        if known.state is not None:
+            return None if known.state.done else ruling(known.state, self._limits_of(known), now, self._fresh)
+        if rank in self._waiting:
+            return None
+        waited = now - max(self._began, self._fresh)
+        expected = self._hello_limit()
+        if expected is not None:
+            return Ruling(HELLO, "", expected, waited) if self._reachable() else None
+        # Whether it is to say hello is not known yet. Others may wait for it, but not for longer than this.
+        limit = self._limits.initial
+        return Ruling(HELLO, "", limit, waited) if limit and waited <= limit else None
+
+    def _hello_limit(self) -> float | None:
+        """Seconds after the start of the workers by which all have to have said hello; 0 is off.
+
+        None: it is not known that they do.
+        """
+        said, kept = self.hellos(), self._expected
+        if said is None and kept is None:
+            return None
+        known = [one for one in (said, (kept.initial, kept.longest) if kept is not None else None) if one]
+        if not all(initial for initial, _ in known):
+            return 0.0
+        return max(hello_limit(initial, longest) for initial, longest in known)
+
+    def _reachable(self) -> bool:
+        """Whether ranks find the socket: who cleans up temporary directories may have removed it."""
+        try:
+            return self.path.stat().st_ino == self._inode
+        except OSError:
+            return False
 
     def state(self, rank: int) -> RankState | None:
         """What a rank last said; None if it never said anything."""
@@ -334,12 +435,21 @@ class Monitor:
             return
         self._told_unheard = True
         silent = sorted({rank for rank, known in self._ranks.items() if known.state is None} - self._waiting)
-        if silent:
-            shown = ", ".join(map(str, silent[:8])) + (" …" if len(silent) > 8 else "")
-            self._tell(
-                f"rank {shown} has not said hello in {UNHEARD:g} s: a hang there is not found, only the "
-                "end of its process. Use holdfast.Run in the script to have its sections watched"
+        if not silent:
+            return
+        shown = ", ".join(map(str, silent[:8])) + (" …" if len(silent) > 8 else "")
+        stopped = [str(rank) for rank in silent if _stopped(self._ranks[rank])]
+        if stopped:
+            shown += f" (stopped by a signal: {', '.join(stopped[:8])})"
+        limit = self._hello_limit()
+        if limit and self._reachable():
+            what = f"it has {limit:g} s for that from its start"
+        else:
+            what = (
+                "a hang there is not found, only the end of its process. Use holdfast.Run in the script to "
+                "have its sections watched"
             )
+        self._tell(f"rank {shown} has not said hello in {UNHEARD:g} s: {what}")
 
     # --- who may speak --------------------------------------------------------------------------------------
 
@@ -447,6 +557,8 @@ class Monitor:
             if connection.hello is not None:
                 raise ValueError("a second hello")
             connection.hello = message
+            if known.hello_after is None:
+                known.hello_after = max(0.0, now - max(self._began, self._fresh))
             at = min(message.at, now)
             known.limits, known.learns = message.limits, message.learn
             known.defers = message.defers_sigterm
@@ -491,6 +603,12 @@ class Monitor:
     def _limits_of(self, known: _Rank) -> Limits:
         limits = known.limits or self._limits
         return apply(self._learned, limits) if known.learns else limits
+
+
+def _stopped(known: _Rank) -> bool:
+    """Whether the process that speaks for a rank, or should, is stopped by a signal."""
+    process = processes.read(known.connection.pid if known.connection is not None else known.pid)
+    return process is not None and process.state == "T"
 
 
 def _longer(one: Observed, other: Observed) -> Observed:

@@ -3,28 +3,29 @@
 Guarantee: returns a notice, the same one on every node that can still be reached, or raises: StoreLostError
 when the other nodes cannot be reached any more. An attempt that is asked to stop (stopping.py) is looked at
 more often, until its ranks have ended or its deadline is over. Nothing is ended in here.
+
+A node whose workers are through waits for the others, for as long as their agents live and no rank of theirs
+hangs: how long they train is their script's affair, and no time limit ends that wait.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-
-import msgspec
+from collections.abc import Callable, Mapping
 
 from holdfast.control.history import past_attempts
 from holdfast.journal.events import Warned
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import StoreLostError
+from holdfast.launch.hanging import RollCall
 from holdfast.launch.in_process import InProcess
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.workers import Workers
 from holdfast.policy.budgets import may_regroup
+from holdfast.policy.timeouts import Standing
 
-NAMED = 3
-"""Ranks that are named, of those that hang."""
 TENDING = 5.0
 """Seconds between two looks at all processes of the node."""
 
@@ -41,7 +42,6 @@ class Vigil:
         stopping: Stopping,
         *,
         interval: float,
-        finish_timeout: float,
         newcomers: Callable[[], int],
         in_process: InProcess | None = None,
     ) -> None:
@@ -52,10 +52,9 @@ class Vigil:
         self._meeting = meeting
         self._stopping = stopping
         self._interval = interval
-        self._finish_timeout = finish_timeout
         self._newcomers = newcomers
         self._in_process = in_process
-        self._finished: float | None = None
+        self._roll_call = RollCall(attempt)
         self._tended = time.monotonic()
 
     def watch(self) -> Notice:
@@ -110,14 +109,11 @@ class Vigil:
         given = attempt.notice()
         if given is not None:
             return given
+        hang = self._roll_call.look(self._standing(ended, between=between))
+        if hang is not None:
+            return attempt.give(hang)
         if between:
             return None
-        overdue = self._context.monitor.overdue()
-        if overdue:
-            ranks = self._in_process.ranks() if self._in_process is not None else {}
-            named = [msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank)) for one in overdue]
-            detail = "; ".join(str(one) for one in named[:NAMED])
-            return attempt.give(Notice(kind="hang", node=node, at=time.time(), detail=detail))
         if self._stopping.request is not None:
             return None
         if len(ended) == len(self._workers.pids):
@@ -126,21 +122,21 @@ class Vigil:
             return attempt.give(Notice(kind="regroup", node=node))
         return None
 
+    def _standing(self, ended: Mapping[int, int], *, between: bool) -> Standing:
+        """What this node has to say of its ranks."""
+        node, kept = self._attempt.place.node, self._in_process
+        if between:  # who has to be where by when is the conductor's affair
+            return Standing(node=node, in_time=0)
+        return self._context.monitor.standing(node, ended, kept.ranks() if kept is not None else None)
+
     def _finish(self) -> Notice | None:
         """This node's workers are done: so is the attempt when all nodes' are."""
         attempt, node = self._attempt, self._attempt.place.node
-        if self._finished is None:
-            self._finished = time.monotonic()
-            attempt.count_in("finished")
+        attempt.count_in("finished")
         lost = len(attempt.lost_nodes())  # those that the others went on without
         if attempt.counted("finished") >= attempt.place.nodes - lost:
             # Given, so that a node which is asked to stop at this very moment learns of it too.
             return attempt.give(Notice(kind="finished", node=node))
-        if self._in_process is not None and self._in_process.idle:
-            return None  # its members were left out: it waits for the others, however long they train
-        if time.monotonic() - self._finished > self._finish_timeout:
-            waited = f"{self._finish_timeout:g} s after {node} finished, other nodes had not"
-            return attempt.give(Notice(kind="failure", node=node, detail=waited))
         return None
 
     def _lost(self) -> Notice | None:

@@ -1,4 +1,4 @@
-"""Which time limit rules a rank at this moment, whether it is overdue, and what limits past runs suggest.
+"""Which time limit rules a rank at this moment, when an overdue rank is a hang, and what limits are learned.
 
 A rank is either in a section or in none, and exactly one rule holds:
 
@@ -12,11 +12,14 @@ A rank is either in a section or in none, and exactly one rule holds:
 
 A section's own clock stands still while another section is open inside it, so an outer limit never counts an
 inner one's time, and a hang in the inner one is found by the inner one's limit. A limit of 0 is switched off.
+
+An overdue rank alone is no hang: it may wait for another one, and who waits for a rank that is in time is in
+time (`hanging`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -140,6 +143,80 @@ def ruling(state: RankState, limits: Limits, now: float, fresh: float = 0.0) -> 
 
 def _raised(limit: float, section: OpenSection) -> float:
     return max(limit, section.at_least) if limit else 0.0
+
+
+# --- when it is a hang --------------------------------------------------------------------------------------
+
+SETTLE = 1.0
+"""Seconds for which a rank has to be seen overdue where others are in time: what they said of themselves is
+not of the same moment."""
+
+
+class Late(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that has used up its limit."""
+
+    rank: int
+    step: int
+    """The last step it completed; 0 if it has not completed any in this attempt."""
+    limit: float
+    stopped: bool = False
+    """Its process was stopped by a signal: it waits for nobody."""
+    told: str = ""
+    """In words."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node knows of its ranks that still run and have not said good-bye."""
+
+    node: str = ""
+    late: list[Late] = []
+    in_time: int | None = None
+    """The lowest step that one of those in time has completed; None if none is in time."""
+
+
+def hanging(
+    standings: Iterable[Standing], waited: Mapping[int, float], now: float
+) -> tuple[list[tuple[str, Late]], dict[int, float]]:
+    """The ranks of a whole group that hang, each with its node, and what to give as `waited` next time.
+
+    Whom a rank waits for is not known: it may wait in a collective, in a store, on a file. But it never waits
+    for one that has completed more steps than itself, since that one has passed whatever it could wait for.
+    So a late rank is excused while any rank that is not ahead of it is in time; when the last of those has
+    gone ahead, it has its whole limit once more, for what it could not do before. A rank whose process is
+    stopped waits for nobody and is not excused. Where no rank at all is in time, all hang.
+
+    So no group hangs as long as somebody that the others may wait for is in time, and a group in which nobody
+    goes on is found when the last of its ranks has used up its own limit.
+    """
+    standings = list(standings)
+    lowest = min((one.in_time for one in standings if one.in_time is not None), default=None)
+    found: list[tuple[str, Late]] = []
+    kept: dict[int, float] = {}
+    for standing in standings:
+        for late in standing.late:
+            if lowest is None:
+                found.append((standing.node, late))
+            elif lowest <= late.step and not late.stopped:
+                kept[late.rank] = now
+            else:
+                kept[late.rank] = since = waited.get(late.rank, now - late.limit + SETTLE)
+                if now - since > late.limit:
+                    found.append((standing.node, late))
+    return found, kept
+
+
+HELLO = "hello"
+"""The rule for a rank that has not said hello to its agent."""
+HELLO_FACTOR = 2.0
+"""A rank may take so many times as long to its hello as the slowest one took before."""
+
+
+def hello_limit(initial: float, longest: float) -> float:
+    """Seconds from the start of the workers to a rank's hello, where the script is known to say it.
+
+    `longest` is what a rank took before: a script that prepares its data for an hour does so again. 0: off.
+    """
+    return max(initial, HELLO_FACTOR * longest) if initial else 0.0
 
 
 # --- what is learned ----------------------------------------------------------------------------------------
