@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -25,6 +26,7 @@ from holdfast.launch import attempt as attempts
 from journals import journalled
 
 STEP = str(REPO / "tests" / "scripts" / "launch_step.py")
+ENDS = str(REPO / "tests" / "scripts" / "launch_ends.py")
 GLOO = str(REPO / "tests" / "scripts" / "launch_gloo.py")
 
 
@@ -32,7 +34,7 @@ def launch(
     *flags: str, script: str = STEP, args: tuple[str, ...] = (), preload: bool | None = None
 ) -> list[str]:
     """Workers that need no torch are started cold: to import it for them is most of a test's time."""
-    warm = script != STEP if preload is None else preload
+    warm = script not in (STEP, ENDS) if preload is None else preload
     return holdfast("run", "--run-dir", "run", *([] if warm else ["--no-preload"]), *flags, script, *args)
 
 
@@ -161,6 +163,52 @@ def test_what_fails_at_once_on_all_ranks_is_not_tried_again(tmp_path: Path, act:
     assert "before its first step" in result.err
     if act.startswith("error"):
         assert "No module named 'data'" in result.err
+
+
+def test_each_end_is_told_from_the_others_by_what_the_rank_left(tmp_path: Path) -> None:
+    """Scripts without Run, started cold: there is no error file, only what they wrote."""
+    flags = ("--nproc-per-node", "2", "--max-restarts", "5")
+    result = finish(launch(*flags, script=ENDS, args=("import,abort,errno,ok",)), cwd=tmp_path, timeout=90)
+    assert result.code == 0, result.text
+    assert [end and (end.outcome, end.exit_code, end.cause) for end in ends(tmp_path)] == [
+        ("failed", 1, "unknown"),
+        ("failed", -signal.SIGABRT, "hang"),
+        ("failed", 1, "infrastructure"),
+        ("finished", 0, ""),
+    ]
+    decisions = journalled(tmp_path, events.Decision)
+    assert [(d.chosen, d.details["root_rank"]) for d in decisions] == [("restart", 1)] * 3
+    assert "1 of 2 ranks failed in their first lines" in decisions[0].evidence
+    assert "on all ranks alike" not in result.err
+    (nowhere,), (aborted,), (wrapped,) = (failures_of(control(tmp_path), number) for number in (1, 2, 3))
+    assert nowhere.message == "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'"
+    assert "Watchdog caught collective operation timeout" in aborted.message
+    assert [(one.types[0], one.errno) for one in wrapped.errors] == [
+        ("ValueError", None),
+        ("TimeoutError", 110),
+    ]
+    last = Path(aborted.stderr_file).read_text()
+    assert last.startswith("attempt 2 rank 1 abort"), last
+    assert last.rstrip().endswith("frame #59: somewhere + 0x3b in libtorch.so")
+    assert last in result.err, "shown whole and in order, before what was decided about it"
+    assert result.err.index(last) < result.err.index("holdfast: attempt 2: rank 1")
+
+
+def test_a_rank_that_leaves_with_0_before_its_peers_is_named_and_not_tried_for_long(tmp_path: Path) -> None:
+    result = finish(launch("--nproc-per-node", "2", script=ENDS, args=("leave",)), cwd=tmp_path, timeout=90)
+    assert result.code == ExitCode.FAILED, result.text
+    assert [end and (end.exit_code, end.cause) for end in ends(tmp_path)] == [(0, "job"), (0, "job")]
+    node = failures_of(control(tmp_path), 1)[0].node
+    line = f"attempt 2: rank 1 on {node} left with exit code 0 before its peers (job) → stop with code 1"
+    assert line in result.err
+    assert re.search(
+        r"root cause: rank 1 .* left with exit code 0 at [\d:]+ UTC, \d\.\d s before its peers", result.err
+    )
+    decision = journalled(tmp_path, events.Decision)[-1]
+    assert decision.details["root_rank"] == 1
+    assert "rank 0 then lost its peer" in decision.evidence
+    shown = finish(holdfast("status", "run"), cwd=tmp_path, timeout=60)
+    assert "left with exit code 0 before its peers" in shown.out
 
 
 @pytest.mark.drill
