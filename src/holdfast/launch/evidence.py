@@ -63,8 +63,8 @@ def errors_of(path: Path) -> list[Raised]:
     extra = message.get("extraInfo") if isinstance(message, dict) else None
     if not isinstance(extra, dict):
         return []
-    with contextlib.suppress(msgspec.ValidationError):
-        return msgspec.convert(extra["chain"], list[Raised])[:MOST_RAISED] if "chain" in extra else []
+    with contextlib.suppress(msgspec.ValidationError, KeyError):
+        return msgspec.convert(extra["chain"], list[Raised])[:MOST_RAISED]
     stack = extra.get("py_callstack")
     return told_by_traceback(stack) if isinstance(stack, str) else []
 

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import select
 import sys
 import threading
@@ -156,7 +157,7 @@ class _Caught:
         self.shown = sink is not None
         self._rank = local_rank
         self._sink = sink
-        self._done = self._freed = 0
+        self._done = self._freed = self._omitted = 0
         self._last = b""
 
     def hand_on(self) -> bool:
@@ -169,6 +170,7 @@ class _Caught:
         if self._sink is None:
             self._done = size
         while self._done < size and _takes(self._sink):
+            self._tell_omitted()
             data = os.pread(self.fd, min(AT_ONCE, size - self._done), self._done)
             if not data:
                 break
@@ -192,9 +194,14 @@ class _Caught:
 
     def _leave_out(self, count: int) -> None:
         self._done += count
-        told = f"holdfast: {count} bytes that local rank {self._rank} wrote are left out: nobody took them\n"
-        if _takes(self._sink):
-            self._write(told.encode())
+        self._omitted += count
+
+    def _tell_omitted(self) -> None:
+        """As soon as somebody takes something again, and where it is missing."""
+        if self._omitted:
+            count, self._omitted = self._omitted, 0
+            told = f"{count} bytes that local rank {self._rank} wrote are left out: nobody took them"
+            self._write(f"\nholdfast: {told}\n".encode())
 
     def _free(self) -> None:
         """Give back what was handed on, but for the last of it."""
@@ -225,7 +232,8 @@ class _Caught:
 def _catch(local_rank: int, *, show: bool) -> _Caught | None:
     """None where it would do harm, or cannot be done."""
     try:
-        if show and os.isatty(2):
+        limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+        if (show and os.isatty(2)) or limited:  # the file grows, though what was handed on takes no memory
             return None
         sink = os.dup(2) if show else None
     except OSError:  # there is no standard error
