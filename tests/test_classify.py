@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import socket
+import traceback
 from dataclasses import dataclass
 from random import Random
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
+from botocore.exceptions import EndpointConnectionError, NoCredentialsError, ReadTimeoutError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness import REPO
+from holdfast.config import load
+from holdfast.errors import ConfigError
 from holdfast.exit_codes import ExitCode
 from holdfast.policy.classify import (
     KERNEL_OOM,
     Cause,
     diagnose,
     end_of,
+    is_symptom,
     root_cause,
 )
-from holdfast.policy.evidence import DeviceError, Evidence, Hang, Loss, LostNode, WorkerEnd
+from holdfast.policy.evidence import (
+    DeviceError,
+    Evidence,
+    Hang,
+    Loss,
+    LostNode,
+    Raised,
+    WorkerEnd,
+    told_by_traceback,
+)
+from holdfast.policy.signs import ERRNOS, SIGNS, TYPES, sign_in
+from holdfast.settings import FAILURE_CAUSES, parse_failure_causes
+from holdfast.worker.crash import chain_of
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14766."
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer."
@@ -127,12 +149,186 @@ def test_each_end_has_its_cause(exit_code: int, message: str, cause: Cause) -> N
 def test_the_class_of_an_error_counts_where_its_message_leaves_it_out() -> None:
     bare = WorkerEnd(rank=0, exit_code=1, message="shard __0_0.distcp: digest differs")
     assert diagnose(Evidence(ends=[bare])).cause == Cause.JOB
-    told = msgspec.structs.replace(bare, error_class="CheckpointError")
-    assert diagnose(Evidence(ends=[told])).cause == Cause.CHECKPOINT
-    assert (
-        diagnose(Evidence(ends=[WorkerEnd(rank=0, exit_code=1, error_class="MemoryError")])).cause
-        == Cause.JOB
+    told = [Raised(types=["holdfast.errors.CheckpointError"], message=bare.message)]
+    assert cause_of(told, bare.message) == Cause.CHECKPOINT
+    assert cause_of([Raised(types=["MemoryError"])]) == Cause.JOB
+
+
+def cause_of(errors: list[Raised], message: str = "", exit_code: int = 1, **more: object) -> Cause:
+    end = WorkerEnd(rank=0, exit_code=exit_code, message=message, errors=errors)
+    return diagnose(msgspec.structs.replace(Evidence(ends=[end]), **more)).cause
+
+
+def raised(error: BaseException) -> list[Raised]:
+    """As the crash hook of a worker writes it down, and as it is read again."""
+    return msgspec.json.decode(msgspec.json.encode(chain_of(error)), type=list[Raised])
+
+
+def caused(outer: BaseException, inner: BaseException, *, explicit: bool = True) -> BaseException:
+    try:
+        try:
+            raise inner
+        except type(inner):
+            if explicit:
+                raise outer from inner
+            raise outer  # noqa: B904 - it is about just that
+    except type(outer) as error:
+        return error
+
+
+IBV = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2251, unhandled system error "
+    "(run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclSystemError: System call (e.g. socket, "
+    "malloc) or external library call failed or device error. \nLast error:\nCall to ibv_modify_qp failed "
+    "with error Connection timed out"
+)
+KILLED = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (dist.DistBackendError(IBV), Cause.INFRASTRUCTURE),
+        (dist.DistBackendError("of a kind that nobody has met"), Cause.INFRASTRUCTURE),
+        (dist.DistBackendError("NCCL error in: x.cpp:1, invalid usage, NCCL version 2"), Cause.JOB),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), Cause.INFRASTRUCTURE),
+        (dist.DistNetworkError("whatever"), Cause.INFRASTRUCTURE),
+        (dist.DistStoreError("whatever"), Cause.INFRASTRUCTURE),
+        (torch.OutOfMemoryError("whatever"), Cause.JOB),
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), Cause.DEVICE),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), Cause.JOB),
+        (torch.AcceleratorError("whatever"), Cause.UNKNOWN),
+        (OSError(errno.ETIMEDOUT, "Connection timed out"), Cause.INFRASTRUCTURE),
+        (OSError(errno.EIO, "Input/output error", "/data/x"), Cause.INFRASTRUCTURE),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "cfg.yaml"), Cause.JOB),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), Cause.JOB),
+        (socket.gaierror(-3, "Temporary failure in name resolution"), Cause.INFRASTRUCTURE),
+        (ConnectionError("whatever"), Cause.INFRASTRUCTURE),
+        (EndpointConnectionError(endpoint_url="https://x"), Cause.INFRASTRUCTURE),
+        (ReadTimeoutError(endpoint_url="https://x"), Cause.INFRASTRUCTURE),
+        (NoCredentialsError(), Cause.JOB),
+        (RuntimeError("No CUDA GPUs are available"), Cause.INFRASTRUCTURE),
+        (RuntimeError("bad"), Cause.JOB),
+        (ValueError("bad"), Cause.JOB),
+        (KeyError("lr"), Cause.JOB),
+        (
+            caused(RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), KILLED),
+            Cause.INFRASTRUCTURE,
+        ),
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), Cause.UNKNOWN),
+        (caused(ValueError("bad batch"), OSError(errno.ESTALE, "Stale")), Cause.INFRASTRUCTURE),
+        (caused(ValueError("bad"), OSError(errno.ESTALE, "Stale"), explicit=False), Cause.INFRASTRUCTURE),
+        (caused(torch.OutOfMemoryError("x"), ConnectionError("x")), Cause.JOB),
+        (caused(ValueError("bad batch"), KeyError("x")), Cause.JOB),
+        (ExceptionGroup("loading failed", [ValueError("x"), TimeoutError("x")]), Cause.INFRASTRUCTURE),
+    ],
+)
+def test_what_an_exception_is_decides_and_then_what_it_says(error: BaseException, cause: Cause) -> None:
+    try:
+        raise error
+    except BaseException:  # noqa: BLE001 - with a traceback now
+        found = raised(error)
+    assert cause_of(found, f"{type(error).__name__}: {error}") is cause
+    shown = "[rank1]: " + "[rank1]: ".join(
+        "".join(traceback.format_exception(error)).splitlines(keepends=True)
     )
+    if not isinstance(error, ExceptionGroup | ReadTimeoutError):
+        told = told_by_traceback(f"epoch 1\n{shown}")
+        assert [one.types[0] for one in told] == [one.types[0] for one in found], shown
+        assert cause_of(told) is cause, "as a traceback tells it"
+
+
+def test_a_chain_is_bounded_whatever_it_looks_like() -> None:
+    class UnspeakableError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    error: BaseException = UnspeakableError()
+    error.__cause__ = error
+    (one,) = raised(error)
+    assert one.message == "(its text cannot be had: ValueError)"
+    for _ in range(100):
+        error = caused(ValueError("x" * 10_000), error)
+    assert len(msgspec.json.encode(raised(error))) < 40_000
+
+
+def test_what_led_to_the_error_makes_it_a_symptom_too() -> None:
+    lost = WorkerEnd(rank=0, exit_code=1, at=1.0, errors=raised(caused(ValueError("x"), RuntimeError(GLOO))))
+    real = WorkerEnd(rank=1, exit_code=1, at=2.0, message="KeyError: 'lr'", errors=raised(KeyError("lr")))
+    assert diagnose(Evidence(ends=[lost, real])).message == "KeyError: 'lr'"
+
+
+def test_each_text_is_found_by_its_own_row_and_is_in_the_docs() -> None:
+    page = (REPO / "docs" / "recovery.md").read_text()
+    for row in SIGNS:
+        assert sign_in(row.example) is row, row.example
+        assert f"| {row.cause} | `{row.example}` |" in page, row.example
+        end = WorkerEnd(rank=0, node="b", device="3", exit_code=1, message=row.example)
+        found = diagnose(Evidence(ends=[end]))
+        assert found.cause is row.cause, row.example
+        placed = row.here and not row.symptom and row.cause in ("infrastructure", "device", "hang", "unknown")
+        assert (found.culprit_node == "b", found.named) == (placed, row.hardware), row.example
+        assert is_symptom(1, row.example) is row.symptom, row.example
+    assert all(f"`{name}`" in page for name in TYPES)
+    assert all(name in page for name in ERRNOS.values())
+
+
+def test_what_nothing_matches_is_unknown_and_its_last_words_do_not_make_it_another_failure() -> None:
+    for code in (1, 3, -signal.SIGSEGV, -signal.SIGABRT):
+        end = WorkerEnd(rank=0, exit_code=code, message="37%|###   | 12/32", heard=True)
+        found = diagnose(Evidence(ends=[end]))
+        assert (found.cause, found.message, found.exit_code) == (Cause.UNKNOWN, "", code)
+    watchdog = WorkerEnd(rank=0, exit_code=-signal.SIGABRT, message=SIGNS[4].example, heard=True)
+    assert diagnose(Evidence(ends=[watchdog])).cause is Cause.HANG
+
+
+def test_the_configuration_adds_texts_that_come_before_the_others() -> None:
+    added = parse_failure_causes("infrastructure: lustre.*evicted\n\njob: out of memory: .*\nhang: bad")
+    error = [
+        Raised(types=["ValueError"], message="x"),
+        Raised(types=["OSError"], message="Lustre: A was evicted"),
+    ]
+    assert cause_of(error, "ValueError: x", causes=added) is Cause.INFRASTRUCTURE
+    assert cause_of(raised(dist.DistNetworkError("bad")), causes=added) is Cause.HANG
+    assert cause_of([], "ValueError: bad", exit_code=-signal.SIGKILL, causes=added) is Cause.INFRASTRUCTURE
+    assert cause_of([], "ValueError: bad", exit_code=ExitCode.RERUN_WANTED, causes=added) is Cause.DEVICE
+    assert set(FAILURE_CAUSES) == set(Cause)
+
+
+@pytest.mark.parametrize("text", ["weather: rain", "infrastructure", "job: (", "job:", "job: .*", "Job: x"])
+def test_a_text_that_cannot_be_used_is_refused_with_the_setting_s_name(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.failure_causes"):
+        load(environ={"HOLDFAST_LAUNCH_FAILURE_CAUSES": text})
+
+
+# -- who left first ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_left_with_0_is_the_cause_if_its_peers_only_lost_it() -> None:
+    left = WorkerEnd(rank=1, node="b", exit_code=0, at=10.0)
+    lost = [symptom(rank, at=9.9) for rank in (0, 2)]  # seen a moment sooner than the end that they follow
+    found = diagnose(Evidence(ends=[left, *lost], world_size=3))
+    assert (found.cause, found.root_rank, found.exit_code) == (Cause.JOB, 1, 0)
+    assert found.message == "rank 1 left with exit code 0 before its peers"
+    assert found.culprit_node == "", "a script that leaves accuses no node"
+    aborted = WorkerEnd(rank=0, exit_code=-signal.SIGABRT, at=600.0)
+    assert diagnose(Evidence(ends=[left, aborted])).root_rank == 1
+    waits = Hang(rank=0, at=300.0, section="step", missing=[1])
+    assert diagnose(Evidence(ends=[left], hangs=[waits])).root_rank == 1
+
+
+def test_a_rank_that_was_done_is_not_blamed_for_what_happens_to_the_others() -> None:
+    left = WorkerEnd(rank=2, node="c", exit_code=0, at=1.0)
+    found = diagnose(Evidence(ends=[left, killed(), symptom()]))
+    assert (found.cause, found.root_rank, found.culprit_node) == (Cause.INFRASTRUCTURE, 1, "b")
+    gone = LostNode(node="b", how=Loss.CLOSED, at=9.0)
+    found = diagnose(Evidence(ends=[left, symptom()], lost=[gone]))
+    assert (found.cause, found.root_rank) == (Cause.INFRASTRUCTURE, None)
+    found = diagnose(Evidence(ends=[left], hangs=[Hang(rank=0, at=9.0, section="saving")]))
+    assert (found.cause, found.section) == (Cause.HANG, "saving"), "nobody waits for it"
+    error = msgspec.structs.replace(killed(), exit_code=1, message="ValueError: x")
+    assert diagnose(Evidence(ends=[left, error])).message == "ValueError: x"
+    assert diagnose(Evidence(ends=[left])).cause is Cause.UNKNOWN, "all ended well"
 
 
 # -- a whole incident ----------------------------------------------------------------------------------------
@@ -245,8 +441,22 @@ def test_ranks_that_fail_alike_are_known_also_if_some_were_stopped_first() -> No
     assert not alike(["ValueError: x", "ValueError: x"], 4), "half of them say nothing"
     assert not alike(["ValueError: x"] * 3 + ["KeyError: y"], 4)
     assert not alike([""] * 4, 4), "without a message nothing is known to be alike"
-    assert alike(["ModuleNotFoundError: No module named 'apex'"], 4), "every rank would meet it"
+    assert not alike(["ModuleNotFoundError: No module named 'apex'"], 4), "the others say nothing of it"
+    assert alike(["ModuleNotFoundError: No module named 'apex'"] * 4, 4)
+    assert alike(["ModuleNotFoundError: No module named 'apex'"], 1)
     assert not alike(["ValueError: x"] * 4, 4, lost=[LostNode(node="b", how=Loss.CLOSED)])
+
+
+def test_an_import_error_of_one_rank_is_that_rank_s_or_its_node_s() -> None:
+    told = "ModuleNotFoundError: No module named 'nope'"
+    mine = WorkerEnd(rank=1, node="b", exit_code=1, message=told, errors=raised(ModuleNotFoundError("nope")))
+    found = diagnose(Evidence(ends=[mine], world_size=2))
+    assert (found.cause, found.culprit_node, found.alike) == (Cause.UNKNOWN, "b", False)
+    other = msgspec.structs.replace(mine, rank=0, node="a")
+    found = diagnose(Evidence(ends=[mine, other], world_size=2))
+    assert (found.cause, found.culprit_node, found.alike) == (Cause.JOB, "", True)
+    refused = WorkerEnd(rank=1, exit_code=2)
+    assert not diagnose(Evidence(ends=[refused], world_size=4)).alike
 
 
 def test_what_was_loaded_goes_with_the_diagnosis() -> None:
@@ -267,7 +477,16 @@ ends = st.builds(
     node=names,
     device=names,
     message=messages,
-    error_class=st.sampled_from(["", "ValueError", "CheckpointError"]),
+    errors=st.lists(
+        st.builds(
+            Raised,
+            types=st.lists(st.sampled_from(["ValueError", *TYPES]), max_size=2),
+            message=messages,
+            errno=st.none() | st.integers(-3, 130),
+        ),
+        max_size=3,
+    ),
+    heard=st.booleans(),
     kernel_oom=st.booleans(),
 )
 evidence = st.builds(

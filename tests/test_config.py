@@ -55,6 +55,7 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "launch.node_timeout": (1.0, 2.5, 15.0, 60.0),
     "launch.stop_grace": (0.0, 0.25, 120.0, 1.0),
     "launch.max_pause": (0.0, 0.5, 3600.0, 86_400.5),
+    "launch.failure_causes": ("", "job: a", "infrastructure: lustre.*evicted", "hang: x: y\nunknown: z"),
     "launch.alert_command": ("", "mail -s holdfast ops", "exec ~/page --now", "cat > $HOME/last"),
     "launch.alert_url": ("", "http://localhost:8080/x", "https://hooks.example/T0/B1", "http://[::1]/a?b=c"),
     "monitor.initial_rank_heartbeat_timeout": (0.0, 0.5, 1800.0, 3600.0),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from harness import REPO, Job, finish, holdfast, job, wait_until
 from holdfast.control.attempts import EndRecord, FailureRecord, ends_of, failures_of
@@ -22,9 +25,13 @@ from holdfast.control.lease import Claim, current_epoch, read_beat, read_claim
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.launch import attempt as attempts
+from holdfast.launch import evidence
+from holdfast.policy.classify import KERNEL_OOM, Cause, diagnose, end_of
+from holdfast.policy.evidence import Evidence
 from journals import journalled
 
 STEP = str(REPO / "tests" / "scripts" / "launch_step.py")
+ENDS = str(REPO / "tests" / "scripts" / "launch_ends.py")
 GLOO = str(REPO / "tests" / "scripts" / "launch_gloo.py")
 
 
@@ -32,7 +39,7 @@ def launch(
     *flags: str, script: str = STEP, args: tuple[str, ...] = (), preload: bool | None = None
 ) -> list[str]:
     """Workers that need no torch are started cold: to import it for them is most of a test's time."""
-    warm = script != STEP if preload is None else preload
+    warm = script not in (STEP, ENDS) if preload is None else preload
     return holdfast("run", "--run-dir", "run", *([] if warm else ["--no-preload"]), *flags, script, *args)
 
 
@@ -161,6 +168,186 @@ def test_what_fails_at_once_on_all_ranks_is_not_tried_again(tmp_path: Path, act:
     assert "before its first step" in result.err
     if act.startswith("error"):
         assert "No module named 'data'" in result.err
+
+
+def test_each_end_is_told_from_the_others_by_what_the_rank_left(tmp_path: Path) -> None:
+    """Scripts without Run, started cold: there is no error file, only what they wrote."""
+    flags = ("--nproc-per-node", "2", "--max-restarts", "5")
+    result = finish(launch(*flags, script=ENDS, args=("import,abort,errno,ok",)), cwd=tmp_path, timeout=90)
+    assert result.code == 0, result.text
+    assert [end and (end.outcome, end.exit_code, end.cause) for end in ends(tmp_path)] == [
+        ("failed", 1, "unknown"),
+        ("failed", -signal.SIGABRT, "hang"),
+        ("failed", 1, "infrastructure"),
+        ("finished", 0, ""),
+    ]
+    decisions = journalled(tmp_path, events.Decision)
+    assert [(d.chosen, d.details["root_rank"]) for d in decisions] == [("restart", 1)] * 3
+    assert "1 of 2 ranks failed in their first lines" in decisions[0].evidence
+    assert "on all ranks alike" not in result.err
+    (nowhere,), (aborted,), (wrapped,) = (failures_of(control(tmp_path), number) for number in (1, 2, 3))
+    assert nowhere.message == "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'"
+    assert "Watchdog caught collective operation timeout" in aborted.message
+    assert [(one.types[0], one.errno) for one in wrapped.errors] == [
+        ("ValueError", None),
+        ("TimeoutError", 110),
+    ]
+    last = Path(aborted.stderr_file).read_text()
+    assert last.startswith("attempt 2 rank 1 abort"), last
+    assert last.rstrip().endswith("frame #59: somewhere + 0x3b in libtorch.so")
+    assert last in result.err, "shown whole and in order, before what was decided about it"
+    assert result.err.index(last) < result.err.index("holdfast: attempt 2: rank 1")
+
+
+def test_a_rank_that_leaves_with_0_before_its_peers_is_named_and_not_tried_for_long(tmp_path: Path) -> None:
+    result = finish(launch("--nproc-per-node", "2", script=ENDS, args=("leave",)), cwd=tmp_path, timeout=90)
+    assert result.code == ExitCode.FAILED, result.text
+    assert [end and (end.exit_code, end.cause) for end in ends(tmp_path)] == [(0, "job"), (0, "job")]
+    node = failures_of(control(tmp_path), 1)[0].node
+    line = f"attempt 2: rank 1 on {node} left with exit code 0 before its peers (job) → stop with code 1"
+    assert line in result.err
+    assert re.search(
+        r"root cause: rank 1 .* left with exit code 0 at [\d:]+ UTC, \d\.\d s before its peers", result.err
+    )
+    decision = journalled(tmp_path, events.Decision)[-1]
+    assert decision.details["root_rank"] == 1
+    assert "rank 0 then lost its peer" in decision.evidence
+    shown = finish(holdfast("status", "run"), cwd=tmp_path, timeout=60)
+    assert "left with exit code 0 before its peers" in shown.out
+
+
+# -- what is known of one rank's end ------------------------------------------------------------------------
+
+
+def end_of_rank(tmp_path: Path, exit_code: int, error: object = None, **more: Any) -> FailureRecord:
+    """The record of a rank that ended so, and left this as its error file."""
+    path = tmp_path / "error.json"
+    path.unlink(missing_ok=True)
+    if error is not None:
+        path.write_text(json.dumps(error))
+    known = {"oom_kills": 0, **more}
+    (found,) = evidence.gather(tmp_path / "attempt", "a", {3: 7}, {3: exit_code}, {3: str(path)}, **known)
+    return found
+
+
+def written_by_torch(tmp_path: Path, error: BaseException) -> object:
+    """The error file of torch's @record."""
+    path = tmp_path / "torch.json"
+
+    @record
+    def main() -> None:
+        try:
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+        except RuntimeError as inner:
+            raise error from inner
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        with pytest.raises(type(error)):
+            main()
+    return json.loads(path.read_text())
+
+
+def test_a_loader_that_the_kernel_killed_for_memory_is_the_jobs_and_one_that_somebody_killed_is_not(
+    tmp_path: Path,
+) -> None:
+    error = written_by_torch(tmp_path, RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"))
+    killed = end_of_rank(tmp_path, 1, error)
+    assert [one.message for one in killed.errors] == [
+        "DataLoader worker (pid(s) 7) exited unexpectedly",
+        "DataLoader worker (pid 7) is killed by signal: Killed. ",
+    ], "from the traceback that torch writes"
+    assert diagnose(Evidence(ends=[end_of(killed)])).cause is Cause.INFRASTRUCTURE
+    for code in (1, -signal.SIGKILL):
+        starved = end_of_rank(tmp_path, code, error, oom_kills=1)
+        assert starved.message.startswith(KERNEL_OOM)
+        assert diagnose(Evidence(ends=[end_of(starved)])).cause is Cause.JOB
+    other = end_of_rank(
+        tmp_path, 1, written_by_torch(tmp_path, ValueError("x")) and {"message": "ValueError: x"}
+    )
+    assert (other.message, other.errors) == ("ValueError: x", [])
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "message", "cause"),
+    [
+        (1, "Traceback (most recent call last):\n  File\nKeyError: 'lr'\n", "KeyError: 'lr'", Cause.JOB),
+        (1, "usage\nCall to ibv_modify_qp failed with 110\nbye\n", "Call to ibv_mod", Cause.INFRASTRUCTURE),
+        (1, "epoch 3\n 37%|###\n", "37%|###", Cause.UNKNOWN),
+        (
+            -signal.SIGSEGV,
+            "Traceback (most recent call last):\n  File\nKeyError: 'lr'\n",
+            "KeyE",
+            Cause.UNKNOWN,
+        ),
+        (-signal.SIGKILL, "ConnectionError: retrying\n", "", Cause.INFRASTRUCTURE),
+        (-signal.SIGTERM, "ConnectionError: retrying\n", "", Cause.PREEMPTION),
+        (1, "", "", Cause.UNKNOWN),
+        (2, "", "", Cause.JOB),
+    ],
+)
+def test_without_an_error_file_the_last_lines_tell(
+    tmp_path: Path, code: int, written: str, message: str, cause: Cause
+) -> None:
+    found = end_of_rank(tmp_path, code, last_lines=lambda rank: written if rank == 3 else "of another")
+    assert found.message.startswith(message)
+    assert bool(found.message) == bool(message)
+    assert diagnose(Evidence(ends=[end_of(found)])).cause is cause
+    assert (Path(found.stderr_file).read_text() if found.stderr_file else "") == written
+    told = end_of_rank(tmp_path, code, {"message": "ValueError: x"}, last_lines=lambda _: written)
+    assert told.message == "ValueError: x", "an error file comes first"
+
+
+EATER = """
+import os, subprocess, sys
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from holdfast.launch.evidence import count_oom_kills
+before = count_oom_kills()
+eats = [sys.executable, "-c", "x = [bytes([1]) * (1 << 20) for _ in range(400)]"]
+print(subprocess.run(eats).returncode, count_oom_kills() - before)
+"""
+
+
+def test_the_kernels_own_kills_for_memory_are_counted(tmp_path: Path) -> None:
+    """By a real kernel, with whichever version of cgroups it has."""
+    first = Path("/sys/fs/cgroup/memory")
+    place = (first if first.is_dir() else Path("/sys/fs/cgroup")) / f"holdfast-{os.getpid()}"
+    limit = place / ("memory.limit_in_bytes" if first.is_dir() else "memory.max")
+    try:
+        place.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        if not limit.exists():
+            pytest.skip("the memory controller is not handed down here")
+        limit.write_text(str(200 << 20))
+        result = finish([sys.executable, "-c", EATER, str(place)], cwd=tmp_path, timeout=60)
+        assert result.out.split() == ["-9", "1"], result.text
+    finally:
+        wait_until(lambda: not (place / "cgroup.procs").read_text(), 10, "the cgroup is empty")
+        place.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/job\n", {"job/memory.events": "oom 3\noom_kill 2\n"}, 2),
+        ("0::/../job\n", {"memory.events": "oom 3\noom_kill 2\n"}, 2),
+        ("4:cpu,memory:/job\n0::/\n", {"memory/job/memory.oom_control": "under_oom 0\noom_kill 5\n"}, 5),
+        ("4:memory:/hidden\n0::/\n", {"memory/memory.oom_control": "oom_kill 6\n"}, 6),
+        ("4:memory:/job\n", {"memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, 0),
+        ("5:devices:/\n", {}, 0),
+    ],
+)
+def test_both_versions_of_cgroups_are_read(
+    tmp_path: Path, groups: str, files: dict[str, str], expected: int
+) -> None:
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "mounted" / name).parent.mkdir(parents=True)
+        (tmp_path / "mounted" / name).write_text(text)
+    assert evidence.count_oom_kills(tmp_path / "groups", tmp_path / "mounted") == expected
 
 
 @pytest.mark.drill

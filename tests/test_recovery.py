@@ -394,7 +394,9 @@ def test_what_was_left_stays_left_until_there_is_progress() -> None:
 @pytest.mark.parametrize(
     ("cause", "steps", "lowers"),
     [
-        (Cause.UNKNOWN, None, True),
+        (Cause.UNKNOWN, None, False),
+        (Cause.UNKNOWN, 0, False),
+        (Cause.PREEMPTION, 0, False),
         (Cause.HANG, NEAR_RESUME, True),
         (Cause.HANG, NEAR_RESUME + 1, False),
         (Cause.HANG, None, False),

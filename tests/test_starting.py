@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from forking import DEADLINE, without_torch
 from harness import REPO, await_child, finish, holdfast, wait_until
+from holdfast.launch import output
 from holdfast.launch.early import guess
 from holdfast.launch.preload import REPLACEMENTS, PreloadedParent
 from holdfast.launch.starting import Started, Starter
@@ -74,6 +76,140 @@ def test_flags(flags: list[str], variables: dict[str, str], how: str, reason: st
     assert ("preloaded=True" in out) == (flags == ["--preload", "chosen"])
     assert err.count("workers start cold") == (1 if reason else 0), "said once, in two attempts"
     assert reason in err
+
+
+# -- what workers write -------------------------------------------------------------------------------------
+
+
+class Caught:
+    """What a worker writes to, and a pipe that somebody may read."""
+
+    def __init__(self) -> None:
+        self.reader, sink = os.pipe()
+        os.set_blocking(self.reader, False)
+        self.worker = os.memfd_create("worker")
+        self.caught = output._Caught(0, os.dup(self.worker), sink)
+
+    def write(self, data: bytes) -> None:
+        assert os.write(self.worker, data) == len(data)
+
+    def read(self) -> bytes:
+        """All that is handed on until there is no more."""
+        found = b""
+        while True:
+            left = self.caught.hand_on()
+            try:
+                found += os.read(self.reader, 1 << 20)
+            except BlockingIOError:
+                if not left:
+                    return found
+
+    def close(self) -> None:
+        self.caught.close()
+        self.caught.close()
+        os.close(self.worker)
+
+
+@pytest.fixture
+def caught() -> Iterator[Caught]:
+    found = Caught()
+    yield found
+    found.close()
+
+
+def test_what_a_worker_writes_waits_for_its_reader_and_the_worker_for_nobody(caught: Caught) -> None:
+    text = b"".join(b"line %d\n" % number for number in range(200_000))
+    caught.write(text)  # far more than a pipe holds
+    assert caught.caught.hand_on(), "nobody has read it, and this did not wait for that"
+    assert caught.read() == text
+    assert caught.caught.last() == text[-output.LAST :]
+    caught.write(b"37%\r")
+    assert caught.read() == b"37%\r", "a line need not be finished to be shown"
+    assert not caught.caught.hand_on()
+
+
+def test_a_reader_that_is_gone_hurts_nobody_and_the_last_lines_are_kept(caught: Caught) -> None:
+    os.close(caught.reader)
+    for _ in range(3):
+        caught.write(b"x" * 100_000)
+        assert not caught.caught.hand_on()
+    caught.write(b"terminate called\n")
+    assert caught.caught.last().endswith(b"xterminate called\n")
+    caught.caught.close()
+    assert len(caught.caught.last()) == output.LAST, "also when all is over"
+
+
+def test_what_nobody_takes_is_left_out_and_that_is_said(
+    caught: Caught, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "MOST_WAITING", 1_000_000)
+    caught.write(b"a" * 900_000)
+    assert caught.caught.hand_on()
+    caught.write(b"b" * 900_000)
+    assert caught.caught.hand_on()
+    shown = caught.read()
+    told = re.fullmatch(rb"(a+)\nholdfast: (\d+) bytes that local rank 0 wrote are left out: .*\n(b+)", shown)
+    assert told is not None, shown[-200:]
+    assert len(told[3]) == 500_000, "the newest half of what may wait"
+    assert len(told[1]) + int(told[2]) + len(told[3]) == 1_800_000
+    caught.write(b"c")
+    assert caught.read() == b"c"
+
+
+def test_memory_of_what_was_handed_on_is_given_back(caught: Caught) -> None:
+    for _ in range(8):
+        caught.write(bytes(1 << 20))
+        caught.read()
+    assert os.fstat(caught.worker).st_size == 8 << 20
+    freed = os.pread(caught.worker, 4096, 0)
+    assert freed == bytes(4096)
+    assert caught.caught._freed == 7 << 20
+
+
+def test_one_that_begins_anew_is_shown_from_its_beginning(caught: Caught) -> None:
+    caught.write(b"before\n" * 100)
+    assert caught.read() == b"before\n" * 100
+    with open(f"/proc/self/fd/{caught.worker}", "wb") as again:  # noqa: PTH123 - as a shell's > /dev/stderr
+        again.write(b"after\n")
+    assert caught.read() == b"after\n"
+
+
+ENDS = str(REPO / "tests" / "scripts" / "launch_ends.py")
+
+
+@pytest.mark.drill
+def test_a_terminal_stays_a_terminal(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    argv = holdfast("run", "--run-dir", "run", "--no-preload", "--nproc-per-node", "1", ENDS, "ok")
+    done = subprocess.run(
+        argv, cwd=tmp_path, stderr=theirs, stdout=subprocess.DEVNULL, timeout=60, check=False
+    )
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert done.returncode == 0, shown
+    assert "attempt 1 rank 0 ok tty=True" in shown
+
+
+@pytest.mark.drill
+def test_standard_output_and_error_keep_their_order_where_they_go_to_the_same_place(tmp_path: Path) -> None:
+    (tmp_path / "both.py").write_text(
+        "import sys\nfor number in range(3000):\n"
+        "    print(number, file=sys.stderr if number % 2 else sys.stdout, flush=True)\n"
+    )
+    argv = holdfast("run", "--run-dir", "run", "--no-preload", "--nproc-per-node", "1", "both.py")
+    done = subprocess.run(
+        argv,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    numbers = [int(line) for line in done.stdout.splitlines() if line.isdigit()]
+    assert numbers == list(range(3000))
 
 
 # -- without an agent ---------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from holdfast.settings import (
     MonitorSettings,
     RunSettings,
     Settings,
+    parse_failure_causes,
     parse_section_timeouts,
 )
 from holdfast.settings_cluster import EXIT_SIGNAL, HealthSettings, SlurmSettings, StopSettings, parse_signals
@@ -40,6 +41,7 @@ from holdfast.settings_fields import (
     ALERT_URL,
     ASYNC_SAVE,
     CKPT_FORMAT,
+    FAILURE_CAUSES,
     KEEP_LAST,
     LOCAL_DIR,
     LOCAL_TYPE,
@@ -170,6 +172,7 @@ def _check_text(field: Field, value: str) -> None:
         raise _RefusedError("~ and $NAME are not expanded: write it out, or put ./ before a real name")
     parse = {
         SECTION_TIMEOUTS: parse_section_timeouts,
+        FAILURE_CAUSES: parse_failure_causes,
         INJECTION_RANKS: parse_ranks,
         EXIT_SIGNAL: parse_signals,
     }.get(field.key)

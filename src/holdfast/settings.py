@@ -254,6 +254,12 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
         "with code 29. Raise it when nobody may look for longer than that, lower it when idle machines cost "
         "more than a new launch.",
     ] = 86_400.0
+    failure_causes: Annotated[
+        str,
+        "Messages of failures and their causes, one a line as `cause: regular expression`, looked for before "
+        "Holdfast's own; empty means none. Set it when failures of your storage, network or scheduler are "
+        "taken for the job's.",
+    ] = ""
     alert_command: Annotated[
         str,
         "Command that is run at every incident, stop and exclusion, with JSON on its standard input; empty "
@@ -336,6 +342,29 @@ def parse_section_timeouts(text: str) -> dict[str, float]:
         if name in found:
             raise ValueError(f"{name} is there twice")
         found[name] = float(seconds)
+    return found
+
+
+FAILURE_CAUSES = ("preemption", "infrastructure", "device", "job", "data", "checkpoint", "hang", "unknown")
+"""What a failure may be: the values of `policy.signs.Cause`."""
+
+
+def parse_failure_causes(text: str) -> list[tuple[str, str]]:
+    """Causes with the patterns of their messages, in order. Raises ValueError with what is wrong."""
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        cause, colon, pattern = (piece.strip() for piece in line.partition(":"))
+        if not colon or cause not in FAILURE_CAUSES:
+            raise ValueError(
+                f"{line[:80]!r} does not begin with one of {', '.join(FAILURE_CAUSES)} and a colon"
+            )
+        try:
+            empty = re.compile(pattern, re.IGNORECASE).search("") is not None
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{pattern[:80]!r} is not a regular expression: {error}") from None
+        if empty:
+            raise ValueError(f"{pattern[:80]!r} fits every message")
+        found.append((cause, pattern))
     return found
 
 

@@ -27,6 +27,7 @@ ALERT_URL = "launch.alert_url"
 ASSIGN = "inprocess.assign"
 CKPT_FORMAT = "checkpoint.ckpt_format"
 SECTION_TIMEOUTS = "monitor.rank_section_timeouts"
+FAILURE_CAUSES = "launch.failure_causes"
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +78,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
             return "text: an http:// or https:// URL, or empty"
         if self.key == KEEP_LAST:
             return f"a whole number, 0 or 2 or more, at most {self.bounds.le:.0f}"
+        if self.key == FAILURE_CAUSES:
+            return "text: lines of a cause, a colon and a regular expression, or empty"
         if self.key == SECTION_TIMEOUTS:
             return "text: sections with their seconds, as setup:600,step:180, or empty"
         if self.key == INJECTION_RANKS:

@@ -16,6 +16,7 @@ import msgspec
 from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
+from holdfast.policy.evidence import Raised
 
 log = logging.getLogger("holdfast")
 
@@ -51,7 +52,10 @@ class HeadRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's end, as its agent saw it: the evidence that `policy.classify` reads."""
+    """One worker's end, as its agent saw it: the evidence that `policy.classify` reads.
+
+    Also of the first on a node that left with exit code 0 while others of its attempt failed.
+    """
 
     rank: int
     node: str
@@ -64,6 +68,12 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
     error_file: str = ""
     device: str = ""
     """The device it ran on, if it had one."""
+    errors: list[Raised] = []
+    """The exception and what led to it, the outermost first, as far as it is known."""
+    stderr_file: str = ""
+    """Where its last lines of standard error are kept, if they were caught."""
+    step: int | None = None
+    """The last step that it is known to have completed; only of one that left with exit code 0."""
 
 
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True):

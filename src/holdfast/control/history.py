@@ -58,7 +58,8 @@ def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | Non
         decided = _decision(control, record.number)
         return lost if decided is None else _with(lost, decided)
     failures = failures_of(control, record.number) if end.outcome == "failed" else []
-    root = root_cause(failures) if failures else None
+    failed = [failure for failure in failures if failure.exit_code]
+    root = root_cause(failed) if failed else None
     return PastAttempt(
         number=record.number,
         launch=record.launch,

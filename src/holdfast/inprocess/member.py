@@ -55,8 +55,10 @@ from holdfast.inprocess.stop_between import StopBetween
 from holdfast.journal.base import Event
 from holdfast.journal.restart_events import FunctionRestarted
 from holdfast.policy.classify import is_symptom
+from holdfast.policy.evidence import Raised
 from holdfast.scope import RestartRequested, Scope, entered
 from holdfast.settings import Settings
+from holdfast.worker.crash import chain_of
 from holdfast.worker.testimony import frames_of
 
 log = logging.getLogger("holdfast")
@@ -439,6 +441,7 @@ class Member:
             kind=kind,
             detail=detail,
             error=type(error).__name__ if error is not None else "",
+            errors=msgspec.convert(chain_of(error), list[Raised]) if error is not None else [],
             exit_code=_exit_code(error),
             at=time.time(),
             step=scope.step,

@@ -84,6 +84,8 @@ def worker_end(event: WorkerFailed) -> str:
     if event.exit_code < 0 or event.signal:
         named = event.signal if event.signal.startswith("SIG") else f"signal {-event.exit_code}"
         text = f"rank {event.rank} killed by {named}"
+    elif event.exit_code == 0:
+        text = f"rank {event.rank} left with exit code 0 while others still ran"
     else:
         text = f"rank {event.rank} exited with code {event.exit_code}"
     return printable(f"{text}: {event.message}" if event.message else text)

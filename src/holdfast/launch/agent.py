@@ -56,7 +56,7 @@ from holdfast.launch.ends import Ends
 from holdfast.launch.evidence import count_oom_kills, gather, stop_and_see
 from holdfast.launch.hanging import look_at_hang
 from holdfast.launch.in_process import InProcess
-from holdfast.launch.incident import report
+from holdfast.launch.incident import is_starting, report
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.pause import wait_while_paused
 from holdfast.launch.recovering import Recovery
@@ -422,6 +422,8 @@ class HoldfastAgent(LocalElasticAgent):
             self._settings.launch.stop_grace,
             at_once=monitor.hearing().defer,
             fine=FINE if stopping.request is not None else (0,),
+            early=notice.kind == "failure" and kept is None and is_starting(attempt),
+            leavers=notice.kind in ("failure", "hang") and kept is None and stopping.request is None,
         )
         if kept is not None:
             failed = {one: code for one, code in failed.items() if not kept.explains(one, code)}
@@ -436,6 +438,8 @@ class HoldfastAgent(LocalElasticAgent):
 
     def _gather(self, attempt: Attempt, workers: Workers, failed: Mapping[int, int]) -> list[FailureRecord]:
         """Of workers of this node that failed, by the rank that they were started with."""
+        local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        started: Any = self._pcontext
         found = gather(
             attempt.control.attempt(attempt.number),
             attempt.place.node,
@@ -443,9 +447,10 @@ class HoldfastAgent(LocalElasticAgent):
             failed,
             self._error_files(),
             oom_kills=count_oom_kills() - self._oom_kills,
-            devices=attempt.told.arrangement.devices_of_ranks(
-                attempt.place.node, {w.global_rank: w.local_rank for w in self._worker_group.workers}
-            ),
+            devices=attempt.told.arrangement.devices_of_ranks(attempt.place.node, local),
+            last_lines=lambda rank: started.last_lines(local[rank]) if started is not None else "",
+            seen=workers.seen,
+            steps=self._context.monitor.last_steps(),
         )
         ranks = self._in_process.ranks() if self._in_process is not None else {}
         return [msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank)) for one in found]

@@ -6,10 +6,11 @@ shape costs its message, not the decision.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,46 +20,73 @@ import msgspec
 from holdfast.control.attempts import FailureRecord
 from holdfast.files import read_regular
 from holdfast.launch.workers import Workers
-from holdfast.policy.classify import KERNEL_OOM, is_symptom
+from holdfast.policy.classify import KERNEL_OOM, is_symptom, tells
+from holdfast.policy.evidence import MOST_RAISED, Raised, told_by_traceback
+from holdfast.policy.signs import LOADER_KILLED, in_words
 
 SETTLE = 1.0
 """Seconds to wait for the cause when only symptoms of a lost peer are seen yet."""
 ERROR_FILE_LIMIT = 4 * 1024 * 1024
 MESSAGE_LIMIT = 500
+LAST_LINES = 120
+"""Lines at the end of what a rank wrote that may be about its end: an abort writes its stack below them."""
+_SAYS_NOTHING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _read_error_file(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(read_regular(path, ERROR_FILE_LIMIT), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return {}
 
 
 def message_of(path: Path) -> str:
     """The exception in an error file, on one line: its first line and, if it has more, its last."""
-    try:
-        data = msgspec.json.decode(read_regular(path, ERROR_FILE_LIMIT), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return ""
-    message = data.get("message")
+    message = _read_error_file(path).get("message")
     if isinstance(message, dict):
         message = message.get("message")
-    if not isinstance(message, str):
-        return ""
+    return _on_one_line(message) if isinstance(message, str) else ""
+
+
+def _on_one_line(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    text = " … ".join(dict.fromkeys(lines[:1] + lines[-1:]))
-    return text[:MESSAGE_LIMIT]
+    return " … ".join(dict.fromkeys(lines[:1] + lines[-1:]))[:MESSAGE_LIMIT]
+
+
+def errors_of(path: Path) -> list[Raised]:
+    """The exception in an error file and what led to it: as Holdfast wrote it, or from torch's traceback."""
+    message = _read_error_file(path).get("message")
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    if not isinstance(extra, dict):
+        return []
+    with contextlib.suppress(msgspec.ValidationError, KeyError):
+        return msgspec.convert(extra["chain"], list[Raised])[:MOST_RAISED]
+    stack = extra.get("py_callstack")
+    return told_by_traceback(stack) if isinstance(stack, str) else []
 
 
 def code_of(path: Path) -> int:
     """The exit code of the exception in an error file; 1, as Python's own, if it does not say."""
     try:
-        data = msgspec.json.decode(read_regular(path, ERROR_FILE_LIMIT), type=dict[str, Any])
-        code = int(data["message"]["extraInfo"]["exit_code"])
-    except (
-        OSError,
-        msgspec.DecodeError,
-        RecursionError,
-        UnicodeDecodeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ):
+        code = int(_read_error_file(path)["message"]["extraInfo"]["exit_code"])
+    except (LookupError, TypeError, ValueError):
         return 1
     return code if 0 < code < 128 else 1
+
+
+def heard_in(last_lines: str, exit_code: int) -> tuple[list[Raised], str]:
+    """What a rank without an error file said at its end: its exceptions, and in one line what it was about.
+
+    An exception counts only if it ended the process, a line only if it is near the end. Of one that was
+    killed the last line says nothing.
+    """
+    if exit_code == 0 or -exit_code in _SAYS_NOTHING:
+        return [], ""
+    lines = [line.strip() for line in last_lines.splitlines() if line.strip()]
+    if exit_code > 0 and (errors := told_by_traceback("\n".join(last_lines.splitlines()[-LAST_LINES:]))):
+        return errors, _on_one_line(in_words(errors[0]))
+    telling = next((line for line in reversed(lines[-LAST_LINES:]) if tells(line)), "")
+    return [], (telling or next(reversed(lines), ""))[:MESSAGE_LIMIT]
 
 
 def written_at(path: Path) -> float | None:
@@ -83,6 +111,17 @@ def keep_error_file(source: Path, attempt: Path, rank: int) -> str:
     return str(target)
 
 
+def keep_last_lines(text: str, attempt: Path, rank: int) -> str:
+    """Write what a rank wrote last to a file in the attempt's directory; its path."""
+    target = attempt / "errors" / f"rank_{rank:06d}.stderr"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, errors="replace")
+    except OSError:
+        return ""
+    return str(target)
+
+
 def stop_and_see(
     workers: Workers,
     error_files: Mapping[int, str],
@@ -90,12 +129,17 @@ def stop_and_see(
     *,
     at_once: Collection[int] = (),
     fine: Collection[int] = (0,),
+    early: bool = False,
+    leavers: bool = False,
 ) -> dict[int, int]:
     """Stop a node's workers: rank → exit code of those that failed by themselves, not by being stopped.
 
-    `at_once` are killed without being asked; codes in `fine` are no failure.
+    `at_once` are killed without being asked; codes in `fine` are no failure. `early`: no rank has begun to
+    train, so what failed may be what all of them meet. `leavers`: the first that left with 0 is told of too.
     """
-    failed = _await_cause(workers, error_files, fine)
+    failed = _await_cause(workers, error_files, fine, early=early)
+    done = [rank for rank, code in workers.ended().items() if code == 0]
+    first = min(done, key=lambda rank: (workers.seen[rank], rank), default=None)
     asked = time.time()
     workers.stop(grace, at_once)
     for rank, code in workers.ended().items():
@@ -105,11 +149,18 @@ def stop_and_see(
             # The signal is ours then and says nothing; the code is what its exception was about to exit with.
             ours = code in (-signal.SIGTERM, -signal.SIGKILL)
             failed[rank] = code_of(Path(error_files[rank])) if ours else code
+    if leavers and first is not None:
+        failed[first] = 0
     return failed
 
 
-def _await_cause(workers: Workers, error_files: Mapping[int, str], fine: Collection[int]) -> dict[int, int]:
-    """Those that failed. If all of them only lost a peer, the peer gets a moment to fail as well."""
+def _await_cause(
+    workers: Workers, error_files: Mapping[int, str], fine: Collection[int], *, early: bool
+) -> dict[int, int]:
+    """Those that failed. If all of them only lost a peer, the peer gets a moment to fail as well.
+
+    So do all ranks before any of them trains: what all of them meet is told from what one has.
+    """
     deadline = time.monotonic() + SETTLE
     while True:
         ended = workers.ended()
@@ -117,7 +168,10 @@ def _await_cause(workers: Workers, error_files: Mapping[int, str], fine: Collect
         cause_seen = any(
             not is_symptom(code, message_of(Path(error_files[rank]))) for rank, code in failed.items()
         )
-        if not failed or cause_seen or len(ended) == len(workers.pids) or time.monotonic() >= deadline:
+        # Of a rank that was killed the others could only be killed too.
+        more = early and all(code > 0 for code in failed.values())
+        enough = (cause_seen or not failed) and not more
+        if enough or len(ended) == len(workers.pids) or time.monotonic() >= deadline:
             return failed
         time.sleep(0.05)
 
@@ -131,37 +185,66 @@ def gather(
     *,
     oom_kills: int,
     devices: Mapping[int, str] = MappingProxyType({}),
+    last_lines: Callable[[int], str] = lambda _: "",
+    seen: Mapping[int, float] = MappingProxyType({}),
+    steps: Mapping[int, int] = MappingProxyType({}),
 ) -> list[FailureRecord]:
-    """One record for each worker in `exit_codes` (by global rank) that failed by itself."""
+    """One record for each worker in `exit_codes` (by global rank) that ended by itself.
+
+    By global rank too: `last_lines` of standard error, when each was `seen` to have ended, the last `steps`.
+    """
     records = []
     for rank, code in sorted(exit_codes.items()):
         source = Path(error_files[rank])
-        message = message_of(source)
-        if code == -signal.SIGKILL and oom_kills > 0:
+        message, errors = message_of(source), errors_of(source)
+        written = last_lines(rank) if code else ""
+        if not message:
+            errors, message = heard_in(written, code)
+        if oom_kills > 0 and code == -signal.SIGKILL:
             message = KERNEL_OOM
+        elif oom_kills > 0 and any(LOADER_KILLED in one.message for one in errors):
+            message = f"{KERNEL_OOM}: {message}"
+        now = time.time()
         records.append(
             FailureRecord(
                 rank=rank,
                 node=node,
                 pid=pids[rank],
                 exit_code=code,
-                at=min(time.time(), written_at(source) or time.time()),
+                at=min(seen.get(rank, now), (written_at(source) if code else None) or now),
                 message=message,
-                error_file=keep_error_file(source, attempt, rank),
+                error_file=keep_error_file(source, attempt, rank) if code else "",
                 device=devices.get(rank, ""),
+                errors=errors,
+                stderr_file=keep_last_lines(written, attempt, rank) if written.strip() else "",
+                step=steps.get(rank) if code == 0 else None,
             )
         )
     return records
 
 
-def count_oom_kills() -> int:
-    """How often the kernel killed something in this process's cgroup for lack of memory; 0 if unknown."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
-        for line in (Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    except (OSError, ValueError):
-        pass
+def count_oom_kills(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """How often the kernel killed something in this process's cgroup for lack of memory; 0 if unknown.
+
+    Both versions of cgroups count it, in files of their own. Inside a container the group's own path may not
+    be there, and the root of what is mounted is the group.
+    """
+    files: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if "memory" in controllers.split(","):
+                root, name = mounted / "memory", "memory.oom_control"
+            elif not controllers:
+                root, name = mounted, "memory.events"
+            else:
+                continue
+            files += [root / path.lstrip("/") / name, root / name]
+    for file in files:
+        with contextlib.suppress(OSError, ValueError):
+            for line in file.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
     return 0

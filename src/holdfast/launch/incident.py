@@ -39,9 +39,19 @@ from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.capacity import Cluster
-from holdfast.policy.classify import Cause, Diagnosis, diagnose, end_of, is_symptom, of_rejection, root_cause
+from holdfast.policy.classify import (
+    Cause,
+    Diagnosis,
+    at_import,
+    diagnose,
+    end_of,
+    is_symptom,
+    of_rejection,
+    root_cause,
+)
 from holdfast.policy.evidence import Evidence, Hang, Loss, LostNode
-from holdfast.policy.recovery import Decision, Situation, describe_end, recover
+from holdfast.policy.recovery import AT_IMPORT, Decision, Situation, describe_end, recover
+from holdfast.settings import parse_failure_causes
 
 
 @dataclass(kw_only=True)
@@ -69,7 +79,17 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     root: FailureRecord | None
     decision: Decision
     detail: str = ""
-    """What happened, where no worker ended by itself."""
+    """What happened, where no worker ended by itself, or where it left with 0."""
+
+
+def is_starting(attempt: Attempt) -> bool:
+    """Whether no rank has got as far as resuming, and a script that fails now may fail at its start."""
+    try:
+        record = read_attempt(attempt.control, attempt.number)
+        begun = (attempt.control.attempt(attempt.number) / "head.json").exists()
+    except (ControlError, OSError):
+        return False
+    return not begun and time.time() - record.started < AT_IMPORT
 
 
 def report(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
@@ -103,11 +123,9 @@ def decide(
     """The leader's part, after `reported` nodes did: choose, fix it, write it down, end the attempt."""
     control = attempt.control
     failures = failures_of(control, attempt.number)
-    root = root_cause(failures) if failures else None
     record = read_attempt(control, attempt.number)
     failed = _judge(control, record, failures, settings, known, notice)
-    if root is not None and failed.exit_code != root.exit_code:
-        root = None  # what ended it was no worker's own end
+    root = _root(failed, failures)
     facts = [*_facts(attempt, notice, root, failures, reported), *known.facts]
     facts += [
         f"the driver on {one.node} reported: {one.message}"
@@ -122,14 +140,25 @@ def decide(
     else:
         cause = failed.cause
         attempt.end("failed", exit_code=failed.exit_code, cause=cause, highest_step=failed.highest_step)
-    return _incident(failed, root, decision)
+    return _incident(failed, root, decision, failures)
 
 
-def _incident(failed: PastAttempt, root: FailureRecord | None, decision: Decision) -> Incident:
+def _root(failed: PastAttempt, failures: list[FailureRecord]) -> FailureRecord | None:
+    """The worker's end that it came from; None if what ended it was no worker's own end."""
+    root = next((failure for failure in failures if failure.rank == failed.root_rank), None)
+    # The ranks agree on what they reject, and each ends with the same code: the first stands for all.
+    if root is None and failed.rejection is not None and failures:
+        root = root_cause(failures)
+    return root if root is not None and root.exit_code == failed.exit_code else None
+
+
+def _incident(
+    failed: PastAttempt, root: FailureRecord | None, decision: Decision, failures: list[FailureRecord]
+) -> Incident:
     """With the worker that it came from, unless it came from none: then the others only followed."""
-    if root is not None and failed.exit_code != root.exit_code:
-        root = None
     detail = "" if root is not None else failed.message
+    if root is not None and not root.exit_code:
+        detail = _left_first(root, failures)
     return Incident(attempt=failed.number, cause=failed.cause, root=root, decision=decision, detail=detail)
 
 
@@ -170,7 +199,7 @@ def decide_lost(
         end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
         end_attempt(control, fence, lost.number, end)
         journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
-    return _incident(failed, None, decision)
+    return _incident(failed, None, decision, failures)
 
 
 def learn(attempt: Attempt, timeout: float) -> Incident:
@@ -201,6 +230,7 @@ def _judge(
         world_size=record.world_size,
         rung=rung_name(head),
         steps=None if steps is None else max(0, steps),
+        causes=parse_failure_causes(settings.launch.failure_causes),
     )
     found = diagnose(evidence)
     if found.cause is Cause.UNKNOWN and not (evidence.ends or evidence.hangs or evidence.lost):
@@ -266,9 +296,14 @@ def _facts(
 ) -> list[str]:
     facts = []
     if root is not None:
-        what = f"rank {root.rank} on {root.node} (pid {root.pid}) failed: {describe_end(root.exit_code)}"
-        facts.append(f"{what}: {root.message}" if root.message else what)
-        others = [failure for failure in failures if failure.rank != root.rank]
+        others = [failure for failure in failures if failure.rank != root.rank and failure.exit_code]
+        if root.exit_code:
+            what = f"rank {root.rank} on {root.node} (pid {root.pid}) failed: {describe_end(root.exit_code)}"
+            facts.append(f"{what}: {root.message}" if root.message else what)
+        else:
+            facts.append(_left_first(root, failures))
+        if root.exit_code > 0 and at_import(root.errors):
+            facts.append(f"{1 + len(others)} of {attempt.place.world_size} ranks failed in their first lines")
         lost = [str(failure.rank) for failure in others if is_symptom(failure.exit_code, failure.message)]
         rest = [str(failure.rank) for failure in others if not is_symptom(failure.exit_code, failure.message)]
         if lost:
@@ -278,11 +313,29 @@ def _facts(
     else:
         if notice.detail and notice.kind != "hang":  # of a hang more is known by now
             facts.append(notice.detail)
-        if failures:
-            facts.append(f"{_ranks([str(failure.rank) for failure in failures])} failed after that")
+        followed = [str(failure.rank) for failure in failures if failure.exit_code]
+        if followed:
+            facts.append(f"{_ranks(followed)} failed after that")
+    facts += [
+        f"rank {one.rank} on {one.node} had left with exit code 0"
+        for one in failures
+        if not one.exit_code and one is not root
+    ]
     if reported < attempt.place.nodes:
         facts.append(f"{attempt.place.nodes - reported} of {attempt.place.nodes} nodes did not report")
     return facts
+
+
+def _left_first(root: FailureRecord, failures: list[FailureRecord]) -> str:
+    """Who left with exit code 0, when, where in the run, and how long before its peers lost it."""
+    clock = time.strftime("%H:%M:%S", time.gmtime(root.at))
+    text = f"rank {root.rank} on {root.node} (pid {root.pid}) left with exit code 0 at {clock} UTC"
+    if root.step:
+        text += f", after step {root.step}"
+    lost = [one.at for one in failures if one.exit_code]
+    if lost:
+        text += f", {max(0.0, min(lost) - root.at):.1f} s before its peers lost it"
+    return text
 
 
 def _ranks(ranks: list[str]) -> str:

@@ -79,4 +79,6 @@ def _failure(
         message=message,
         error_file=seen.error_file if seen is not None else "",
         device=device,
+        errors=end.errors or (seen.errors if seen is not None else []),
+        stderr_file=seen.stderr_file if seen is not None else "",
     )

@@ -1,9 +1,8 @@
 """Starts the workers of an attempt on this node: forked from the preloaded parent, or cold.
 
 torch's agent computes ranks, environments and arguments and would then call `start_processes`; this takes
-that call's place. What torch lays out is kept: directories and files of logs by its own LogsSpecs, tailed by
-its own TailLog. Workers are forked only when that is known to be as good as a cold start; otherwise they
-start cold, and the reason is said once.
+that call's place. What they write is output.py's affair. Workers are forked only when that is known to be as
+good as a cold start; otherwise they start cold, and the reason is said once.
 
 Guarantee: either all workers of an attempt are forked or all start cold, and each is a child of this process
 that leads a session and a process group of its own and dies with this process.
@@ -15,18 +14,16 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch.distributed.elastic.agent.server import local_elastic_agent
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from holdfast.launch.orphan_guard import guarded
+from holdfast.launch.output import Logs
 from holdfast.launch.preload import (
     MAY_DIFFER,
     MAY_DIFFER_PREFIXES,
@@ -58,6 +55,10 @@ class Started:
         """By local rank."""
         return dict(self._pids)
 
+    def last_lines(self, local_rank: int) -> str:
+        """What a worker wrote last to its standard error, as far as that is caught."""
+        return self._logs.last_lines(local_rank)
+
     def close(self, death_sig: signal.Signals | None = None, timeout: float = REAP) -> None:
         """Reap the workers, which have ended or are killed now, and finish their logs."""
         del death_sig
@@ -82,52 +83,6 @@ def _reap(pid: int, deadline: float) -> None:
         os.killpg(pid, signal.SIGKILL)
         while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
             time.sleep(0.005)
-
-
-class Logs:
-    """Where the output of an attempt's workers goes, and what is shown of it here."""
-
-    def __init__(
-        self,
-        name: str,
-        destinations: LogsDest,
-        prefixes: dict[int, str] | None,
-        stdout_filters: Sequence[str] | None,
-        stderr_filters: Sequence[str] | None,
-    ) -> None:
-        self.destinations = destinations
-        self._tails = [
-            TailLog(name, destinations.tee_stdouts, sys.stdout, prefixes),
-            TailLog(name, destinations.tee_stderrs, sys.stderr, prefixes),
-        ]
-        self._files: list[TextIO] = []
-        for filters, tees, path in (
-            (stdout_filters, destinations.tee_stdouts, getattr(destinations, "filtered_stdout", "")),
-            (stderr_filters, destinations.tee_stderrs, getattr(destinations, "filtered_stderr", "")),
-        ):
-            if filters:
-                file = Path(path).open("w", errors="replace", buffering=1)  # noqa: SIM115 - closed in close()
-                self._files.append(file)
-                self._tails.append(TailLog(name, tees, file, prefixes, log_line_filter=_any_of(filters)))
-
-    def open_for(self, local_rank: int) -> dict[int, TextIO]:
-        """The files that a worker's standard streams go to, by descriptor; the others are inherited."""
-        paths = {1: self.destinations.stdouts[local_rank], 2: self.destinations.stderrs[local_rank]}
-        return {number: Path(path).open("w") for number, path in paths.items() if path}
-
-    def show(self) -> None:
-        for tail in self._tails:
-            tail.start()
-
-    def close(self) -> None:
-        for tail in self._tails:
-            tail.stop()
-        for file in self._files:
-            file.close()
-
-
-def _any_of(needles: Sequence[str]) -> Callable[[str], bool]:
-    return lambda line: any(needle in line for needle in needles)
 
 
 class Starter:
@@ -264,10 +219,10 @@ class Starter:
             if started is None:
                 started = _start_cold(commands, envs, logs, numa_options)
                 self._have_parent()
+            logs.show()
         except BaseException:
             logs.close()
             raise
-        logs.show()
         return started
 
     def _start_warm(
@@ -276,22 +231,17 @@ class Starter:
         """None: they have to start cold."""
         if self._parent is None:
             return None
-        with contextlib.ExitStack() as files:
-            requests = {}
-            try:
-                for rank, command in commands.items():
-                    streams = {
-                        number: files.enter_context(file).fileno()
-                        for number, file in logs.open_for(rank).items()
-                    }
-                    environment = {**os.environ, **envs[rank]}
-                    requests[rank] = Request(Script.of(command), environment, streams)
-                forked = self._parent.fork(requests)
-            except ColdStart as cold:
-                if self._preload is not None and requests:
-                    self._preload = self._preload._replace(environment=_shared(requests[0].environment))
-                self._go_cold(cold)
-                return None
+        requests = {}
+        try:
+            for rank, command in commands.items():
+                environment = {**os.environ, **envs[rank]}
+                requests[rank] = Request(Script.of(command), environment, logs.streams(rank))
+            forked = self._parent.fork(requests)
+        except ColdStart as cold:
+            if self._preload is not None and requests:
+                self._preload = self._preload._replace(environment=_shared(requests[0].environment))
+            self._go_cold(cold)
+            return None
         started = Started(forked.pids, [], logs, warm=True)
         forked.go()
         return started
@@ -304,6 +254,18 @@ def _shared(environment: Mapping[str, str]) -> dict[str, str]:
     return {**{name: os.environ[name] for name in own if name in os.environ}, **rest}
 
 
+class _Handler(SubprocessHandler):
+    """torch's, with descriptors that are open already in place of files that it opens."""
+
+    def __init__(self, streams: Mapping[int, int], **others: Any) -> None:
+        self._streams = streams
+        super().__init__(**others)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        out, err = self._streams.get(1), self._streams.get(2)
+        return subprocess.Popen(args, env=env, stdout=out, stderr=err, start_new_session=True)
+
+
 def _start_cold(
     commands: Mapping[int, list[str]], envs: Mapping[int, dict[str, str]], logs: Logs, numa_options: Any
 ) -> Started:
@@ -311,12 +273,13 @@ def _start_cold(
     try:
         for rank, command in commands.items():
             program, *arguments = guarded(command)
-            handlers[rank] = SubprocessHandler(
+            handlers[rank] = _Handler(
+                logs.streams(rank),
                 entrypoint=program,
                 args=tuple(arguments),
                 env=envs[rank],
-                stdout=logs.destinations.stdouts[rank] or None,
-                stderr=logs.destinations.stderrs[rank] or None,
+                stdout=None,
+                stderr=None,
                 local_rank_id=rank,
                 numa_options=numa_options,
             )

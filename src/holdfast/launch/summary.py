@@ -32,12 +32,14 @@ def describe(incident: Incident, run_dir: str) -> str:
     lines = []
     root, decision = incident.root, incident.decision
     if root is not None:
-        end = describe_end(root.exit_code)
-        lines.append(f"root cause: rank {root.rank} on {root.node}, pid {root.pid}: {end}")
+        end = f"rank {root.rank} on {root.node}, pid {root.pid}: {describe_end(root.exit_code)}"
+        lines.append(f"root cause: {end if root.exit_code else incident.detail or end}")
         if root.message:
             lines.append(f"message:    {root.message}")
         if root.error_file:
             lines.append(f"error file: {root.error_file}")
+        if root.stderr_file:
+            lines.append(f"last lines: {root.stderr_file}")
     elif incident.detail:
         lines.append(f"root cause: {incident.detail}")
     if decision.action in (Action.STOP, Action.REQUEUE):

@@ -51,6 +51,8 @@ class Workers:
     def __init__(self, pids: Mapping[int, int], orphans: Orphans | None = None) -> None:
         """`orphans`: what finds and ends what workers leave behind; one for all attempts of an agent."""
         self.pids = dict(pids)
+        self.seen: dict[int, float] = {}
+        """When each was first seen to have ended, in seconds since 1970."""
         self.left: list[Left] = []
         """What the last `stop` could not end."""
         self._orphans = orphans or Orphans(outlive=0.0)
@@ -69,6 +71,7 @@ class Workers:
                 if status is not None:
                     exited = status.si_code == os.CLD_EXITED
                     found[rank] = status.si_status if exited else -status.si_status
+                    self.seen.setdefault(rank, time.time())
         return found
 
     def signal(self, number: int, kill: Collection[int] = ()) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from holdfast.checkpoint.suspicion import still_open
 from holdfast.control.attempts import (
     AttemptRecord,
     EndRecord,
+    FailureRecord,
     HeadRecord,
     attempt_numbers,
     failures_of,
@@ -279,9 +280,16 @@ def _last_local_save(control: ControlDirectory) -> LastSave | None:
     return None
 
 
-def _message(control: ControlDirectory, number: int) -> str:
-    known = read_record(control.attempt(number) / INCIDENT, dict)
-    return str(known.get("message", "")) if known is not None else ""
+def _known(control: ControlDirectory, number: int) -> dict[str, Any]:
+    return read_record(control.attempt(number) / INCIDENT, dict) or {}
+
+
+def _root(failures: list[FailureRecord], known: Mapping[str, Any]) -> FailureRecord | None:
+    """The worker's end that an incident came from; as far as records of an older release tell."""
+    if known.get("root_rank") is not None:
+        return next((failure for failure in failures if failure.rank == known["root_rank"]), None)
+    failed = [failure for failure in failures if failure.exit_code]
+    return root_cause(failed) if failed else None
 
 
 def _last_incident(
@@ -300,15 +308,15 @@ def _last_incident(
             )
             return LastIncident(attempt=number, text=text)
         if end is not None and end.outcome == "failed":
-            failures = failures_of(control, number)
+            known = _known(control, number)
             text = one_line(
                 attempt=number,
                 cause=end.cause,
-                root=root_cause(failures) if failures else None,
+                root=_root(failures_of(control, number), known),
                 decision=shown_decision(control, number),
                 step=last_step(control.journal, files, number),
                 max_restarts=max_restarts,
-                detail=_message(control, number),
+                detail=str(known.get("message", "")),
             )
             return LastIncident(attempt=number, text=text, at=end.at)
     return None

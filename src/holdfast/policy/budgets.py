@@ -120,6 +120,8 @@ class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the hardware itself accuses that device."""
     alike: bool = False
     """Whether the ranks failed with one and the same error of their own."""
+    root_rank: int | None = None
+    """The rank whose end it was; None if it was no worker's, or if that is not known."""
     began: bool = True
     """Whether any rank got as far as Run or a step; True where that is not known."""
     seconds: float = 0.0

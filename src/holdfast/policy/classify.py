@@ -5,7 +5,13 @@ that says nothing clear is `unknown` rather than a guess.
 
 When one rank dies, its peers fail too, often sooner as far as the agent can see: their connection is gone.
 Such failures are symptoms. The root cause is the earliest thing seen that is not one; only a device that is
-known to be broken outranks what came before it, because kernel logs are read late.
+known to be broken outranks what came before it, because kernel logs are read late. A rank that left with exit
+code 0 is one if its peers then only lost it, or wait for it; if anything else went wrong, it was done.
+
+What kind of thing it was is decided in this order: what the hardware and the kernel say; exit codes and
+signals that mean one thing; what the configuration adds; the classes of the exception and of those that led
+to it (`signs.TYPES`), with their errno; texts (`signs.SIGNS`), in the exceptions or, where a rank left none,
+in its last lines of standard error.
 """
 
 from __future__ import annotations
@@ -13,29 +19,25 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from holdfast.exit_codes import ExitCode
-from holdfast.policy.evidence import DeviceError, Evidence, Hang, Loss, LostNode, WorkerEnd, comparable
+from holdfast.policy.evidence import (
+    DeviceError,
+    Evidence,
+    Hang,
+    Loss,
+    LostNode,
+    Raised,
+    WorkerEnd,
+    comparable,
+)
 from holdfast.policy.rejection import Kind, Place, Rejection
+from holdfast.policy.signs import Cause as Cause
+from holdfast.policy.signs import Found, found_in, in_words, is_of_hardware, is_of_lost_peer, sign_in
 from holdfast.policy.xids import proves_broken
-
-
-class Cause(StrEnum):
-    PREEMPTION = "preemption"
-    """Somebody asked the worker to end: a scheduler, an operator."""
-    INFRASTRUCTURE = "infrastructure"
-    """Something around the job broke: a node, the network, storage, a kill from outside."""
-    DEVICE = "device"
-    JOB = "job"
-    """The job's own doing: an exception, out of memory, divergence."""
-    DATA = "data"
-    CHECKPOINT = "checkpoint"
-    HANG = "hang"
-    UNKNOWN = "unknown"
 
 
 class Failure(Protocol):
@@ -70,6 +72,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the hardware itself accuses that device."""
     alike: bool = False
     """Whether the ranks failed with one and the same error of their own; see `_alike`."""
+    root_rank: int | None = None
+    """The rank whose end it was; None where the root cause is no worker's end."""
     rung: str = ""
     steps: int | None = None
     """What was loaded, and the steps completed since then."""
@@ -78,40 +82,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 KERNEL_OOM = "killed by the kernel for lack of memory"
 """How the agent's message begins when the kernel's counters say so."""
 
-_LOST_PEER = re.compile(
-    r"connection closed by peer|connection reset by peer|connection was likely closed|broken pipe"
-    r"|connection refused|socket timeout|ncclremoteerror|nccl remote error|remote process exited"
-    r"|a remote peer|recvvalue failed|sendbytes failed|recvbytes|distnetworkerror|diststoreerror"
-    r"|decisiontimeouterror",
-    re.IGNORECASE,
-)
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|outofmemoryerror|\bmemoryerror\b|cannot allocate memory|out of shared memory", re.I
-)
-_HANG = re.compile(r"watchdog caught collective operation timeout|timed out waiting .*ms for", re.I)
-_DEVICE = re.compile(
-    r"uncorrectable ecc|ecc error|hardware stack error|fallen off the bus|gpu is lost|nvlink error"
-    r"|device\(s\) is/are busy or unavailable|no cuda-capable device is detected",
-    re.IGNORECASE,
-)
-_CUDA = re.compile(
-    r"cuda error: (?!device-side assert)|cudnn_status_execution_failed|hip error|unspecified launch failure"
-    r"|nccl.*unhandled cuda error|\bxid\b",
-    re.IGNORECASE,
-)
-"""A device's errors that broken hardware and a wrong program both cause."""
-_STORAGE = re.compile(
-    r"\[errno (5|28|30|107|116|121|122)\]|no space left on device|input/output error|stale file handle"
-    r"|transport endpoint is not connected|remote i/o error|disk quota exceeded|read-only file system",
-    re.IGNORECASE,
-)
-_LOADER_KILLED = re.compile(r"dataloader worker .*killed by signal: killed", re.IGNORECASE)
-_DATA = re.compile(r"caught \w+ in dataloader worker process", re.IGNORECASE)
-_CHECKPOINT = re.compile(r"^(\w+\.)*(CheckpointError|NoValidRungError)\b")
-_CLASS = re.compile(r"^(?:\w+\.)*(\w+)(?=:|$)")
 
+_CLASS = re.compile(r"^(?:\w+\.)*(\w+)(?=:|$)")
 _AT_IMPORT = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
-"""Errors that every rank meets, so that one of them speaks for all."""
+"""Errors of a script's first lines, which all ranks share."""
 
 _ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -145,28 +119,45 @@ _HAS_A_PLACE = frozenset({Cause.INFRASTRUCTURE, Cause.DEVICE, Cause.HANG, Cause.
 
 
 def end_of(failure: Failure) -> WorkerEnd:
+    errors: list[Raised] = list(getattr(failure, "errors", ()))
+    message, stderr = failure.message, str(getattr(failure, "stderr_file", ""))
     return WorkerEnd(
         rank=failure.rank,
         exit_code=failure.exit_code,
         at=failure.at,
         node=getattr(failure, "node", ""),
         device=getattr(failure, "device", ""),
-        message=failure.message,
-        kernel_oom=failure.message.startswith(KERNEL_OOM),
+        message=message,
+        errors=errors,
+        heard=bool(stderr) and not errors and not getattr(failure, "error_file", ""),
+        kernel_oom=message.startswith(KERNEL_OOM),
     )
 
 
 def is_symptom(exit_code: int, message: str) -> bool:
     """Whether a failure only says that a peer was lost, or that a restart in place was given up."""
-    return exit_code in _SYMPTOMS or bool(_LOST_PEER.search(message))
+    return exit_code in _SYMPTOMS or is_of_lost_peer(message)
+
+
+def tells(line: str) -> bool:
+    """Whether a line of a rank's standard error says by itself what was wrong."""
+    return sign_in(line) is not None
+
+
+def at_import(errors: Sequence[Raised]) -> bool:
+    """Whether a script failed in its first lines, which all ranks run."""
+    return bool(errors) and _class_name(errors[0]) in _AT_IMPORT
 
 
 def _doubt(failure: Failure) -> int:
     """How likely a failure is a symptom of another one: 0 no, 1 perhaps, 2 yes."""
     if is_symptom(failure.exit_code, failure.message):
         return 2
-    # NCCL's watchdog aborts the process when a peer is lost, and leaves no message.
-    return 1 if failure.exit_code == -signal.SIGABRT else 0
+    errors: Sequence[Raised] = getattr(failure, "errors", ())
+    if any(is_of_lost_peer(in_words(one)) for one in errors):
+        return 2  # what it raised when it had lost a peer
+    # NCCL's watchdog aborts the process when a peer is lost. Who left with 0 may have been done.
+    return 1 if failure.exit_code in (-signal.SIGABRT, 0) else 0
 
 
 def root_cause(failures: Sequence[F]) -> F:
@@ -236,9 +227,13 @@ def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
     for error in evidence.devices:
         if _is_broken(error):
             yield (-1, error.at, _tie(error)), error
-    if evidence.ends:
+    if any(end.exit_code for end in evidence.ends):
         end = root_cause(sorted(evidence.ends, key=_tie))
         yield (_doubt(end), end.at, _tie(end)), end
+    waited_for = {rank for hang in evidence.hangs for rank in hang.missing}
+    for end in evidence.ends:
+        if not end.exit_code and end.rank in waited_for:
+            yield (0, end.at, _tie(end)), end
     for hang in evidence.hangs:
         yield (0, hang.at, _tie(hang)), hang
     for lost in evidence.lost:
@@ -248,7 +243,7 @@ def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
 def _is_broken(error: DeviceError) -> bool:
     """Whether the hardware itself says so. A number says it better than the words around it."""
     if error.uncorrectable or error.xid is None:
-        return error.uncorrectable or bool(_DEVICE.search(error.message))
+        return error.uncorrectable or is_of_hardware(error.message)
     return proves_broken(error.xid)
 
 
@@ -269,80 +264,82 @@ def _of_hangs(first: Hang, hangs: Sequence[Hang]) -> Diagnosis:
 
 
 def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
-    cause = _classify_end(end)
-    placed = cause in _HAS_A_PLACE and _doubt(end) < 2
+    if not end.exit_code:
+        told = f"rank {end.rank} left with exit code 0 before its peers"
+        return Diagnosis(cause=Cause.JOB, message=told, root_rank=end.rank)
+    alike = _alike(end, evidence)
+    found = _classify_end(end, evidence.causes)
+    if found.cause is Cause.JOB and not alike and _error_class(end) in _AT_IMPORT:
+        # The others run the same lines. What only some of them cannot import lies with their node, or with
+        # what the script does on that rank: one more try tells.
+        found = Found(Cause.UNKNOWN)
+    placed = found.cause in _HAS_A_PLACE and found.here and _doubt(end) < 2
     return Diagnosis(
-        cause=cause,
+        cause=found.cause,
         exit_code=end.exit_code,
-        message=end.message,
+        message="" if end.heard and not found.told else end.message,
         culprit_node=end.node if placed else "",
         culprit_device=end.device if placed else "",
-        named=bool(placed and end.node and end.device and _DEVICE.search(_text(end))),
-        alike=_alike(end, evidence),
+        named=bool(placed and end.node and end.device and found.hardware),
+        alike=alike,
+        root_rank=end.rank,
     )
 
 
 def _alike(root: WorkerEnd, evidence: Evidence) -> bool:
-    """Whether no rank tells another story, and most tell this one; of what fails at import one is enough.
+    """Whether no rank tells another story, and most tell this one.
 
     Not all: the agent stops the others as soon as it sees the first one fail. Exit code 2 without a word is
     how a script refuses its own arguments, which are the same on all ranks.
     """
-    if not root.message:
-        return root.exit_code == ExitCode.USAGE and {end.exit_code for end in evidence.ends} == {
-            ExitCode.USAGE
-        }
-    told = (root.exit_code, comparable(_text(root)))
-    same = sum((end.exit_code, comparable(_text(end))) == told for end in evidence.ends)
-    if same < len(evidence.ends) or evidence.hangs or evidence.lost:
+    if evidence.hangs or evidence.lost:
         return False
-    return 2 * same > evidence.world_size or _error_class(root) in _AT_IMPORT
+    if not root.message and root.exit_code != ExitCode.USAGE:
+        return False
+    told = (root.exit_code, comparable(root.message))
+    same = sum((end.exit_code, comparable(end.message)) == told for end in evidence.ends)
+    return same == len(evidence.ends) and 2 * same > evidence.world_size
 
 
-def _text(end: WorkerEnd) -> str:
-    if not end.error_class or _error_class(end, given=False) == end.error_class:
-        return end.message
-    return f"{end.error_class}: {end.message}"
+# -- the kind of one worker's end ----------------------------------------------------------------------------
 
 
-def _error_class(end: WorkerEnd, *, given: bool = True) -> str:
+def _class_name(raised: Raised) -> str:
+    return raised.types[0].rpartition(".")[2] if raised.types else ""
+
+
+def _error_class(end: WorkerEnd) -> str:
+    if end.errors:
+        return _class_name(end.errors[0])
     found = _CLASS.match(end.message)
-    return (given and end.error_class) or (found.group(1) if found else "")
+    return found.group(1) if found else ""
 
 
-def _classify_end(end: WorkerEnd) -> Cause:
-    code, text = end.exit_code, _text(end)
+def _classify_end(end: WorkerEnd, added: Sequence[tuple[str, str]]) -> Found:
+    """First what the kernel says, then codes that mean one thing, then the configuration, then exceptions.
+
+    What nothing of this matches is unknown, unless it is an exception: those are the job's own.
+    """
+    code = end.exit_code
     if code > 128 and code - 128 in signal.valid_signals():
         code = 128 - code  # a shell between the agent and the worker reports a signal n as 128 + n
     if end.kernel_oom:
-        return Cause.JOB
-    if code < 0:
-        return _classify_signal(-code, text)
+        return Found(Cause.JOB)
+    if -code in _ASKED_TO_END:
+        return Found(Cause.PREEMPTION)
+    if code == -signal.SIGKILL:
+        return Found(Cause.INFRASTRUCTURE)
     if code in _BY_CODE:
-        return _BY_CODE[ExitCode(code)]
-    return _classify_message(text) or (Cause.JOB if code > 0 else Cause.UNKNOWN)
-
-
-def _classify_signal(number: int, message: str) -> Cause:
-    if number in _ASKED_TO_END:
-        return Cause.PREEMPTION
-    if number == signal.SIGKILL:
-        return Cause.INFRASTRUCTURE
-    return _classify_message(message) or Cause.UNKNOWN
-
-
-def _classify_message(message: str) -> Cause | None:
-    for pattern, cause in (
-        (_OUT_OF_MEMORY, Cause.JOB),
-        (_HANG, Cause.HANG),
-        (_LOST_PEER, Cause.INFRASTRUCTURE),
-        (_DEVICE, Cause.DEVICE),
-        (_CUDA, Cause.UNKNOWN),
-        (_CHECKPOINT, Cause.CHECKPOINT),
-        (_STORAGE, Cause.INFRASTRUCTURE),
-        (_LOADER_KILLED, Cause.INFRASTRUCTURE),
-        (_DATA, Cause.DATA),
-    ):
-        if pattern.search(message):
-            return cause
-    return None
+        return Found(_BY_CODE[ExitCode(code)])
+    chain = end.errors or [Raised(message=end.message)]
+    for text in (end.message, *map(in_words, end.errors)):
+        for cause, pattern in added:
+            if re.search(pattern, text, re.IGNORECASE):
+                return Found(Cause(cause))
+    told = [one for link in chain if (one := found_in(link)) is not None]
+    if told:
+        return next((one for one in told if one.cause is not Cause.UNKNOWN), told[0])
+    raised = bool(end.errors) or bool(end.message and not end.heard)
+    if code > 0 and (raised or code == ExitCode.USAGE):
+        return Found(Cause.JOB)
+    return Found(Cause.UNKNOWN, told=False)

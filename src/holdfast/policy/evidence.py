@@ -12,8 +12,21 @@ from enum import StrEnum
 import msgspec
 
 
+class Raised(msgspec.Struct, frozen=True, kw_only=True):
+    """One exception of the chain that ended a worker."""
+
+    types: list[str] = []
+    """Its class and those that it derives from, with their modules (`torch.distributed.DistBackendError`),
+    its own first; those of Python itself without a module, and without `Exception` and what is above it."""
+    message: str = ""
+    errno: int | None = None
+
+
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that ended by itself, not because it was stopped."""
+    """A worker that ended by itself, not because it was stopped.
+
+    One that left with 0 while its peers still needed it is among them: see `classify`.
+    """
 
     rank: int
     exit_code: int
@@ -23,8 +36,10 @@ class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     """The device it ran on, if it had one and that is known."""
     message: str = ""
-    error_class: str = ""
-    """Of the exception, without its module; empty if there was none, or if the message begins with it."""
+    errors: list[Raised] = []
+    """The exception, then what caused it or was being handled when it was raised, as far as that is known."""
+    heard: bool = False
+    """Whether the message is only what it last wrote to its standard error, and no exception's."""
     kernel_oom: bool = False
 
 
@@ -90,6 +105,55 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint that was loaded; empty for a fresh start, or if that is not known."""
     steps: int | None = None
     """Steps completed since then; None if not known."""
+    causes: list[tuple[str, str]] = []
+    """Causes and the patterns of messages that have them, as the configuration adds them."""
+
+
+_TRACEBACK = "Traceback (most recent call last):"
+_RANK = re.compile(r"^\[rank\d+\]:[ \t]?", re.MULTILINE)
+_RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+_LINKED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
+_ERRNO = re.compile(r"\[Errno (-?\d+)\]")
+MOST_RAISED = 8
+"""Exceptions of one chain that are kept."""
+MOST_LINES = 12
+"""Lines of one exception's message that are read from a traceback."""
+
+
+def told_by_traceback(text: str) -> list[Raised]:
+    """The exceptions in the last traceback of a text, the outermost first; none if it has no traceback.
+
+    torch puts the rank before each line. What follows the message cannot be told from its further lines.
+    """
+    lines = _RANK.sub("", text).splitlines()
+    found: list[Raised] = []
+    begin = None
+    for number, line in enumerate(lines):
+        if line.startswith(_TRACEBACK):
+            if begin is None:
+                found = []
+            begin = number
+        elif _LINKED.match(line):
+            begin = number
+        elif begin is not None and (raised := _RAISED.match(line)) and _follows_frames(lines, number):
+            further = []
+            for more in lines[number + 1 : number + MOST_LINES]:
+                if not more.strip() or more.startswith(_TRACEBACK):
+                    break
+                further.append(more.strip())
+            message = "\n".join([raised["message"] or "", *further])
+            errno = _ERRNO.search(raised["message"] or "")
+            link = Raised(
+                types=[raised["type"]], message=message, errno=int(errno[1]) if errno is not None else None
+            )
+            found.append(link)
+            begin = None
+    return found[: -MOST_RAISED - 1 : -1]
+
+
+def _follows_frames(lines: list[str], number: int) -> bool:
+    """Whether a line comes right after a traceback's frames, which are indented."""
+    return number > 0 and (lines[number - 1].startswith((" ", "\t", _TRACEBACK)))
 
 
 _PASSING = re.compile(

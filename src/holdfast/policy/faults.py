@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from holdfast.policy.evidence import Raised
+
 
 class FaultKind(StrEnum):
     EXCEPTION = "exception"
@@ -39,6 +41,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """In words; for an exception its type and message."""
     error: str = ""
     """Class of the exception, without its module."""
+    errors: list[Raised] = []
+    """That exception and those that led to it, as in `evidence.WorkerEnd`."""
     exit_code: int = 0
     """Of the error or of the process, as from waitpid, where that is known."""
     at: float = 0.0

@@ -95,7 +95,7 @@ def evidence_of(faults: Sequence[Fault], world_size: int) -> Evidence:
                     at=fault.at,
                     node=fault.node,
                     message=fault.detail,
-                    error_class=fault.error,
+                    errors=fault.errors,
                 )
             )
     return Evidence(ends=ends, hangs=hangs, lost=lost, world_size=world_size)
@@ -124,6 +124,7 @@ def failed_iteration(
         highest_step=committed,
         culprit_node=found.culprit_node,
         alike=found.alike,
+        root_rank=found.root_rank,
         seconds=seconds,
         at=at,
         nodes=list(nodes),

@@ -32,7 +32,8 @@ _OWN_WORDS = frozenset({Cause.JOB, Cause.DATA, Cause.CHECKPOINT})
 """Causes whose message is the job's own and counts to the letter; elsewhere numbers in it are ports, times,
 sequence numbers."""
 _ACCUSING = frozenset({Cause.INFRASTRUCTURE, Cause.DEVICE, Cause.HANG, Cause.UNKNOWN})
-_BY_LOADING = frozenset({Cause.CHECKPOINT, Cause.UNKNOWN})
+_BY_LOADING = frozenset({Cause.CHECKPOINT})
+"""Causes that may lie in what was loaded. What nothing is known of is none: a good checkpoint would pay."""
 _SOON_AFTER_LOADING = frozenset({Cause.HANG, Cause.JOB})
 
 
@@ -112,6 +113,8 @@ class Tried:
         lowered = sum(attempt.action == "lower_rung" for attempt in self._attempts)
         if not failed.rung or lowered >= MAX_LOWER_RUNGS:
             return False
+        if failed.cause == Cause.JOB and failed.exit_code == 0:
+            return False  # a rank left of itself
         soon = failed.steps is not None and failed.steps <= NEAR_RESUME
         return failed.cause in _BY_LOADING or (failed.cause in _SOON_AFTER_LOADING and soon)
 

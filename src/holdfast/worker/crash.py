@@ -2,7 +2,8 @@
 
 torch's launcher names an error file for each rank but only functions wrapped with its decorator write one,
 with times in whole seconds. This hook writes it for any uncaught exception, before anything else can hang, in
-the same form and with the exact time. An error raised on purpose also becomes its own exit code.
+the same form, with the exact time, and with the classes and numbers of the exception and of all that led to
+it. An error raised on purpose also becomes its own exit code.
 """
 
 from __future__ import annotations
@@ -15,10 +16,17 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from holdfast.errors import HoldfastError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+MOST_RAISED = 8
+"""Exceptions of one chain that are written."""
+MOST_TYPES = 8
+MOST_TEXT = 4000
+"""Characters of one exception's message."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -48,6 +56,51 @@ class CrashHook:
             sys.excepthook = self._previous
 
 
+def chain_of(error: BaseException) -> list[dict[str, Any]]:
+    """An exception and what led to it, the outermost first, as `policy.evidence.Raised` has them."""
+    found: list[dict[str, Any]] = []
+    waiting: list[BaseException] = [error]
+    seen: set[int] = set()
+    while waiting and len(found) < MOST_RAISED:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        number = getattr(one, "errno", None) if isinstance(one, OSError) else None
+        found.append(
+            {
+                "types": _types(type(one)),
+                "message": _text(one),
+                "errno": number if isinstance(number, int) else None,
+            }
+        )
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+        before = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        if before is not None:
+            waiting.append(before)
+    return found
+
+
+def _types(kind: type[BaseException]) -> list[str]:
+    """A class and what it derives from, up to but without Exception."""
+    above = (Exception, BaseException, object)
+    names = [_name(one) for one in kind.__mro__ if one not in above]
+    return names[:MOST_TYPES] or [kind.__qualname__]
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as problem:  # noqa: BLE001 - the user's own class; its name must do
+        text = f"(its text cannot be had: {type(problem).__name__})"
+    return text[:MOST_TEXT].encode(errors="replace").decode()
+
+
 def write_error_file(error: BaseException) -> None:
     """Write the launcher's error file, if there is to be one and nobody has written it yet."""
     name = os.environ.get(ERROR_FILE)
@@ -56,9 +109,10 @@ def write_error_file(error: BaseException) -> None:
     now = time.time()
     report = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": f"{type(error).__name__}: {_text(error)}",
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error)),
+                "chain": chain_of(error),
                 "timestamp": str(int(now)),
                 "timestamp_exact": f"{now:.6f}",
                 "exit_code": str(int(error.exit_code) if isinstance(error, HoldfastError) else 1),

@@ -1,0 +1,431 @@
+"""The texts, classes and numbers of errors by which a cause is known: one table of each.
+
+Every text comes with a message as it is really met; a test classifies each of them, and compares the tables
+with docs/recovery.md. What is not here is the job's own if it is an exception, and unknown if it is not.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from holdfast.policy.evidence import Raised
+
+
+class Cause(StrEnum):
+    PREEMPTION = "preemption"
+    """Somebody asked the worker to end: a scheduler, an operator."""
+    INFRASTRUCTURE = "infrastructure"
+    """Something around the job broke: a node, the network, storage, a kill from outside."""
+    DEVICE = "device"
+    JOB = "job"
+    """The job's own doing: an exception, out of memory, divergence."""
+    DATA = "data"
+    CHECKPOINT = "checkpoint"
+    HANG = "hang"
+    UNKNOWN = "unknown"
+
+
+LOADER_KILLED = "is killed by signal: Killed"
+"""What torch says of a process that loads data, when somebody sent it SIGKILL."""
+
+
+class Sign(NamedTuple):
+    """A text by which a cause is known."""
+
+    cause: Cause
+    pattern: str
+    """Looked for in the exception's class and message, or in a line of standard error, in any case."""
+    example: str
+    """A message as it is met, by which a test knows that this row is the one that finds it."""
+    symptom: bool = False
+    """Whether it only says that a peer was lost."""
+    hardware: bool = False
+    """Whether it is the device's own word, which accuses that very device."""
+    here: bool = True
+    """Whether the node that it was seen on may be at fault."""
+
+
+SIGNS: tuple[Sign, ...] = (
+    # memory: the same job needs as much again
+    Sign(
+        Cause.JOB,
+        r"out of memory|outofmemoryerror",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    ),
+    Sign(
+        Cause.JOB,
+        r"can(no|')t allocate memory|\bmemoryerror\b",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory",
+    ),
+    Sign(
+        Cause.JOB,
+        r"(out of|insufficient) shared memory",
+        "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
+        "dataloader's workers are out of shared memory.",
+    ),
+    Sign(
+        Cause.JOB,
+        r"device-side assert triggered",
+        "torch.AcceleratorError: CUDA error: device-side assert triggered",
+    ),
+    # collectives that did not end
+    Sign(
+        Cause.HANG,
+        r"watchdog caught collective operation timeout",
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, "
+        "Timeout(ms)=600000) ran for 600069 milliseconds before timing out.",
+    ),
+    Sign(
+        Cause.HANG,
+        r"timed out waiting .*ms for",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting "
+        "1800000ms for recv operation to complete",
+    ),
+    # a peer that is gone: what took it away is another rank's to tell
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"connection closed by (remote )?peer|connection reset by peer|connection was likely closed",
+        "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14766",
+        symptom=True,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"application timeout caused pair closure",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Application timeout "
+        "caused pair closure",
+        symptom=True,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"broken pipe|connection refused|socket timeout",
+        "torch.distributed.DistNetworkError: The client socket has failed to connect to node-a:29500 (errno: "
+        "111 - Connection refused).",
+        symptom=True,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"ncclremoteerror|nccl remote error|remote process exited|a remote peer",
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, remote process exited or "
+        "there was a network error, NCCL version 2.21.5",
+        symptom=True,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"nccl communicator was aborted",
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.",
+        symptom=True,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"recvvalue failed|sendbytes failed|recvbytes|distnetworkerror|diststoreerror",
+        "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients "
+        "joined.",
+        symptom=True,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"decisiontimeouterror",
+        "DecisionTimeoutError: no decision about resume within 300 s",
+        symptom=True,
+    ),
+    # the device's own word
+    Sign(
+        Cause.DEVICE,
+        r"uncorrectable ecc|ecc error",
+        "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        hardware=True,
+    ),
+    Sign(
+        Cause.DEVICE,
+        r"hardware stack error",
+        "torch.AcceleratorError: CUDA error: hardware stack error",
+        hardware=True,
+    ),
+    Sign(
+        Cause.DEVICE,
+        r"fallen off the bus|gpu is lost",
+        "Unable to determine the device handle for GPU 0000:3B:00.0: GPU is lost.  Reboot the system to "
+        "recover this GPU",
+        hardware=True,
+    ),
+    Sign(
+        Cause.DEVICE,
+        r"nvlink error",
+        "RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution",
+        hardware=True,
+    ),
+    Sign(
+        Cause.DEVICE,
+        r"device\(s\) is/are busy or unavailable",
+        "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+        hardware=True,
+    ),
+    Sign(
+        Cause.DEVICE,
+        r"no cuda-capable device is detected",
+        "RuntimeError: CUDA error: no CUDA-capable device is detected",
+        hardware=True,
+    ),
+    # the machine
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"no cuda gpus are available|no nvidia driver on your system|no hip gpus are available",
+        "RuntimeError: No CUDA GPUs are available",
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"system not yet initialized|cudagetdevicecount\(\)|driver/library version mismatch",
+        "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before "
+        "calling NumCudaDevices() that might have already set an error? Error 802: system not yet "
+        "initialized",
+    ),
+    # the fabric
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"call to ibv_\w+ failed",
+        "misc/ibvwrap.cc:291 NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out, on dev "
+        "mlx5_bond_1:1, curr state INIT, next state RTR",
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"net/ib\w* ?: ?got (completion|async)",
+        "NCCL WARN NET/IB : Got completion from peer 10.0.0.7<54862> with status=12 opcode=0 len=0 vendor "
+        "err 129 (Recv)",
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"net/ofi .*(error|failed)|\blibfabric\b.*(error|failed)",
+        "NCCL WARN NET/OFI Request 0x7f5c completed with error. RC: 113. Error: unresponsive receiver",
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"transport retry count exceeded",
+        "ib_mlx5_log.c:143  Transport retry count exceeded on mlx5_0:1/IB (synd 0x15 vend 0x81 hw_synd 0/0)",
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"gloo connectfullmesh failed",
+        "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] "
+        "no error",
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"ncclsystemerror|unhandled system error",
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled system "
+        "error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5",
+    ),
+    Sign(
+        Cause.JOB,
+        r"ncclinvalidusage|ncclinvalidargument|nccl.*invalid (usage|argument)",
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, invalid usage (run "
+        "with NCCL_WARN=INFO for details), NCCL version 2.21.5",
+    ),
+    # what broken hardware and a wrong program both cause
+    Sign(
+        Cause.UNKNOWN,
+        r"nccl.*unhandled cuda error|ncclunhandledcudaerror|ncclinternalerror|nccl.*internal error",
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1333, unhandled cuda error, "
+        "NCCL version 2.18.1",
+    ),
+    Sign(
+        Cause.UNKNOWN,
+        r"cuda error: |unspecified launch failure|\bxid\b",
+        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+    ),
+    Sign(
+        Cause.UNKNOWN,
+        r"cudnn_status_\w+|cublas_status_\w+|hip error",
+        "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    ),
+    # checkpoints
+    Sign(
+        Cause.CHECKPOINT,
+        r"^(\w+\.)*(CheckpointError|NoValidRungError)\b",
+        "CheckpointError: shard __0_0.distcp: digest differs",
+    ),
+    # storage
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"no space left on device|input/output error|stale file handle|transport endpoint is not connected"
+        r"|remote i/o error|disk quota exceeded|read-only file system",
+        "OSError: [Errno 116] Stale file handle: '/data/shard-00017.tar'",
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"pytorchstreamwriter failed writing file|iostream error",
+        "RuntimeError: PytorchStreamWriter failed writing file data/3: file write failed",
+    ),
+    # stores and services elsewhere
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"could not connect to the endpoint url|(read|connect) timeout on endpoint url"
+        r"|before we received a valid response from endpoint url",
+        'botocore.exceptions.EndpointConnectionError: Could not connect to the endpoint URL: "https://data.s3'
+        '.amazonaws.com/train/0"',
+        here=False,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"an error occurred \((slowdown|serviceunavailable|internalerror|requesttimeout|50[0-4])\)",
+        "botocore.exceptions.ClientError: An error occurred (SlowDown) when calling the GetObject operation "
+        "(reached max retries: 4): Please reduce your request rate.",
+        here=False,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"connectionpool\(host=.*(max retries exceeded|read timed out)",
+        "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co', port=443): Max "
+        "retries exceeded with url: /api/models/gpt2",
+        here=False,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"temporary failure in name resolution|name or service not known",
+        "socket.gaierror: [Errno -3] Temporary failure in name resolution",
+        here=False,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"\b50[0-4] server error|http error 50[0-4]|statuscode\.unavailable"
+        r"|timeout of .* exceeded, last exception",
+        "requests.exceptions.HTTPError: 503 Server Error: Service Unavailable for url: https://huggingface.co/",
+        here=False,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"server disconnected|cannot connect to host",
+        "aiohttp.client_exceptions.ServerDisconnectedError: Server disconnected",
+        here=False,
+    ),
+    # processes that load data
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"dataloader worker .*killed by signal: killed",
+        "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.",
+    ),
+    Sign(
+        Cause.UNKNOWN,
+        r"dataloader worker .*(exited unexpectedly|killed by signal)",
+        "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly",
+    ),
+    # numbers of the system's errors, where only the text of an OSError is left of it
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"\[errno ({errnos})\]",
+        "OSError: Caught OSError in DataLoader worker process 0. … OSError: [Errno 110] Connection timed out",
+    ),
+    Sign(
+        Cause.DATA,
+        r"caught \w+ in dataloader worker process",
+        "ValueError: Caught ValueError in DataLoader worker process 0.",
+    ),
+    Sign(
+        Cause.UNKNOWN,
+        r"\[(enforce fail at )?[^\]\s]*\.(cc|cpp|cu|h|hpp):\d+\]",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. "
+        "8 vs 4",
+    ),
+)
+"""Every text by which a cause is known, in the order in which they are looked for."""
+
+ERRNOS: Mapping[int, str] = {
+    number: errno.errorcode[number]
+    for number in (
+        errno.EIO, errno.ENXIO, errno.ENODEV, errno.ENFILE, errno.ENOSPC, errno.EROFS, errno.ENOLINK,
+        errno.ECOMM, errno.EPROTO, errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.ENETUNREACH,
+        errno.ENETRESET, errno.ECONNABORTED, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN,
+        errno.ETIMEDOUT, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ESTALE,
+        errno.EREMOTEIO, errno.EDQUOT, errno.EKEYEXPIRED,
+    )
+}  # fmt: skip
+"""Of an OSError: what a disk, a network, a mount or a machine has, and no program. ENOENT, EACCES and the
+like are mostly the script's."""
+
+
+class Known(NamedTuple):
+    """What the class of an exception says."""
+
+    cause: Cause
+    refined: bool = False
+    """Whether a text of `SIGNS` in its message knows better."""
+    here: bool = True
+
+
+TYPES: Mapping[str, Known] = {
+    "torch.OutOfMemoryError": Known(Cause.JOB),
+    "torch.cuda.OutOfMemoryError": Known(Cause.JOB),
+    "MemoryError": Known(Cause.JOB),
+    "torch.distributed.DistNetworkError": Known(Cause.INFRASTRUCTURE),
+    "torch.distributed.DistStoreError": Known(Cause.INFRASTRUCTURE),
+    "torch.distributed.DistBackendError": Known(Cause.INFRASTRUCTURE, refined=True),
+    "torch.AcceleratorError": Known(Cause.UNKNOWN, refined=True),
+    "ConnectionError": Known(Cause.INFRASTRUCTURE, here=False),
+    "TimeoutError": Known(Cause.INFRASTRUCTURE, refined=True, here=False),
+    "socket.gaierror": Known(Cause.INFRASTRUCTURE, here=False),
+    "botocore.exceptions.HTTPClientError": Known(Cause.INFRASTRUCTURE, here=False),
+    "botocore.exceptions.ConnectionError": Known(Cause.INFRASTRUCTURE, here=False),
+    "botocore.exceptions.EndpointConnectionError": Known(Cause.INFRASTRUCTURE, here=False),
+    "requests.exceptions.ConnectionError": Known(Cause.INFRASTRUCTURE, here=False),
+    "requests.exceptions.Timeout": Known(Cause.INFRASTRUCTURE, here=False),
+    "urllib3.exceptions.HTTPError": Known(Cause.INFRASTRUCTURE, here=False),
+    "httpx.TransportError": Known(Cause.INFRASTRUCTURE, here=False),
+    "aiohttp.client_exceptions.ClientConnectionError": Known(Cause.INFRASTRUCTURE, here=False),
+    "azure.core.exceptions.ServiceRequestError": Known(Cause.INFRASTRUCTURE, here=False),
+    "azure.core.exceptions.ServiceResponseError": Known(Cause.INFRASTRUCTURE, here=False),
+    "google.api_core.exceptions.ServerError": Known(Cause.INFRASTRUCTURE, here=False),
+    "google.api_core.exceptions.RetryError": Known(Cause.INFRASTRUCTURE, here=False),
+    "google.api_core.exceptions.TooManyRequests": Known(Cause.INFRASTRUCTURE, here=False),
+}
+"""Classes of exceptions that say what was wrong whatever their message is. Those derived from them do too."""
+
+_PATTERNS = tuple(
+    re.compile(one.pattern.replace("{errnos}", "|".join(map(str, ERRNOS))), re.IGNORECASE) for one in SIGNS
+)
+_SYMPTOM_PATTERNS = tuple(pattern for one, pattern in zip(SIGNS, _PATTERNS, strict=True) if one.symptom)
+_HARDWARE_PATTERNS = tuple(pattern for one, pattern in zip(SIGNS, _PATTERNS, strict=True) if one.hardware)
+
+
+class Found(NamedTuple):
+    """What was found out about one worker's end."""
+
+    cause: Cause
+    here: bool = True
+    hardware: bool = False
+    told: bool = True
+    """Whether anything that was said has decided it."""
+
+
+def in_words(raised: Raised) -> str:
+    """As Python shows it."""
+    return f"{raised.types[0]}: {raised.message}" if raised.types else raised.message
+
+
+def sign_in(text: str) -> Sign | None:
+    """The first row whose pattern is in the text."""
+    return next((row for row, pattern in zip(SIGNS, _PATTERNS, strict=True) if pattern.search(text)), None)
+
+
+def is_of_lost_peer(text: str) -> bool:
+    """Whether any part of it says that a peer was lost."""
+    return any(pattern.search(text) for pattern in _SYMPTOM_PATTERNS)
+
+
+def is_of_hardware(text: str) -> bool:
+    return any(pattern.search(text) for pattern in _HARDWARE_PATTERNS)
+
+
+def found_in(raised: Raised) -> Found | None:
+    """What one exception says: its class, its errno, then its text. None: nothing, as most of a job's own."""
+    known = next((TYPES[name] for name in raised.types if name in TYPES), None)
+    if known is not None and not known.refined:
+        return Found(known.cause, known.here)
+    if raised.errno in ERRNOS:
+        return Found(Cause.INFRASTRUCTURE)
+    sign = sign_in(in_words(raised))
+    if sign is not None:
+        return Found(sign.cause, sign.here, sign.hardware)
+    return Found(known.cause, known.here) if known is not None else None
