@@ -9,6 +9,7 @@ import signal
 import sys
 import textwrap
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pytest
 
 from forking import DEADLINE, cold, command, fork, streams, text_of, warm, without_torch
 from harness import REPO, await_child, wait_until
-from holdfast.launch.preload import ColdStart, Preload, PreloadedParent
+from holdfast.launch.forked_worker import brought_along
+from holdfast.launch.preload import ColdStart, Preload, PreloadedParent, Request, Script
 from holdfast.launch.starting import Starter
 
 WHO = (REPO / "tests" / "scripts" / "who_am_i.py").read_text()
@@ -405,9 +407,8 @@ def test_preloaded_modules_are_imported_once_and_their_effects_are_kept(
         "use.py",
         """
         import os, random, sys
-        known = "chosen" in sys.modules
+        print("chosen" in sys.modules, "torch" in sys.modules, "numpy" in sys.modules)
         import chosen, numpy, torch
-        print(known == (chosen.MADE_IN != os.getpid()))
         print(os.environ["SET_BY_IMPORT"], "REMOVED_BY_IMPORT" in os.environ)
         print(random.random(), numpy.random.rand(), torch.rand(1), torch.initial_seed())
         """,
@@ -416,6 +417,8 @@ def test_preloaded_modules_are_imported_once_and_their_effects_are_kept(
     preloaded = PreloadedParent(Preload(("chosen",), str(tmp_path), environment))
     try:
         same(preloaded, command(script), environment)
+        made = write(tmp_path, "made.py", "import os, chosen\nprint(chosen.MADE_IN != os.getpid())")
+        assert warm(preloaded, command(made), environment).out == "True\n"
         (tmp_path / "chosen.py").write_text("CHANGED = True")
         with pytest.raises(ColdStart, match=r"chosen\.py has changed since it was imported"):
             warm(preloaded, command(script), environment)
@@ -451,6 +454,140 @@ def test_what_is_imported_later_is_left_out_once_it_made_forks_unsafe(
     starter._preload = preload
     starter._go_cold(caught.value)
     assert starter._preload == preload._replace(later=False)
+
+
+# -- what a script does before it imports torch -------------------------------------------------------------
+
+
+SLOW = pytest.mark.drill
+
+
+@pytest.mark.parametrize(
+    ("before", "shown", "found", "why"),
+    [
+        # Two threads where the parent has one, as under torchrun.
+        ("os.environ['OMP_NUM_THREADS'] = '2'", "torch.get_num_threads()", "2", "changes OMP_NUM_THREADS"),
+        ("sys.path.insert(0, 'other')", "torch.OTHER", "another", "sys.path before it imports torch"),
+        pytest.param(
+            "import numpy; os.putenv('OMP_NUM_THREADS', '2')", "torch.get_num_threads()", "2",
+            "changes OMP_NUM_THREADS", marks=SLOW,
+        ),
+        pytest.param(
+            "os.environ['PYTORCH_JIT'] = '0'", "torch.jit._state._enabled.enabled", "False",
+            "changes PYTORCH_JIT", marks=SLOW,
+        ),
+        pytest.param(
+            "import holdfast; os.environ['MKL_CBWR'] = 'AVX2'", "torch.nn.__name__", "torch.nn",
+            "changes MKL_CBWR", marks=SLOW,
+        ),
+        # What does not concern the import leaves the worker as it is.
+        ("os.environ['OMP_NUM_THREADS'] = '1'; os.environ['NCCL_DEBUG'] = 'INFO'", "torch.e > 2", "True", ""),
+        ("os.environ['MINE'] = '1'; sys.path.insert(0, 'empty'); import numpy", "numpy.ones(1)", "[1.]", ""),
+        ("from importlib import util; util.find_spec('torch').origin", "torch.nn.__name__", "torch.nn", ""),
+    ],
+)  # fmt: skip
+def test_a_script_that_changes_what_an_import_reads_gets_a_new_interpreter(
+    before: str,
+    shown: str,
+    found: str,
+    why: str,
+    parent: PreloadedParent,
+    place: Path,
+    environment: dict[str, str],
+) -> None:
+    (place / "other").mkdir(exist_ok=True)
+    (place / "other" / "torch.py").write_text("OTHER = 'another'\n")
+    (place / "empty").mkdir(exist_ok=True)
+    text = f"""
+        import os, sys
+        print(os.getpid() == os.getsid(0), sys.argv[1:], os.environ["RANK"], flush=True)
+        assert not {{"torch", "numpy"}} & {{*sys.modules}}
+        {before}
+        import torch
+        print({shown})
+        print("forked" if "holdfast.launch.forked_worker" in sys.modules else "cold")
+        """
+    args, note = command(write(place, "early.py", text), "x y"), place / "note"
+    note.unlink(missing_ok=True)
+    with streams("") as files:
+        forked = parent.fork({0: Request(Script.of(args), environment, files, note=str(note))})
+        forked.go()
+        assert await_child(forked.pids[0], DEADLINE) == 0, text_of(files[2])
+        printed = text_of(files[1]).splitlines()
+    first = "True ['x y'] 7"
+    assert printed == ([first, first, found, "cold"] if why else [first, found, "forked"])
+    assert (why in note.read_text()) if why else not note.exists()
+
+
+def test_a_worker_that_has_children_goes_on_and_says_what_is_wrong(
+    parent: PreloadedParent, place: Path, environment: dict[str, str]
+) -> None:
+    """A new interpreter would not know of them. Children of the script never start it over."""
+    script = write(
+        place,
+        "early.py",
+        """
+        import os, subprocess, sys
+        os.environ["OMP_NUM_THREADS"] = "2"
+        child = os.fork()
+        if child == 0:
+            import torch
+            os._exit(7)
+        helper = subprocess.Popen(["sleep", "60"])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        import torch
+        helper.kill()
+        helper.wait()
+        """,
+    )
+    ended = warm(parent, command(script), environment)
+    assert ended.code == 0, ended.err
+    assert "changes OMP_NUM_THREADS before it imports torch" in ended.err
+    assert "but it has started processes" in ended.err
+
+
+def test_modules_that_need_torch_are_told_from_those_that_do_not() -> None:
+    def module(name: str, **globals_: object) -> types.ModuleType:
+        made = types.ModuleType(name)
+        vars(made).update(globals_)
+        return made
+
+    class Thing:
+        pass
+
+    Thing.__module__ = "torch.nn"
+    torch, numpy, os_ = module("torch"), module("numpy"), module("os")
+    user = module("user.model", Thing=Thing)
+    modules = {
+        "torch": torch,
+        "torch.nn": module("torch.nn", numpy=numpy),
+        "numpy": numpy,
+        "numpyish": module("numpyish"),
+        "os": os_,
+        "json": module("json", torch=torch),
+        "user": module("user"),
+        "user.model": user,
+        "user.train": module("user.train", model=user, numpy=numpy),
+        "arrays": module("arrays", np=numpy, os=os_),
+        "__main__": module("__main__", torch=torch),
+        "holdfast.run": (ours := module("holdfast.run", torch=torch)),
+        "holdfast": module("holdfast", run=ours),
+        "package.part": (part := module("package.part", torch=torch)),
+        "package": module("package", part=part),
+    }
+    assert brought_along(modules, ["numpyish", "user"]) == {
+        "torch": "torch",
+        "torch.nn": "torch",
+        "numpy": "numpy",
+        "user.model": "torch",
+        "user.train": "torch",
+        "arrays": "numpy",
+        "holdfast.run": "torch",
+        "package.part": "torch",
+        "package": "torch",
+        "numpyish": "numpyish",
+        "user": "user",
+    }
 
 
 def test_a_variable_that_an_import_may_have_read_makes_a_start_cold(

@@ -17,11 +17,16 @@ from forking import DEADLINE, without_torch
 from harness import REPO, await_child, finish, holdfast, wait_until
 from holdfast.launch import output
 from holdfast.launch.early import guess
+from holdfast.launch.forked_worker import processors_matter
 from holdfast.launch.preload import REPLACEMENTS, PreloadedParent
 from holdfast.launch.starting import Started, Starter
 
 BORN = str(REPO / "tests" / "scripts" / "launch_born.py")
-SLEEP = "import sys, time\nprint('forked' if 'torch' in sys.modules else 'cold')\ntime.sleep(300)\n"
+SLEEP = """
+import sys, time
+print("forked" if "holdfast.launch.forked_worker" in sys.modules else "cold")
+time.sleep(300)
+"""
 
 
 def launch(*flags: str, acts: str = "ok", env: dict[str, str] | None = None, cwd: Path) -> tuple[str, str]:
@@ -70,7 +75,7 @@ def test_logs_are_laid_out_as_by_torchrun_and_kept_for_every_attempt(tmp_path: P
     ],
 )
 def test_flags(flags: list[str], variables: dict[str, str], how: str, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "chosen.py").write_text("")
+    (tmp_path / "chosen.py").write_text("import os\nMADE_IN = os.getpid()\n")
     out, err = launch(*flags, env={"PYTHONPATH": str(tmp_path), **variables}, acts="kill,ok", cwd=tmp_path)
     assert {line.split()[4] for line in out.splitlines() if line.startswith("attempt")} == {how}
     assert ("preloaded=True" in out) == (flags == ["--preload", "chosen"])
@@ -222,12 +227,12 @@ class Stage:
         self.said: list[str] = []
         self.cwd = cwd
         self.command = [sys.executable, "-u", "sleep.py"]
-        self.starter = Starter(say=self.said.append)
+        self.starter = Starter(say=self.said.append, notes=cwd)
         self.specs = DefaultLogsSpecs(log_dir=str(cwd / "logs"), redirects=Std.ALL)
         self.attempts = 0
         self.running: list[Started] = []
 
-    def start(self, extra: dict[str, str] | None = None) -> Started:
+    def start(self, extra: dict[str, str] | None = None, numa: object = None) -> Started:
         """A new attempt of two workers, after the last one has been ended."""
         self.stop()
         base = {"TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_RESTART_COUNT": str(self.attempts)}
@@ -236,11 +241,11 @@ class Stage:
         self.starter.prepare()
         program, *arguments = self.command
         args = dict.fromkeys(envs, tuple(arguments))
-        started = self.starter.start("default", program, args, envs, self.specs)
+        started = self.starter.start("default", program, args, envs, self.specs, numa_options=numa)
         self.running.append(started)
         logs = Path(started.error_files[0]).parent / "stdout.log"
         told = wait_until(logs.read_text, 60, "a worker says how it was born").strip()
-        assert told == ("forked" if started.warm else "cold")
+        assert told.split()[0] == ("forked" if started.warm else "cold")
         return started
 
     def stop(self) -> None:
@@ -319,6 +324,70 @@ def test_workers_that_cannot_be_forked_start_cold_and_die_with_the_agent(stage: 
     assert [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None for pid in started.pids().values()]
 
 
+def test_a_worker_that_starts_over_makes_later_attempts_cold_and_is_told_of_once(stage: Stage) -> None:
+    text = "import os, torch\nos.environ['OMP_NUM_THREADS'] = '2'\n"
+    early = text.replace("import os, torch\n", "import os\n") + "import torch\n"
+    (stage.cwd / "sleep.py").write_text(text + SLEEP)
+    stage.starter.expect(stage.command)
+    assert stage.start().warm
+    stage.starter.tend()
+    assert stage.said == [], "after the import it is the script's own affair"
+    stage.stop()
+    (stage.cwd / "sleep.py").write_text(early + SLEEP.replace('"cold"', '"forked and cold"'))
+    started = stage.start()
+    pids = started.pids()
+    stage.starter.tend()
+    stage.starter.tend()
+    assert len(stage.said) == 1
+    assert "workers start cold" in stage.said[0]
+    assert "changes OMP_NUM_THREADS before it imports torch" in stage.said[0]
+    for pid in pids.values():
+        assert os.getpgid(pid) == pid
+        assert "sleep.py" in Path(f"/proc/{pid}/cmdline").read_text()
+    assert stage.starter.parent_pid is None, "of no use any more"
+    (stage.cwd / "sleep.py").write_text(early + SLEEP)
+    assert not stage.start().warm
+    assert len(stage.said) == 1
+
+
+def test_forked_workers_are_bound_to_processors_as_torch_chooses(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which ones are near a device only a machine with one knows."""
+    here = sorted(os.sched_getaffinity(0))
+    if len(here) < 2:
+        pytest.skip("one processor only")
+    seen: list[object] = []
+
+    def choose(*, gpu_index: int, numa_options: object) -> set[int]:
+        seen.append(numa_options)
+        return {here[gpu_index]}
+
+    monkeypatch.setattr("torch.numa.binding._get_logical_cpus_to_bind_to", choose)
+    stage.starter.expect(stage.command, numa=True)
+    wanted = object()
+    started = stage.start(numa=wanted)
+    assert started.warm, stage.said
+    assert seen == [wanted, wanted]
+    for rank, pid in started.pids().items():
+        assert os.sched_getaffinity(pid) == {here[rank]}
+    assert sorted(os.sched_getaffinity(0)) == here
+    parent = stage.starter.parent_pid
+    assert parent is not None
+    assert sorted(os.sched_getaffinity(parent)) == here
+
+
+def test_bound_workers_whose_threads_are_counted_at_import_start_cold(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    stage.starter.expect(stage.command, numa=True)
+    assert stage.starter.parent_pid is None
+    assert "OMP_NUM_THREADS is not set" in stage.said[0]
+    assert not processors_matter({"OMP_NUM_THREADS": "4"})
+    assert processors_matter({"OMP_NUM_THREADS": "4", "OMP_PROC_BIND": "true"})
+
+
 def test_closing_ends_what_still_runs(stage: Stage) -> None:
     stage.starter.expect(stage.command)
     started = stage.start()
@@ -367,7 +436,6 @@ def test_the_guess(
         (["nowhere.py"], {}),
         (["--no-preload", "s.py"], {}),
         (["--no_python", "s.py"], {}),
-        (["--numa-binding", "node", "s.py"], {}),
         (["s.py"], {"PET_NO_PRELOAD": "1"}),
         (["s.py"], {"PYTHON_EXEC": "/usr/bin/pypy"}),
     ],

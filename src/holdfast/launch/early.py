@@ -31,7 +31,7 @@ def start_early(argv: Sequence[str], environment: Mapping[str, str] | None = Non
 
 def guess(argv: Sequence[str], environment: dict[str, str]) -> Preload | None:
     flags, rest = _split(argv)
-    if not rest or {"--help", "-h", "--no-python", "--run-path", "--no-preload", "--numa-binding"} & {*flags}:
+    if not rest or {"--help", "-h", "--no-python", "--run-path", "--no-preload"} & {*flags}:
         return None
     if environment.get("PET_NO_PRELOAD", "0") != "0":
         return None

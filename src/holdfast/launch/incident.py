@@ -33,6 +33,7 @@ from holdfast.control.directory import ControlDirectory, create_record, read_rec
 from holdfast.control.history import past_attempts
 from holdfast.control.lease import Claim, Fence
 from holdfast.control.rejections import rejection_of
+from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.journal.writer import JournalWriter

@@ -77,19 +77,24 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
     for note in options.notes:
         say(f"note: {note}")
     refuse_stop_file(options.settings.stop_file())
-    with _scratch_logs(options) as scratch:
+    private = tempfile.TemporaryDirectory(prefix="holdfast_", ignore_cleanup_errors=True)
+    with _scratch_logs(options) as scratch, private as own:
         config, command = _configure(options)
         for name in (VARIABLE, handed.VARIABLE):  # of an outer launch: our workers are not its workers
             os.environ.pop(name, None)
         signals = StopSignals(getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"))
         signals.install()
         starter = Starter(
-            modules=options.args.preload, parent=parent, enabled=not options.args.no_preload, say=say
+            modules=options.args.preload,
+            parent=parent,
+            enabled=not options.args.no_preload,
+            notes=Path(own),
+            say=say,
         )
         starter.expect(command, numa=getattr(config, "numa_options", None) is not None)
         control, created = ControlDirectory.open_or_create(Path(options.settings.run.dir))
         tell = _Teller(control, node_name(options.settings.launch.node_name))
-        monitor = Monitor(Path(tempfile.mkdtemp(prefix="holdfast_")), limits_of(options.effective), tell)
+        monitor = Monitor(Path(own), limits_of(options.effective), tell)
         leadership = Leadership(control, options.settings.control.lease_ttl, options.settings.handover())
         context = LaunchContext(
             control=control,
@@ -108,7 +113,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             gate=Gate(options.settings, control, say=say, alone=config.max_nodes == 1),
             leadership=leadership,
             orphans=Orphans(options.settings.checkpoint.timeout),
-            keeper=Keeper(options.settings.checkpoint.timeout, [*scratch, str(monitor.path.parent)]),
+            keeper=Keeper(options.settings.checkpoint.timeout, [*scratch, own]),
             starter=starter,
             monitor=monitor,
             learner=Learner(control, tell, command),
@@ -131,7 +136,6 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             context.alerts.close()
             starter.close()
             monitor.close()
-            shutil.rmtree(monitor.path.parent, ignore_errors=True)
             leadership.release()
             context.scheduler.part(say)
 

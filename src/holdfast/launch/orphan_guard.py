@@ -18,9 +18,10 @@ from collections.abc import Sequence
 PR_SET_PDEATHSIG = 1
 
 
-def guarded(command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` as a child that dies with the calling process."""
-    return [sys.executable, "-I", "-S", os.path.realpath(__file__), str(os.getpid()), *command]
+def guarded(command: Sequence[str], parent: int | None = None) -> list[str]:
+    """The command line that runs `command` as one that dies with its parent: the caller, or as given."""
+    tied_to = os.getpid() if parent is None else parent
+    return [sys.executable, "-I", "-S", os.path.realpath(__file__), str(tied_to), *command]
 
 
 def die_with_parent(parent: int) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.launch.forked_worker import may_differ
 from holdfast.launch.messages import receive, send
 
 IMPORTS = 120.0
@@ -34,15 +35,6 @@ RUN_PATH = str(Path(__file__).resolve().with_name("run_path.py"))
 """The script that runs the user's with `--run-path`."""
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
-
-MAY_DIFFER = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
-    "CUDA_MODULE_LOADING", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
-)  # fmt: skip
-MAY_DIFFER_PREFIXES = ("HOLDFAST_", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "NCCL_", "GLOO_")
-"""Variables that are read when a worker runs, and not while torch is imported. Every other difference (OMP_*,
-MKL_*, PYTHON*, LD_*, TORCH_* …) makes a start cold: nobody knows who has read it already."""
 
 
 class ColdStart(Exception):  # noqa: N818 - not an error
@@ -73,9 +65,7 @@ class Preload(NamedTuple):
         return sorted(
             name
             for name in names
-            if self.environment.get(name) != environment.get(name)
-            and name not in MAY_DIFFER
-            and not name.startswith(MAY_DIFFER_PREFIXES)
+            if self.environment.get(name) != environment.get(name) and not may_differ(name)
         )
 
 
@@ -118,6 +108,10 @@ class Request(NamedTuple):
     environment: Mapping[str, str]
     stdio: Mapping[int, int]
     """Descriptor in the worker → descriptor here; the others are inherited."""
+    processors: Sequence[int] = ()
+    """Those that it is bound to; none means as the parent."""
+    note: str = ""
+    """The file in which it says, once, why it started over as a new interpreter."""
 
 
 class PreloadedParent:
@@ -196,6 +190,8 @@ class PreloadedParent:
             "arguments": script.arguments,
             "environment": dict(request.environment),
             "stdio": list(request.stdio),
+            "processors": list(request.processors),
+            "note": request.note,
             "cwd": str(Path.cwd()),
             **_inherited(),
         }

@@ -32,7 +32,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
-from holdfast.launch.forked_worker import Chance, Worker, die_with
+from holdfast.launch.forked_worker import ROOTS, Ahead, Chance, Worker, die_with
 from holdfast.launch.messages import Message, receive, send
 from holdfast.worker.crash import write_error_file
 
@@ -69,21 +69,24 @@ class Parent:
         self._environment = dict(os.environ)
         self._files: dict[str, tuple[int, int, int]] = {}
         self._chance = Chance()
+        self._ahead = Ahead()
         self._spoilt = False
         """Whether it was one of LATER that made forks unsafe."""
 
     def load(self, modules: Sequence[str]) -> None:
         """Import torch, and what the user named; the first failure is told, and ends this process."""
-        for name in ("torch", "torch.distributed", "numpy"):
-            with contextlib.suppress(Exception):  # if the script needs it, it fails there, as it should
-                importlib.import_module(name)
+        with self._ahead.recorded():
+            for name in (*ROOTS, "torch.distributed"):
+                with contextlib.suppress(Exception):  # if the script needs it, it fails there, as it should
+                    importlib.import_module(name)
         self._chance.remember()
         for name in modules:
-            try:
-                importlib.import_module(name)
-            except BaseException as error:  # also what it raises to end a process
-                what = traceback.format_exception_only(error)[-1].strip()
-                raise Refusal(f"the import of --preload {name} failed: {what}") from error
+            with self._ahead.recorded(name):
+                try:
+                    importlib.import_module(name)
+                except BaseException as error:  # also what it raises to end a process
+                    what = traceback.format_exception_only(error)[-1].strip()
+                    raise Refusal(f"the import of --preload {name} failed: {what}") from error
         self._chance.compare()
         self._remember_files()
 
@@ -102,7 +105,7 @@ class Parent:
                     pause = None
                     continue
                 pause = 0.0
-                with contextlib.suppress(Exception), warnings.catch_warnings():
+                with contextlib.suppress(Exception), warnings.catch_warnings(), self._ahead.recorded():
                     importlib.import_module(name)
                 self._remember_files()
                 try:
@@ -175,7 +178,7 @@ class Parent:
             os.close(writer)
             self._channel.close()
             _be_adopted(middle, self._agent)
-            return Worker(request, descriptors, _START, self._changes(), self._chance)
+            return Worker(request, descriptors, _START, self._changes(), self._chance, self._ahead)
         except BaseException:  # noqa: BLE001 - a half-made worker must not go on as a second parent
             os._exit(1)
 

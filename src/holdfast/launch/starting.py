@@ -5,7 +5,8 @@ that call's place. What they write is output.py's affair. Workers are forked onl
 good as a cold start; otherwise they start cold, and the reason is said once.
 
 Guarantee: either all workers of an attempt are forked or all start cold, and each is a child of this process
-that leads a session and a process group of its own and dies with this process.
+that leads a session and a process group of its own and dies with this process. A forked worker whose script
+turns out to need a new interpreter becomes one by itself; the attempts after that start cold.
 """
 
 from __future__ import annotations
@@ -16,24 +17,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from holdfast.launch.forked_worker import may_differ, processors_matter
 from holdfast.launch.orphan_guard import guarded
 from holdfast.launch.output import Logs
-from holdfast.launch.preload import (
-    MAY_DIFFER,
-    MAY_DIFFER_PREFIXES,
-    REPLACEMENTS,
-    ColdStart,
-    Preload,
-    PreloadedParent,
-    Request,
-    Script,
-)
+from holdfast.launch.preload import REPLACEMENTS, ColdStart, Preload, PreloadedParent, Request, Script
 
 REAP = 10.0
 """Seconds for killed workers to be reaped."""
@@ -94,12 +88,17 @@ class Starter:
         modules: Sequence[str] = (),
         parent: PreloadedParent | None = None,
         enabled: bool = True,
+        notes: Path | None = None,
         say: Callable[[str], None],
     ) -> None:
-        """`parent`: one that was started ahead of time; used if it fits what the workers turn out to need."""
+        """`parent`: one that was started ahead of time; used if it fits what the workers turn out to need.
+
+        `notes`: a directory for what workers say of their start.
+        """
         self._modules = tuple(modules)
         self._parent = parent
         self._enabled = enabled
+        self._note = notes / "starts-over" if notes is not None else None
         self._say = say
         self._said: set[str] = set()
         self._started = 0 if parent is None else 1
@@ -119,8 +118,12 @@ class Starter:
         if not self._enabled:
             return
         try:
-            if numa:
-                raise ColdStart("workers are bound to NUMA nodes by another program (numactl)", lasting=True)
+            if numa and processors_matter(os.environ):
+                raise ColdStart(
+                    "workers are bound to NUMA nodes, and OMP_NUM_THREADS is not set: torch counts the "
+                    "processors as it is imported",
+                    lasting=True,
+                )
             script = Script.of(command)
             wanted = Preload(self._modules, script.first_path, dict(os.environ))
             if self._parent is not None:
@@ -135,6 +138,7 @@ class Starter:
 
     def prepare(self) -> None:
         """Wait until the parent has imported; what goes wrong is said and makes the next start cold."""
+        self._read_note()
         if self._parent is not None:
             try:
                 self._parent.wait()
@@ -143,6 +147,7 @@ class Starter:
 
     def tend(self) -> None:
         """Look after the parent while workers run: one that died is replaced ahead of the next start."""
+        self._read_note()
         if self._parent is not None and (how := self._parent.ended()):
             self._drop()
             self._have_parent()
@@ -151,6 +156,11 @@ class Starter:
 
     def close(self) -> None:
         self._drop()
+
+    def _read_note(self) -> None:
+        """A worker has found that its script needs a new interpreter: then all of them do."""
+        if self._enabled and self._note is not None and self._note.exists():
+            self._go_cold(ColdStart(self._note.read_text() or "a worker had to start over", lasting=True))
 
     def _have_parent(self) -> None:
         if self._parent is not None or self._preload is None or not self._enabled:
@@ -215,7 +225,7 @@ class Starter:
         logs = Logs(name, destinations, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
         commands = {rank: [entrypoint, *map(str, args[rank])] for rank in envs}
         try:
-            started = self._start_warm(commands, envs, logs)
+            started = self._start_warm(commands, envs, logs, numa_options)
             if started is None:
                 started = _start_cold(commands, envs, logs, numa_options)
                 self._have_parent()
@@ -226,7 +236,11 @@ class Starter:
         return started
 
     def _start_warm(
-        self, commands: Mapping[int, list[str]], envs: Mapping[int, Mapping[str, str]], logs: Logs
+        self,
+        commands: Mapping[int, list[str]],
+        envs: Mapping[int, Mapping[str, str]],
+        logs: Logs,
+        numa_options: Any,
     ) -> Started | None:
         """None: they have to start cold."""
         if self._parent is None:
@@ -234,8 +248,13 @@ class Starter:
         requests = {}
         try:
             for rank, command in commands.items():
-                environment = {**os.environ, **envs[rank]}
-                requests[rank] = Request(Script.of(command), environment, logs.streams(rank))
+                requests[rank] = Request(
+                    Script.of(command),
+                    {**os.environ, **envs[rank]},
+                    logs.streams(rank),
+                    processors=_processors(rank, numa_options),
+                    note=str(self._note) if self._note is not None else "",
+                )
             forked = self._parent.fork(requests)
         except ColdStart as cold:
             if self._preload is not None and requests:
@@ -249,7 +268,7 @@ class Starter:
 
 def _shared(environment: Mapping[str, str]) -> dict[str, str]:
     """What all workers have of one worker's environment; what is its own comes from this process."""
-    own = {name for name in environment if name in MAY_DIFFER or name.startswith(MAY_DIFFER_PREFIXES)}
+    own = {name for name in environment if may_differ(name)}
     rest = {name: value for name, value in environment.items() if name not in own}
     return {**{name: os.environ[name] for name in own if name in os.environ}, **rest}
 
@@ -264,6 +283,24 @@ class _Handler(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
         out, err = self._streams.get(1), self._streams.get(2)
         return subprocess.Popen(args, env=env, stdout=out, stderr=err, start_new_session=True)
+
+
+def _processors(rank: int, numa_options: Any) -> list[int]:
+    """Those that torch would have `numactl` bind this worker to; none without such a wish."""
+    if numa_options is None:
+        return []
+    from torch.numa import binding
+
+    choose = getattr(binding, "_get_logical_cpus_to_bind_to", None)
+    if choose is None:
+        raise ColdStart("this torch binds workers to NUMA nodes in a way of its own", lasting=True)
+    try:
+        found = sorted(choose(gpu_index=rank, numa_options=numa_options))
+    except Exception as error:  # whatever torch's own start makes of it, it is told there
+        raise ColdStart(f"the processors near the device of worker {rank} are not known: {error}") from error
+    if not found:
+        raise ColdStart(f"there are no processors near the device of worker {rank}")
+    return found
 
 
 def _start_cold(
