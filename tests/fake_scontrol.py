@@ -89,7 +89,7 @@ class Fake:
         path = self.home / "scontrol"
         path.write_text(
             f'#!/bin/sh\n{first}\nif [ "$1" = show ] && [ -f "{self.home}/$2" ]; then\n'
-            f'    echo >>"{self.home}/questions"; cat "{self.home}/$2"; exit 0\nfi\n'
+            f'    echo "$2" >>"{self.home}/questions"; cat "{self.home}/$2"; exit 0\nfi\n'
             f'printf "%s\\n" "$*" >>"{self.home}/calls"\n'
         )
         path.chmod(0o755)
@@ -98,6 +98,12 @@ class Fake:
         (self.home / "job").write_text(text)
         (self.home / "partition").write_text("PartitionName=low\n   Nodes=n[1-4]\n")
 
+    def configure(self, kill_wait: int, grace_time: int = 0) -> None:
+        (self.home / "config").write_text(
+            f"KillOnBadExit           = 0\nKillWait                = {kill_wait} sec\n"
+        )
+        (self.home / "partition").write_text(f"PartitionName=low\n   GraceTime={grace_time} Hidden=NO\n")
+
     @property
     def calls(self) -> list[str]:
         path = self.home / "calls"
@@ -105,8 +111,9 @@ class Fake:
 
     @property
     def questions(self) -> int:
+        """How often it was asked about the job."""
         path = self.home / "questions"
-        return len(path.read_text().splitlines()) if path.exists() else 0
+        return path.read_text().splitlines().count("job") if path.exists() else 0
 
 
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:

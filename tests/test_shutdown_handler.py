@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from fake_scontrol import changed, installed, limit_in
 from harness import REPO, finish, wait_until
 from holdfast.errors import UsageError
 from holdfast.exit_codes import ExitCode
@@ -121,6 +122,26 @@ def test_by_the_deadline_a_rank_that_does_not_leave_is_ended_with_its_stacks(tmp
     assert "all_reduce" in (tmp_path / "stacks0").read_text()
     assert "in hold" in (tmp_path / "stacks1").read_text()
     assert not list(tmp_path.glob("saved*"))
+
+
+def test_where_slurm_ends_the_job_the_deadline_is_killwait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = installed(tmp_path, monkeypatch)
+    fake.answer(limit_in(6000))
+    fake.configure(kill_wait=20)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    with holdfast.ShutdownHandler(timeout=600) as stop:
+        wait_until(lambda: "Slurm leaves 20 s" in caplog.text, LIMIT, "the start says what there is")
+        fake.answer(changed(JobState="COMPLETING"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: "the stop must be over within" in caplog.text, LIMIT, "Slurm was asked")
+        left = stop._deadline.left
+        assert left is not None
+        assert left <= 16.0
+        assert "within 16 s if it is Slurm that ends the job (KillWait = 20 s)" in caplog.text
+        assert stop.should_stop(1)
 
 
 def test_a_given_store_serves_ranks_that_have_no_group(tmp_path: Path) -> None:

@@ -35,7 +35,10 @@ from holdfast.cluster import requeueing, scontrol
 from holdfast.cluster.hostlist import MOST, expand
 from holdfast.cluster.scontrol import JobRecord, parse_job, parse_nodes
 from holdfast.cluster.slurm import SlurmJob, current_job
-from holdfast.control.directory import ControlDirectory
+from holdfast.control.attempts import HeadRecord, begin_attempt
+from holdfast.control.directory import ControlDirectory, create_record
+from holdfast.control.lease import Fence, claim
+from holdfast.journal.events import SaveCommitted
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.scheduler import Scheduler
@@ -310,12 +313,41 @@ def test_without_scontrol_everything_is_unknown_and_nothing_fails(
     assert "did not say" in asked.reason
 
 
+def test_the_start_says_what_slurm_leaves_and_warns_when_a_save_does_not_fit(
+    fake: Fake, tmp_path: Path
+) -> None:
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    fence = Fence(control, claim(control, "one", 60.0).epoch)
+    fake.answer(limit_in(6000))
+    fake.configure(kill_wait=5)
+    told: list[str] = []
+    for number in (1, 2):
+        begin_attempt(control, fence, "launch", 1)
+        scheduler = Scheduler(control, Settings(), JOB)
+        with contextlib.closing(JournalWriter(control.journal, "rank-0", number)) as journal:
+            scheduler.found(journal, number, "launch", told.append)
+            journal.write(
+                SaveCommitted(
+                    checkpoint="a", step=1, parent=None, bytes=1, files=1, seconds=12.0, blocked_seconds=1.0
+                )
+            )
+        create_record(
+            control.attempt(number) / "head.json", HeadRecord(attempt=number, checkpoint=None, step=0)
+        )
+        scheduler.part(told.append)
+    said = [line for line in told if "KillWait" in line]
+    assert len(said) == 2
+    assert said[0].endswith("no save was measured yet")
+    assert said[1].startswith("warning: ")
+    assert "12.0 s: it does not fit" in said[1]
+
+
 def test_outside_of_slurm_nobody_is_asked_anything(fake: Fake, tmp_path: Path) -> None:
     control, _ = ControlDirectory.open_or_create(tmp_path / "run")
     outside = Scheduler(control, Settings(), None)
     told: list[str] = []
     with contextlib.closing(JournalWriter(control.journal, "agent", 1)) as journal:
-        outside.found(journal, told.append)
+        outside.found(journal, 1, "launch", told.append)
     assert outside.due() is None
     outside.ask_again()
     assert outside.ends_at is None

@@ -19,9 +19,9 @@ from holdfast.checkpoint.verify import verify
 from holdfast.drill.faults import kill_rank, stopped_rank
 from holdfast.drill.training import training
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.cluster_events import JobFound, RequeueAsked, StopAsked, StopSaved
+from holdfast.journal.cluster_events import JobFound, RequeueAsked, StopAsked, StopHastened, StopSaved
 from holdfast.journal.events import AttemptEnded
-from slurm_cluster import SlurmCluster, missing, slurm_cluster
+from slurm_cluster import KILL_WAIT, SlurmCluster, missing, slurm_cluster
 from slurm_runs import EXAMPLE, RANKS, SETTINGS, SlurmRun, arguments, checkpoints, differences
 
 drill = pytest.mark.drill
@@ -72,12 +72,18 @@ def test_a_preempted_job_saves_and_goes_on_elsewhere_bitwise_as_if_undisturbed(
             "#!/bin/sh\nsleep 600\n", "--partition=high", f"--nodelist={taken}", cwd=tmp_path, name="high"
         )
         run.await_journal(lambda: run.events(StopAsked), "the stop is asked for")
+        if partition == "low":
+            run.await_journal(lambda: run.events(StopHastened), "KillWait is all that is left")
     slurm.wait_for(run.job, "RUNNING", restarts=1)
     assert taken not in slurm.nodes_of(run.job)
     slurm.wait_for(run.job, "COMPLETED", timeout=180)
     [saved] = run.events(StopSaved)
     assert run.resumed_from() == [0, saved.step], run.text()
     assert [event.asked for event in run.events(RequeueAsked)] == [partition == "graced"]
+    left = 60 if partition == "graced" else KILL_WAIT
+    assert f"Slurm leaves {left} s from SIGTERM to SIGKILL" in run.text()
+    assert all(event.seconds <= left for event in run.events(StopHastened))
+    assert "the last save took" in run.text(), "the next start says whether it fits"
     assert [path.name for path in checkpoints(run.run_dir)][:-1] == [saved.checkpoint]
     assert differences(run.run_dir, undisturbed) == []
 

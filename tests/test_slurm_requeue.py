@@ -36,7 +36,7 @@ from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.budgets import MAX_REQUEUES
 from holdfast.policy.requeue import JobFacts, after_stop, by_decision
-from holdfast.policy.stopping import Source, StopRequest
+from holdfast.policy.stopping import Grace, Source, StopRequest
 
 
 @pytest.fixture
@@ -358,6 +358,48 @@ def test_the_times_of_a_jobs_next_life_are_not_taken_for_this_ones(fake: Fake) -
 
 
 # --- a batch script that asks at its end
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        changed(JobState="COMPLETING"),
+        changed(JobState="PENDING", Restarts="3"),
+        changed(JobState="CANCELLED", Reason="None"),
+    ],
+)
+def test_a_job_that_slurm_ends_without_grace_has_killwait_and_no_more(fake: Fake, ended: str) -> None:
+    fake.answer(limit_in(600))
+    fake.configure(kill_wait=5)
+    graces: list[Grace] = []
+    left: list[float] = []
+    limit = TimeLimit(JOB, 60, on_grace=graces.append, on_ending=left.append)
+    limit.first_answer(10)
+    assert graces == [Grace(5.0, "KillWait")]
+    assert limit.grace == graces[0]
+    fake.answer(ended)
+    began = time.time()
+    limit.ask_again()
+    wait_until(lambda: left, 10, "it is told that Slurm ends the job")
+    assert limit.ends_at is not None
+    assert began + 4.9 < limit.ends_at < began + 5.5
+    assert left[0] <= 5.0
+    assert limit.due(time.time()) is None, "it is no time limit: who sent the signal is another question"
+    limit.close()
+
+
+def test_a_sigterm_that_slurm_did_not_send_leaves_the_time_there_was(fake: Fake) -> None:
+    fake.answer(limit_in(600))
+    fake.configure(kill_wait=5, grace_time=30)
+    limit = TimeLimit(JOB, 60, on_ending=lambda seconds: pytest.fail(f"{seconds} s are left"))
+    limit.first_answer(10)
+    assert limit.grace == Grace(30.0, "GraceTime of partition low")
+    asked = fake.questions
+    limit.ask_again()
+    wait_until(lambda: fake.questions > asked, 10, "Slurm is asked again")
+    limit.close()
+    assert limit.ends_at is not None
+    assert limit.ends_at > time.time() + 500
 
 
 def saved(step: int, tier: str = "global") -> SaveCommitted:

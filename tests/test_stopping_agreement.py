@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -17,11 +19,17 @@ from harness import wait_until
 from holdfast.errors import DecisionTimeoutError
 from holdfast.policy.stopping import (
     MARGIN,
+    MOST_MARGIN,
     REPEATED,
+    Grace,
     Source,
     StopRequest,
+    closer_by,
     deadline,
+    does_not_fit,
+    grace_of,
     is_repeated,
+    say_grace,
     sooner,
     stop_step,
 )
@@ -54,8 +62,8 @@ def test_the_deadline_is_the_shorter_of_the_setting_and_the_schedulers_lead(
         assert found.seconds <= timeout
     if lead is not None:
         assert found.seconds <= lead
-        assert found.seconds <= max(lead - MARGIN, lead / 2)
-    assert found.seconds in (timeout, max((lead or 0) - MARGIN, (lead or 0) / 2))
+        assert found.seconds <= max(lead - MARGIN, lead * (1 - MOST_MARGIN))
+    assert found.seconds in (timeout, max((lead or 0) - MARGIN, (lead or 0) * (1 - MOST_MARGIN)))
 
 
 @given(st.none() | seconds, st.none() | st.floats(-1e4, 1e7))
@@ -69,6 +77,34 @@ def test_a_deadline_only_ever_comes_closer(left: float | None, lead: float | Non
     assert found == deadline(0.0, lead)
     assert left is None or found.seconds < left
     assert sooner(found.seconds, lead) is None, "it is told once"
+
+
+@pytest.mark.parametrize(
+    ("grace", "save", "told"),
+    [
+        (grace_of(5.0, 0.0, "low"), 12.0, r"5 s .*\(KillWait\).*took 12.0 s: it does not fit"),
+        (grace_of(5.0, None, "low"), 4.5, "does not fit"),
+        (grace_of(5.0, None, "low"), 3.0, "3.0 s and fits"),
+        (grace_of(5.0, 60.0, "low"), 12.0, r"60 s .*\(GraceTime of partition low\).*and fits"),
+        (grace_of(5.0, 0.0, "low"), None, "no save was measured yet"),
+    ],
+)
+def test_the_start_says_whether_a_save_fits(grace: Grace | None, save: float | None, told: str) -> None:
+    assert grace is not None
+    assert re.search(told, say_grace(grace, save))
+    assert does_not_fit(grace, save) == ("not fit" in told)
+
+
+def test_what_a_stop_promises_is_not_more_than_slurm_leaves() -> None:
+    """It is not known at once whether Slurm sent the signal; both are named."""
+    term = StopRequest(source=Source.SIGNAL, detail="SIGTERM to rank 0", signal="SIGTERM")
+    killed = Grace(5.0, "KillWait")
+    limit = deadline(600.0, None)
+    assert closer_by(killed, term, limit) == "; within 4 s if it is Slurm that ends the job (KillWait = 5 s)"
+    assert not closer_by(None, term, limit)
+    assert not closer_by(killed, term, deadline(3.0, None))
+    assert not closer_by(killed, msgspec.structs.replace(term, signal="SIGUSR1"), limit)
+    assert grace_of(None, 0.0, "low") is None
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1))
@@ -272,6 +308,7 @@ def test_a_rank_that_never_promises_is_named_after_a_bounded_wait(rank: int, nam
         heard=lambda request: None,
         agreed=agreed.append,
         unanswered=told.append,
+        hastened=lambda seconds: None,
         every=0.01,
         answers=0.2,
     )
@@ -290,6 +327,31 @@ class CountingStore(HashStore):
         return bool(super().check(keys))
 
 
+def test_what_rank_0_learns_of_the_jobs_end_is_minded_by_all() -> None:
+    told: list[float] = []
+    store = HashStore()
+    over = [
+        StopOverStore(
+            Stopping(lambda: 6),
+            store,
+            rank,
+            2,
+            heard=lambda request: None,
+            agreed=lambda step: None,
+            unanswered=lambda who: None,
+            hastened=told.append,
+            every=0.01,
+        )
+        for rank in (0, 1)
+    ]
+    over[1].wish(StopRequest(source=Source.SIGNAL, detail="SIGTERM"))
+    over[0].hasten(20.0)
+    wait_until(lambda: told, LIMIT, "rank 1 is told")
+    for one in over:
+        one.close(6)
+    assert [round(seconds) for seconds in told] == [20]
+
+
 def test_the_one_rank_of_thousands_that_does_not_answer_is_found_in_few_questions() -> None:
     """Every rank looks for it, in a store that all of them ask at once."""
     told: list[str] = []
@@ -305,6 +367,7 @@ def test_the_one_rank_of_thousands_that_does_not_answer_is_found_in_few_question
         heard=lambda request: None,
         agreed=lambda step: None,
         unanswered=told.append,
+        hastened=lambda seconds: None,
     )
     over.close(6, failed=True)
     assert over._who_is_missing(store).startswith("rank 1500 did not answer")

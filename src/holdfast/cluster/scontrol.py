@@ -170,6 +170,21 @@ def kills_on_bad_exit(timeout: float = ASK) -> bool | None:
     return None if found is None else found.group(1) == "1"
 
 
+def kill_wait(timeout: float = ASK) -> float | None:
+    """Seconds between SIGTERM and SIGKILL when this cluster ends a job; None if that is not known."""
+    reply = call("show", "config", timeout=timeout)
+    found = re.search(r"^KillWait\s*=\s*(\d{1,9})\b", reply.text, re.MULTILINE) if reply.ok else None
+    return None if found is None else float(found.group(1))
+
+
+def grace_time(partition: str, timeout: float = ASK) -> float | None:
+    """Seconds that a partition leaves jobs which are preempted; 0 for none, None if that is not known."""
+    reply = call("show", "partition", partition, timeout=timeout)
+    found = next((one.get("GraceTime") for one in records(reply.text)), None) if reply.ok else None
+    seconds = _count(found)
+    return None if seconds is None else float(seconds)
+
+
 def set_comment(label: str, comment: str, timeout: float = ASK) -> Reply:
     return call("update", f"JobId={label}", f"Comment={_line(comment)}", timeout=timeout)
 

@@ -3,16 +3,26 @@
 Guarantee: never holds anybody up. Slurm is asked by a thread of its own, with a deadline and rarely; limits
 may be changed while a job runs, so it is asked again, and once more before the request is made. What cannot
 be learnt is no limit.
+
+A job that is preempted without a grace time, or cancelled, is sent SIGTERM, and SIGKILL after KillWait. So
+when a stop was asked for and Slurm then says that it is ending the job, its end is KillWait after the
+request; a SIGTERM that somebody else sent leaves as much time as there was before.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Callable
 
 from holdfast.cluster import scontrol
+from holdfast.cluster.requeueing import facts_of
+from holdfast.cluster.scontrol import JobRecord
 from holdfast.cluster.slurm import SlurmJob
-from holdfast.policy.stopping import Source, StopRequest
+from holdfast.policy.stopping import Grace, Source, StopRequest, grace_of
+
+log = logging.getLogger("holdfast")
 
 EVERY = 60.0
 """Seconds between two questions at most; one process of a job asks."""
@@ -30,8 +40,19 @@ anything, and be queued again for ever."""
 class TimeLimit:
     """Watches the end of one job."""
 
-    def __init__(self, job: SlurmJob | None, lead: float) -> None:
-        """`lead`: seconds before the end at which to stop (slurm.preempt_time); 0 never."""
+    def __init__(
+        self,
+        job: SlurmJob | None,
+        lead: float,
+        *,
+        on_grace: Callable[[Grace], None] | None = None,
+        on_ending: Callable[[float], None] | None = None,
+    ) -> None:
+        """`lead`: seconds before the end at which to stop (slurm.preempt_time); 0 never.
+
+        Both are called by the thread, once: `on_grace` when it is known what Slurm leaves after SIGTERM,
+        `on_ending` with the seconds that are left, when Slurm turns out to be ending the job now.
+        """
         self.job = job
         """As the scheduler names it, once it has answered: it may be a task of an array."""
         self._wanted = lead
@@ -40,6 +61,13 @@ class TimeLimit:
         self._answers = 0
         """Questions that were answered or given up so far."""
         self._due: tuple[float, int] | None = None
+        self.grace: Grace | None = None
+        """What Slurm leaves after SIGTERM when it preempts the job; None until that is known."""
+        self._kill_wait: float | None = None
+        self._on_grace, self._on_ending = on_grace, on_ending
+        self._asked_at: float | None = None
+        self._killed_at: float | None = None
+        """When SIGKILL comes, once Slurm is ending the job."""
         self._ask = threading.Event()
         self._answered = threading.Event()
         self._closed = threading.Event()
@@ -75,7 +103,7 @@ class TimeLimit:
     @property
     def ends_at(self) -> float | None:
         """As known best so far, in seconds since 1970."""
-        return self._ends_at
+        return min((at for at in (self._ends_at, self._killed_at) if at is not None), default=None)
 
     @property
     def lead(self) -> float:
@@ -92,6 +120,7 @@ class TimeLimit:
 
     def ask_again(self) -> None:
         """Have Slurm asked soon: a preempted job's end has come closer. Returns at once."""
+        self._asked_at = self._asked_at or time.time()
         self._ask.set()
 
     def close(self) -> None:
@@ -100,8 +129,10 @@ class TimeLimit:
         if self._thread is not None:
             self._thread.join(1.0)  # a question under way has its own deadline, and dies with us
 
-    def _pause(self) -> float:
-        """Seconds to the next question: a tenth of what is left."""
+    def _pause(self) -> float | None:
+        """Seconds to the next question: a tenth of what is left. None: not before somebody asks."""
+        if not self._wanted and self._answers:
+            return None
         if self._ends_at is None:
             return SOONEST if self._answers < TRIES else EVERY
         return min(EVERY, max(SOONEST, (self._ends_at - time.time()) / 10))
@@ -113,11 +144,43 @@ class TimeLimit:
             self._ask.clear()
             if self._closed.is_set():
                 return
+            asked_at = self._asked_at
             record = scontrol.job_record(self.job.label)
             # A job that is queued again already shows its next life's times.
             if record is not None and record.state.startswith("RUNNING"):
                 self.job = scontrol.as_named(self.job, record)
                 known = None if record.endless else self._ends_at
                 self._starts_at, self._ends_at = record.starts_at, record.ends_at or known
+                if self._asked_at == asked_at:
+                    self._asked_at = None
+                self._learn_grace(record)
+            elif record is not None:
+                self._see_end(record, asked_at or time.time())
             self._answers += 1
             self._answered.set()
+
+    def _learn_grace(self, record: JobRecord) -> None:
+        """Once, and again with a later question where Slurm did not say."""
+        if self._kill_wait is not None or self._answers >= TRIES:
+            return
+        self._kill_wait = scontrol.kill_wait()
+        grace_time = scontrol.grace_time(record.partition) if record.partition else None
+        self.grace = grace_of(self._kill_wait, grace_time, record.partition)
+        if self.grace is not None and self._on_grace is not None:
+            try:
+                self._on_grace(self.grace)
+            except Exception:
+                log.exception("holdfast: what Slurm leaves after SIGTERM could not be told")
+
+    def _see_end(self, record: JobRecord, since: float) -> None:
+        """Slurm may be ending the job: SIGKILL comes KillWait after SIGTERM."""
+        assert self.job is not None
+        facts = facts_of(self.job, record)
+        if self._killed_at is not None or facts is None or not (facts.ending or facts.queued_again):
+            return
+        if self._kill_wait is None:
+            self._kill_wait = scontrol.kill_wait()
+        if self._kill_wait is not None:
+            self._killed_at = since + self._kill_wait
+            if self._on_ending is not None:
+                self._on_ending(self._killed_at - time.time())

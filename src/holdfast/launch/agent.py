@@ -129,7 +129,7 @@ class HoldfastAgent(LocalElasticAgent):
             attempt.journal.write(RunCreated(run=context.control.run_id, checkpoint_root=root))
             context.created = False
         if attempt.place.leads:
-            context.scheduler.found(attempt.journal, say)
+            context.scheduler.found(attempt.journal, attempt.number, attempt.launch, say)
 
     def _active(self, started: int) -> int:
         """How many ranks of those that are started train."""

@@ -17,10 +17,12 @@ from holdfast.config import Settings
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.requeues import requeues_without_progress
 from holdfast.errors import ControlError, HoldfastError
+from holdfast.journal.events import Warned
 from holdfast.journal.text import duration, plural
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.budgets import MAX_REQUEUES
-from holdfast.policy.stopping import StopRequest
+from holdfast.policy.stopping import Grace, StopRequest, does_not_fit, say_grace
+from holdfast.worker.measured import measured_before
 
 NAME = "Slurm"
 ANSWER = 1.0
@@ -46,6 +48,11 @@ class Scheduler:
         """
         return self._limit.ends_at if self._limit is not None else None
 
+    @property
+    def grace(self) -> Grace | None:
+        """What the scheduler leaves between SIGTERM and SIGKILL, as far as it was asked from here."""
+        return self._limit.grace if self._limit is not None else None
+
     def due(self) -> StopRequest | None:
         """The request to stop ahead of the time limit. For one agent: who calls it asks the scheduler."""
         return self._watch().due(time.time())
@@ -65,8 +72,8 @@ class Scheduler:
         fresh = self._limit is None
         return self._watch().first_answer(ANSWER if fresh else 0.0)
 
-    def found(self, journal: JournalWriter, tell: Callable[[str], None]) -> None:
-        """An attempt of this agent begins: journal the job it runs in, and say so in a line."""
+    def found(self, journal: JournalWriter, attempt: int, launch: str, tell: Callable[[str], None]) -> None:
+        """An attempt of this agent begins: journal the job it runs in, say so, and whether a save fits."""
         job = self.job
         if job is None:
             return
@@ -78,6 +85,14 @@ class Scheduler:
         parts += [plural(len(job.nodes), "node")] if job.nodes else []
         parts += [f"{duration(max(0.0, ends_at - time.time()))} left"] if ends_at is not None else []
         tell(", ".join(parts))
+        if (grace := self.grace) is not None:
+            saves = measured_before(self._control, attempt, launch).saves
+            took = saves[-1][1] if saves else None
+            if does_not_fit(grace, took):
+                journal.write(Warned(message=say_grace(grace, took)))
+                tell(f"warning: {say_grace(grace, took)}")
+            else:
+                tell(say_grace(grace, took))
 
     def can_requeue(self, step: int) -> bool:
         """Whether the job would be started again, and has not been too often without progress."""

@@ -30,7 +30,7 @@ from holdfast.launch.stop_words import StopWords
 from holdfast.launch.summary import say
 from holdfast.launch.workers import Workers
 from holdfast.policy.halting import Agreed, NodeWord, agree, goes_on, leaves, node_word
-from holdfast.policy.stopping import Deadline, StopRequest, deadline, sooner
+from holdfast.policy.stopping import Deadline, StopRequest, closer_by, deadline, sooner
 from holdfast.worker.beat_messages import Prepare, StopAt
 
 QUICK = 0.03
@@ -173,6 +173,7 @@ class Stopping:
         what = f"node {handed.leaves} leaves" if handed.leaves else "all ranks save and stop"
         limit = self._limit
         within = f", within {duration(limit.seconds)} ({limit.why})" if limit.seconds is not None else ""
+        within += closer_by(self._context.scheduler.grace, handed.request, limit)
         say(f"asked to stop: {handed.request.detail}; {what}{within}")
         return True
 

@@ -15,6 +15,8 @@ import msgspec
 
 MARGIN = 10.0
 """Seconds before the scheduler's own end at which ranks must be gone, so that what they leave can be told."""
+MOST_MARGIN = 0.2
+"""Of what the scheduler leaves, at most: where that is little, all of it counts for the save."""
 WORTH = 2.0
 """Seconds by which a deadline must have come closer to be told again: schedulers name whole ones."""
 REPEATED = 3.0
@@ -61,7 +63,7 @@ def deadline(shutdown_timeout: float, lead: float | None) -> Deadline:
     if shutdown_timeout > 0:
         limits.append((shutdown_timeout, f"stop.shutdown_timeout_sec = {shutdown_timeout:g}"))
     if lead is not None and lead > 0:
-        left = max(lead - MARGIN, lead / 2)
+        left = max(lead - MARGIN, lead * (1 - MOST_MARGIN))
         limits.append((left, f"the scheduler ends the job in {lead:.0f} s"))
     if not limits:
         return Deadline(None, "no limit is set")
@@ -77,6 +79,50 @@ def sooner(left: float | None, lead: float | None) -> Deadline | None:
     if found.seconds is None:
         return None
     return found if left is None or found.seconds < left - WORTH else None
+
+
+class Grace(msgspec.Struct, frozen=True):
+    """What the scheduler leaves a job between SIGTERM and SIGKILL when it ends it before its time."""
+
+    seconds: float
+    why: str
+    """Which of the scheduler's numbers that is."""
+
+
+def grace_of(kill_wait: float | None, grace_time: float | None, partition: str) -> Grace | None:
+    """A preempted job's grace time where its partition has one; else, and for `scancel`, only KillWait."""
+    if grace_time:
+        return Grace(grace_time, f"GraceTime of partition {partition}")
+    return Grace(kill_wait, "KillWait") if kill_wait else None
+
+
+def does_not_fit(grace: Grace, save: float | None) -> bool:
+    """Whether a save that takes so long cannot be done in the time that is left after SIGTERM."""
+    left = deadline(0.0, grace.seconds).seconds
+    return save is not None and left is not None and save > left
+
+
+def say_grace(grace: Grace, save: float | None) -> str:
+    """For the start of an attempt: what a stop by the scheduler leaves, and whether a save fits."""
+    told = f"Slurm leaves {grace.seconds:g} s from SIGTERM to SIGKILL ({grace.why}) when it preempts the job"
+    if save is None:
+        return f"{told}; no save was measured yet"
+    if not does_not_fit(grace, save):
+        return f"{told}; the last save took {save:.1f} s and fits"
+    return (
+        f"{told}, and the last save took {save:.1f} s: it does not fit, and such an end costs the steps "
+        "since the save before. Ask for a GraceTime, save more often, or save to the local tier"
+    )
+
+
+def closer_by(grace: Grace | None, request: StopRequest, limit: Deadline) -> str:
+    """What is said of a deadline while it is not known whether it was the scheduler that sent SIGTERM."""
+    if grace is None or request.signal != "SIGTERM" or request.lead is not None:
+        return ""
+    left = deadline(0.0, grace.seconds).seconds
+    if left is None or (limit.seconds is not None and limit.seconds <= left):
+        return ""
+    return f"; within {left:g} s if it is Slurm that ends the job ({grace.why} = {grace.seconds:g} s)"
 
 
 def stop_step(promises: Iterable[int]) -> int:

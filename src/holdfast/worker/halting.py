@@ -21,9 +21,19 @@ from holdfast.cluster.slurm import current_job, job_found
 from holdfast.cluster.time_limit import TimeLimit
 from holdfast.control.group import Group
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopSaved
+from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopHastened, StopSaved
 from holdfast.journal.events import Event, Warned
-from holdfast.policy.stopping import Source, StopRequest, deadline
+from holdfast.policy.stopping import (
+    Deadline,
+    Grace,
+    Source,
+    StopRequest,
+    closer_by,
+    deadline,
+    does_not_fit,
+    say_grace,
+    sooner,
+)
 from holdfast.settings import Settings
 from holdfast.settings_cluster import parse_signals
 from holdfast.worker.beat_messages import Prepare
@@ -121,6 +131,7 @@ class Halting:
             heard=self._heard,
             agreed=self._agreed,
             unanswered=self._unanswered,
+            hastened=self._hasten,
             look=self._requests(settings) if group.is_coordinator else None,
         )
         if self._wish is not None:
@@ -129,7 +140,7 @@ class Halting:
     def _requests(self, settings: Settings) -> Callable[[], StopRequest | None]:
         """What rank 0 looks at once a second."""
         file = StopFile(settings.stop_file(), self._warn)
-        limit = self._watched = time_limit(settings)
+        limit = self._watched = time_limit(settings, on_grace=self._tell_grace, on_ending=self._ending)
         job = current_job()
         if job is not None:
             self._write(job_found(job, job.ends_at, settings.slurm.requeue))
@@ -210,11 +221,15 @@ class Halting:
         ends_at = self._watched.ends_at if self._watched is not None else None
         lead = request.lead if ends_at is None else max(0.0, ends_at - time.time())
         seconds = self.arm(self._timeout, lead)
+        if self._watched is not None:
+            self._watched.ask_again()
         if self._rank == 0:
+            grace = self._watched.grace if self._watched is not None else None
             log.warning(
-                "holdfast: asked to stop: %s; %s",
+                "holdfast: asked to stop: %s; %s%s",
                 request.detail,
                 "no deadline is set" if seconds is None else f"{seconds:.0f} s until the hard deadline",
+                closer_by(grace, request, Deadline(seconds, "")),
             )
             self._write(
                 StopAsked(
@@ -226,6 +241,32 @@ class Halting:
                 )
             )
         self._judge(seconds)
+
+    def _tell_grace(self, grace: Grace) -> None:
+        """At the start: whether a save fits into what the scheduler leaves when it ends the job."""
+        took = self._last_save()
+        told = say_grace(grace, took)
+        if does_not_fit(grace, took):
+            self._warn(told)
+        else:
+            log.info("holdfast: %s", told)
+
+    def _ending(self, seconds: float) -> None:
+        """It is the scheduler that ends the job: rank 0 has asked it, and tells the others."""
+        self._hasten(seconds)
+        if self._over_store is not None:
+            self._over_store.hasten(seconds)
+
+    def _hasten(self, lead: float) -> None:
+        """The deadline of a stop that is under way comes closer."""
+        found = sooner(self.deadline.left, lead) if self.stopping.asked else None
+        if found is None or found.seconds is None:
+            return
+        self.deadline.arm(found.seconds, found.why)
+        if self._rank == 0:
+            log.warning("holdfast: the stop must be over within %.1f s: %s", found.seconds, found.why)
+            self._write(StopHastened(seconds=found.seconds, why=found.why))
+            self._judge(found.seconds)
 
     def _agreed(self, step: int) -> None:
         self._write(StopAgreed(step=step, after=round(self.stopping.seconds, 3)))
@@ -303,9 +344,15 @@ class Halting:
             self._member.journal.write(event)
 
 
-def time_limit(settings: Settings, environ: Mapping[str, str] = os.environ) -> TimeLimit | None:
-    """The job's time limit, where a scheduler has one."""
-    if "SLURM_JOB_ID" not in environ or not settings.slurm.preempt_time:
-        return None
+def time_limit(
+    settings: Settings,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    on_grace: Callable[[Grace], None] | None = None,
+    on_ending: Callable[[float], None] | None = None,
+) -> TimeLimit | None:
+    """The job's end, where there is a scheduler that has one."""
     job = current_job(environ)
-    return TimeLimit(job, settings.slurm.preempt_time) if job is not None else None
+    if job is None:
+        return None
+    return TimeLimit(job, settings.slurm.preempt_time, on_grace=on_grace, on_ending=on_ending)

@@ -10,7 +10,8 @@ with holdfast.ShutdownHandler(timeout=300) as stop:
 ```
 Guarantee: `should_stop` is True after the same step on every rank, without a collective; a signal to any one
 of them is enough. By the deadline the process has left the block, or is ended with its stacks written down.
-A second signal ends it at once. See stopping.py for how.
+Where Slurm ends the job, the deadline is what Slurm leaves; rank 0 asks, and says at the start how much that
+is. A second signal ends it at once. See stopping.py for how.
 """
 
 from __future__ import annotations
@@ -26,8 +27,18 @@ from types import TracebackType
 from typing import Any, Self
 
 from holdfast.cluster.node_name import node_name
+from holdfast.cluster.slurm import current_job
+from holdfast.cluster.time_limit import TimeLimit
 from holdfast.errors import UsageError
-from holdfast.policy.stopping import Source, StopRequest, deadline
+from holdfast.policy.stopping import (
+    Deadline,
+    Grace,
+    Source,
+    StopRequest,
+    closer_by,
+    deadline,
+    sooner,
+)
 from holdfast.settings_cluster import StopSettings, parse_signals
 from holdfast.worker.stop_deadline import StopDeadline
 from holdfast.worker.stop_file import StopFile
@@ -80,6 +91,7 @@ class ShutdownHandler:
             self._deadline.write_to(Path(stacks))
         self._signals = StopSignals(numbers, self._on_signal)
         self._over_store: StopOverStore | None = None
+        self._job_end: TimeLimit | None = None
         self._used = False
 
     def __enter__(self) -> Self:
@@ -95,8 +107,11 @@ class ShutdownHandler:
             heard=self._heard,
             agreed=lambda step: log.warning("holdfast: all ranks stop after step %d", step),
             unanswered=lambda who: self._deadline.arm(0.0, f"{who}, so there is no step to stop after"),
+            hastened=self._hasten,
             look=self._look if self._file is not None and self._rank == 0 else None,
         )
+        if self._rank == 0 and (job := current_job()) is not None:
+            self._job_end = TimeLimit(job, 0.0, on_grace=self._tell_grace, on_ending=self._ending)
         self._signals.install()
         return self
 
@@ -106,6 +121,8 @@ class ShutdownHandler:
         del kind, trace
         self._signals.close()
         self._deadline.disarm()
+        if self._job_end is not None:
+            self._job_end.close()
         if self._over_store is not None:
             self._over_store.close(self._step, failed=error is not None)
 
@@ -158,9 +175,38 @@ class ShutdownHandler:
 
     def _heard(self, request: StopRequest) -> None:
         self._arm()
+        if self._job_end is not None:
+            self._job_end.ask_again()
         left = self._deadline.left
         limit = "no deadline is set" if left is None else f"{left:.0f} s until the hard deadline"
+        limit += closer_by(self._grace, request, Deadline(left, ""))
         log.warning("holdfast: asked to stop: %s; %s", request.detail, limit)
+
+    @property
+    def _grace(self) -> Grace | None:
+        return self._job_end.grace if self._job_end is not None else None
+
+    def _tell_grace(self, grace: Grace) -> None:
+        if not self._timeout or self._timeout > grace.seconds:
+            log.warning(
+                "holdfast: Slurm leaves %g s from SIGTERM to SIGKILL (%s) when it preempts the job: a step "
+                "and a save must fit into that, whatever ShutdownHandler(timeout=%g) says",
+                grace.seconds,
+                grace.why,
+                self._timeout,
+            )
+
+    def _ending(self, seconds: float) -> None:
+        """It is Slurm that ends the job: rank 0 has asked it, and tells the others."""
+        self._hasten(seconds)
+        if self._over_store is not None:
+            self._over_store.hasten(seconds)
+
+    def _hasten(self, lead: float) -> None:
+        found = sooner(self._deadline.left, lead) if self._stopping.asked else None
+        if found is not None and found.seconds is not None:
+            self._deadline.arm(found.seconds, found.why)
+            log.warning("holdfast: the stop must be over within %.1f s: %s", found.seconds, found.why)
 
     def _arm(self) -> None:
         limit = deadline(self._timeout, None)

@@ -43,6 +43,8 @@ TOLD = 5.0
 
 _REQUEST = "stop/request"
 _AT = "stop/at"
+_ENDS = "stop/ends"
+"""When the scheduler ends the job, in seconds since 1970: the clocks of one job's nodes agree well enough."""
 
 
 class Heard(Protocol):
@@ -77,11 +79,13 @@ class StopOverStore:
         heard: Heard,
         agreed: Callable[[int], None],
         unanswered: Callable[[str], None],
+        hastened: Callable[[float], None],
         look: Callable[[], StopRequest | None] | None = None,
         every: float = LOOK,
         answers: float = ANSWERS,
     ) -> None:
-        """`agreed` is told the step, on rank 0; `unanswered`, on every rank, who kept them from agreeing.
+        """`agreed` is told the step, on rank 0; `unanswered`, on every rank, who kept them from agreeing;
+        `hastened`, on the others, the seconds that rank 0 learnt to be left (see `hasten`).
 
         `store` may be None for a rank that is alone.
         """
@@ -95,6 +99,9 @@ class StopOverStore:
         self._heard = heard
         self._tell_agreed = agreed
         self._unanswered = unanswered
+        self._hastened = hastened
+        self._ends_at: float | None = None
+        self._told_end = False
         self._answers = answers
         self._asked_at = 0.0
         self._look = look
@@ -111,6 +118,11 @@ class StopOverStore:
     def wish(self, request: StopRequest) -> None:
         """This rank was asked: the whole group is to stop."""
         self._wish = self._wish or request
+        self._wake.set()
+
+    def hasten(self, seconds: float) -> None:
+        """Rank 0 has learnt that the scheduler ends the job in so many seconds: the others are told."""
+        self._ends_at = time.time() + seconds
         self._wake.set()
 
     def close(self, done: int, *, failed: bool = False) -> None:
@@ -164,6 +176,18 @@ class StopOverStore:
             if self._stopping.stop_at is None and time.monotonic() - self._asked_at > self._answers:
                 self._asked_at = math.inf  # once
                 self._unanswered(self._who_is_missing(store))
+
+        if self._request is not None and store is not None and not self._told_end:
+            self._pass_end_on(store)
+
+    def _pass_end_on(self, store: Store) -> None:
+        """One process asks the scheduler, and all mind what it says."""
+        if self._rank == 0 and self._ends_at is not None:
+            self._told_end = True
+            store.set(_ENDS, repr(self._ends_at))
+        elif self._rank != 0 and store.check([_ENDS]):
+            self._told_end = True
+            self._hastened(float(store.get(_ENDS)) - time.time())
 
     def _who_is_missing(self, store: Store | None) -> str:
         silent = self._silent(store) if store is not None else []
