@@ -31,6 +31,7 @@ def train(steps: int, fail_at: int) -> float:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     print(f"rank {rank} of {world}: call {calls} in process {os.getpid()}", flush=True)
 
+    run = holdfast.Run(checkpoint_interval=10)  # first: from here to the first step all may take its time
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Linear(8, 1).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -38,7 +39,6 @@ def train(steps: int, fail_at: int) -> float:
     data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
     loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, world, rank, seed=1))
 
-    run = holdfast.Run(checkpoint_interval=10)
     run.track(model=model, optimizer=optimizer)
 
     def forward_backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

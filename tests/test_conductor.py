@@ -34,6 +34,7 @@ from holdfast.inprocess.messages import (
     ready_key,
     text,
 )
+from holdfast.settings_inprocess import InProcessSettings
 from keeping import read_end, read_gone, read_next, settings
 
 
@@ -306,6 +307,21 @@ def test_those_who_do_not_return_after_the_first_make_all_restart() -> None:
         assert end.fault.describe() == "late: 1 of 2 ranks had returned 0.3 s after the first"
         arrive(store, 1, 0, 1)
         assert [fault.kind for fault in plan(store, 1).faults] == [FaultKind.LATE]
+
+
+def test_who_has_returned_waits_for_as_long_as_the_others_train() -> None:
+    """No limit by default, as between nodes: a rank that evaluates for an hour is no fault."""
+    assert InProcessSettings().completion_timeout == 0
+    with conducting(2, completion_timeout=0.0) as (_, store):
+        arrive(store, 0, 0, 1)
+        plan(store, 0)
+        store.add(done_key(0), 1)
+        began = time.monotonic()
+        while time.monotonic() - began < 0.3:
+            assert not store.check([end_key(0)])
+            time.sleep(0.01)
+        store.add(done_key(0), 1)
+        assert read_end(store).kind is EndKind.COMPLETED
 
 
 def test_a_node_whose_keeper_is_silent_is_lost() -> None:

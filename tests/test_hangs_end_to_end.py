@@ -10,6 +10,7 @@ import pytest
 from harness import REPO, finish, holdfast
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
+from nodes import cluster
 
 SCRIPT = str(REPO / "tests" / "scripts" / "train_hanging.py")
 LIMITS = (
@@ -90,3 +91,22 @@ def test_a_stopped_rank_is_found_wherever_it_is(tmp_path: Path, place: str) -> N
     told = " ".join(decision.evidence)
     assert decision.details["cause"] == "hang"
     assert "stopped by a signal" in told or "rank 1" in told
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("place", ["slow", "sleep"])
+def test_whether_it_is_a_hang_is_known_across_nodes(tmp_path: Path, place: str) -> None:
+    """One rank a node: the agent of the one that waits has to ask about the other one."""
+    limits = [word for setting in LIMITS for word in ("--set", setting)]
+    limits += ["--set", "monitor.rank_section_timeouts=setup:16,step:2,checkpointing:4"]
+    with cluster(tmp_path, "2") as nodes:
+        for name in ("a", "b"):
+            nodes.start(name, *limits, acts=place, script=SCRIPT)
+        ended = [agent.wait(120) for agent in nodes.agents.values()]
+    assert [one.code for one in ended] == [0, 0], ended[0].text + ended[1].text
+    assert (tmp_path / "log.hung").exists(), "the fault did not happen, so this shows nothing"
+    attempts = sorted(path.name for path in (tmp_path / "run" / "attempts").iterdir())
+    assert attempts == (["000001"] if place == "slow" else ["000001", "000002"])
+    if place == "sleep":
+        reports = {path.stem for path in (tmp_path / "run/attempts/000001/hang").glob("*.json")}
+        assert reports == {"a", "b"}

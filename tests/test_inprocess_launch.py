@@ -74,10 +74,15 @@ def test_after_an_exception_the_same_processes_go_on_as_the_next_attempt(
     tmp_path: Path, reference: dict[str, object]
 ) -> None:
     """Scenario 15: one budget, one history, bitwise the same result."""
-    result = run(tmp_path, "1:5:raise")
+    result = run(tmp_path, "1:5:raise", monitor_process_logdir="logs/keepers")
     assert result.code == 0, result.text
     assert record(tmp_path) == reference
     assert ends(tmp_path) == [("failed", 1, "job"), ("finished", 0, "")]
+    (log,) = (tmp_path / "logs" / "keepers").glob("keeper-*.log")
+    assert "iteration 1: 2 ranks" in log.read_text(), "the launcher's keeper logs like one of its own"
+    warned = [one.message for one in journalled(tmp_path, events.Warned)]
+    assert not any("process group's timeout" in message for message in warned), "that is Holdfast's own"
+    assert "process group's timeout" not in result.text
     assert decided(tmp_path) == [("restart", 2)]
     started = journalled(tmp_path, events.WorkersStarted)
     assert [one.kept for one in started] == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.inprocess import refusing
 from holdfast.inprocess.handed import VARIABLE as HANDED
 from holdfast.inprocess.refusing import prepare, refuse
-from holdfast.policy.restart_limits import collective_limit
+from holdfast.policy.restart_limits import collective_limit, first_step_limit
 
 UNDER_SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
 KEPT = {LAUNCHED: "{}", HANDED: "{}"}
@@ -192,6 +193,13 @@ def test_a_collective_is_given_up_after_who_stands_still_was_told_of_and_before_
 
 
 # --- Slurm
+
+
+def test_the_first_steps_limit_is_the_launchers_but_comes_before_it() -> None:
+    assert first_step_limit(1800.0, 60.0, 90.0) + 30.0 < 1800.0, "who stands still is ended before all are"
+    assert first_step_limit(1800.0, 60.0, 90.0) > 1700.0
+    assert first_step_limit(30.0, 60.0, 90.0) == 60.0, "never less than for any step"
+    assert first_step_limit(0.0, 60.0, 90.0) == math.inf
 
 
 def test_a_scheduler_that_ends_all_with_the_first_is_refused() -> None:

@@ -120,6 +120,22 @@ def test_a_stopped_member_is_killed_after_hard_timeout_and_not_before(tmp_path: 
         assert "is killed: no sign of life for 1 s" in "".join(told)
 
 
+def test_before_its_first_step_a_member_may_be_silent_for_longer_unless_it_is_stopped(tmp_path: Path) -> None:
+    """A build may hold the interpreter's lock: then not even the thread that beats runs."""
+    body = GREETS + "say(Beat(iteration=0, inside=True, idle=2.0, allowance=600.0)); time.sleep(60)"
+    with keeping(tmp_path, hard_timeout=0.5) as (keeper, store), member(keeper, 0, tmp_path, body) as one:
+        say_plan(store, [0])
+        wait_until(lambda: keeper._members[0].beat.allowance, 10, "it has said so")
+        began = time.monotonic()
+        while time.monotonic() - began < 1.0:  # twice hard_timeout
+            assert not store.check([gone_key(0)])
+            time.sleep(0.02)
+        one.signal(signal.SIGSTOP)
+        fault = read_gone(store, 0)
+        assert fault is not None
+        assert fault.kind is FaultKind.HARD_TIMEOUT
+
+
 @pytest.mark.parametrize(
     ("said", "detail"),
     [

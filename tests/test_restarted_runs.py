@@ -24,11 +24,13 @@ from holdfast.control.attempts import ends_of
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import claim
 from holdfast.inprocess.conductor import Denied, Granted, Restart
+from holdfast.inprocess.messages import FaultKind
 from holdfast.journal.events import LeaseClaimed
 from holdfast.journal.reader import read_journal
 from holdfast.journal.restart_events import FunctionRestarted, RestartFaulted, RestartPlanned
 from holdfast.scope import RestartRequested, Scope, entered
 from holdfast.worker.halting import Halting
+from holdfast.worker.watched import collective_timeout
 from leftovers import grown, held
 from local_ranks import memory
 from restarting import Members, members
@@ -182,6 +184,52 @@ def test_interrupted_50_times(
 
 def control_of(place: Path) -> ControlDirectory:
     return ControlDirectory.open(place / "run")
+
+
+@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.drill), "after"])
+def test_the_first_step_may_stand_still_for_longer_and_so_may_who_waits_for_it(
+    tmp_path: Path, where: str
+) -> None:
+    """One rank builds something in its first step, before or after what all do there together.
+
+    Once all have done a step, soft_timeout counts: a rank that stands still then makes all restart, and the
+    first step of that iteration is a first step again.
+    """
+    slow, soft = 3.0, 2.0
+
+    def function() -> float:
+        scope = holdfast.restart_scope()
+        assert scope is not None
+        model, optimizer, schedule, loader = build()
+        if scope.iteration == 1 and scope.rank == 1 and where == "before":
+            time.sleep(slow)  # that there will be a run is known from the first iteration
+        run = holdfast.Run(run_dir=tmp_path / "run", **SETTINGS)
+        run.track(model=model, optimizer=optimizer, schedule=schedule)
+        for step, _ in run.steps(loader, until=9):
+            builds = scope.iteration == 0 and step == 1 and scope.rank == 1
+            if builds and where == "before":
+                time.sleep(slow)
+            dist.all_reduce(torch.ones(1))
+            if builds and where == "after":
+                time.sleep(slow)
+            if step == 2:
+                wait_until(lambda: not scope.allowance, LIMIT, "all know that all have done a step")
+                assert collective_timeout() == pytest.approx(soft + 1.0)
+            if scope.iteration == 0 and step == 6 and scope.rank == 1:
+                (tmp_path / "still").write_text(str(time.time()))
+                time.sleep(LIMIT)
+        return collective_timeout() or 0.0
+
+    limits: dict[str, Any] = {"inprocess_soft_timeout": soft, "inprocess_hard_timeout": soft + 4.0}
+    with members(tmp_path, 2, function=function, **limits) as job:
+        assert job.wait() == [0, 0], job.errors()
+        assert job.keeper.gone() == {}
+        plan = job.conductor.plan
+    assert plan is not None
+    assert plan.iteration == 1, plan.faults
+    assert plan.faults[0].kind is FaultKind.SOFT_TIMEOUT
+    found = plan.faults[0].at - float((tmp_path / "still").read_text())
+    assert soft - 1.5 < found < 20.0, "then the limit is that of every step"
 
 
 def test_a_run_that_is_left_open_is_closed_as_failed_and_its_snapshot_is_committed(tmp_path: Path) -> None:

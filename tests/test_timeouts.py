@@ -443,6 +443,10 @@ def test_what_is_switched_off_hides_nothing() -> None:
 def test_a_setting_of_the_monitor_without_the_launcher_names_key_value_source_and_fix(tmp_path: Path) -> None:
     """Scenario 24, the launcher's part."""
     refuse_without_launcher(settings(checkpoint_timeout=5))
+    initial = settings(monitor_initial_rank_heartbeat_timeout=600)
+    refuse_without_launcher(initial, kept=True)  # by which a keeper goes
+    with pytest.raises(ConfigError, match="initial_rank_heartbeat_timeout"):
+        refuse_without_launcher(initial)
     file = tmp_path / "h.toml"
     file.write_text("monitor.calc_ft_timeouts = true\n")
     with pytest.raises(ConfigError) as caught:

@@ -56,8 +56,17 @@ class Scope:
         """The highest step that this member knows to be committed."""
         self.step = 0
         """The last step that it completed."""
+        self.stepped = False
+        """Whether a run has completed a step in this iteration."""
         self.request: Callable[[str], None] | None = None
         """Asks for a restart of all, with a reason; set by whoever runs the iteration."""
+        self.on_run: Callable[[], None] | None = None
+        """Called when a run is made in the function; set by whoever runs the iteration."""
+        self.own_collective_timeout = False
+        """Whether the timeout of the process group is Holdfast's own, and so fits its other limits."""
+        self.allowance = 0.0
+        """Seconds by which the main thread may stand still for longer than otherwise: before the first step
+        of all ranks is done, in which programs are built and caches warmed."""
         self._depth = 0
         """How many critical sections are open, one in another."""
         self._open = 0
@@ -150,6 +159,11 @@ class Scope:
     def idle(self, now: float) -> float:
         """Seconds since the main thread last made progress, beyond what its critical section may take."""
         return max(0.0, now - max(self._touched, min(self._bounded_until, now)))
+
+    def allow(self, seconds: float) -> None:
+        """From any thread: from now on the allowance is this, and the main thread has its whole limit."""
+        self._touched = time.monotonic()
+        self.allowance = seconds
 
     # --- what has to be closed ------------------------------------------------------------------------------
 

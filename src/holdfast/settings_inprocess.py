@@ -82,9 +82,10 @@ class InProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 120.0
     completion_timeout: Annotated[
         float,
-        Meta(gt=0, le=LONGEST_WAIT),
-        "Seconds for the other ranks to return once one has. Raise it where the last rank saves long.",
-    ] = 120.0
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Seconds for the other ranks to return once one has; 0 means as long as they make progress. Set it "
+        "where a rank that returns alone means that something went wrong.",
+    ] = 0.0
     empty_cuda_cache: Annotated[
         bool,
         "Whether cached device memory is given back before the function starts again. Turn it off where "
@@ -92,6 +93,6 @@ class InProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     monitor_process_logdir: Annotated[
         str,
-        "Directory for the log of each node's keeper process, without the launcher. They log nothing if it "
-        "is empty.",
+        "Directory for the log of each node's keeper, whether that is a process of its own or part of the "
+        "launcher. They log nothing if it is empty.",
     ] = ""

@@ -129,10 +129,14 @@ def _watchdog(environ: Mapping[str, str]) -> Value | None:
     return Value(seconds, f"{NCCL_WATCHDOG} = {seconds:g} (environment)") if seconds else None
 
 
-def refuse_without_launcher(effective: Effective) -> None:
-    """Settings that only `holdfast run` can honour, given to a script that it did not start, are an error."""
+def refuse_without_launcher(effective: Effective, *, kept: bool = False) -> None:
+    """Settings that only `holdfast run` can honour, given to a script that it did not start, are an error.
+
+    `kept`: the keeper of an in-process restart honours the initial limit.
+    """
     given = [key for key in effective.sources if key.startswith("monitor.")]
-    given = [key for key in given if effective.sources[key] != "default"]
+    honoured = {_NAMES["initial"]} if kept else set()
+    given = [key for key in given if effective.sources[key] != "default" and key not in honoured]
     if given:
         shown = "\n  ".join(
             f"{key} = {msgspec.json.encode(effective.settings.get(key)).decode()} ({effective.sources[key]})"

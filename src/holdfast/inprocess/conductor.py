@@ -316,7 +316,7 @@ class Conductor:
                 self._store.compare_set(key, "", text(End(kind=EndKind.COMPLETED)))
             elif done:
                 returned = returned or now
-                if now - max(returned, self._fresh) > limit:
+                if limit and now - max(returned, self._fresh) > limit:
                     detail = f"{done} of {len(plan.order)} ranks had returned {limit:g} s after the first"
                     fault = Fault(member=-1, kind=FaultKind.LATE, detail=detail, at=time.time())
                     self._end(plan, fault)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from holdfast.inprocess.gloo_sockets import (
     shut,
 )
 from holdfast.inprocess.meshes import forget_meshes
+from holdfast.worker.watched import collective_timeout
 
 log = logging.getLogger("holdfast")
 
@@ -44,6 +46,8 @@ through a message ends when the peers have left too: with the next group."""
 FREE_SECONDS = 0.1
 """For one try to free who waits in gloo; who calls us has other things to watch."""
 CONNECTION_TRIES = 5
+LONGEST_COLLECTIVE = 86_400.0
+"""Seconds that stand for no limit: gloo counts in milliseconds, and adds them to the time."""
 
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 """Read when a group is made. By default NCCL's watchdog ends the process as soon as a peer is lost."""
@@ -227,6 +231,20 @@ def watch_groups() -> Iterator[GroupWatch]:
         c10d._new_process_group_helper = original
         for name in own:
             os.environ.pop(name, None)
+
+
+def limit_collectives(seconds: float, instead_of: float) -> None:
+    """From any thread: how long a collective of the default group may wait from now on.
+
+    Who waits already waits by the limit that was. A group whose limit is not `instead_of` is somebody else's.
+    """
+    before = collective_timeout()
+    if before is None or abs(before - min(instead_of, LONGEST_COLLECTIVE)) > 0.01:
+        return
+    try:
+        c10d._set_pg_timeout(timedelta(seconds=min(seconds, LONGEST_COLLECTIVE)))
+    except Exception:  # it is being torn down
+        log.debug("groups: the timeout of the default group was not set", exc_info=True)
 
 
 def _port(store: Store) -> int:

@@ -2,9 +2,11 @@
 
 Guarantees: the end of a member's process is told within moments, whatever ended it (pidfd). A member that
 gives no sign of life for hard_timeout, whose main thread stands still for so long, that does not leave the
-function, or that a plan left out and that does not end, is killed. Time counts only while this process was
-awake to see; if it was itself stopped, every clock starts afresh. Nothing that a process sends can mislead
-it: only members of this user are listened to, and a pid is believed only if the kernel says it too.
+function, or that a plan left out and that does not end, is killed. The first two wait for what the member is
+allowed on top while a first step is not done, unless its process is stopped. Time counts only while this
+process was awake to see; if it was itself stopped, every clock starts afresh. Nothing that a process sends
+can mislead it: only members of this user are listened to, and a pid is believed only if the kernel says it
+too.
 
 When the store is lost, members are told by the end of their connection's reading side (they may still say
 farewell), and have hard_timeout to end.
@@ -342,9 +344,11 @@ class Keeper:
         awake = now - self._fresh
         if self._lost_at and now - max(self._lost_at, self._fresh) > hard:
             return f"it did not end within {hard:g} s after the store was lost"
-        if now - max(member.heard, self._fresh) > hard:
-            return f"no sign of life for {hard:g} s"
-        if min(beat.idle, awake) > hard:
+        silent, allowed = now - max(member.heard, self._fresh), hard + beat.allowance
+        limit = hard if silent > hard and _state_of(member.pid or 0) == "T" else allowed
+        if silent > limit:
+            return f"no sign of life for {limit:g} s"
+        if min(beat.idle, awake) > allowed:
             return f"its main thread made no progress for {beat.idle:.1f} s"
         if min(beat.leaving, awake) > hard:
             return f"it did not leave the function within {beat.leaving:.1f} s"
@@ -354,6 +358,19 @@ class Keeper:
             what = "everything was over" if isinstance(plan, Over) else "the others went on without it"
             return f"it had not ended {hard:g} s after {what}"
         return ""
+
+
+def log_path(chosen: InProcessSettings, node: str) -> Path | None:
+    """Where a node's keeper logs what it sees, in a directory that is there; None for nowhere."""
+    if not chosen.monitor_process_logdir:
+        return None
+    place = Path(chosen.monitor_process_logdir)
+    place.mkdir(parents=True, exist_ok=True)
+    return place / f"keeper-{node}.log"
+
+
+def stamped(message: str) -> str:
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}"
 
 
 def kill(pidfd: int, pid: int) -> None:
@@ -370,11 +387,23 @@ def kill(pidfd: int, pid: int) -> None:
 
 def exit_code_of(pid: int) -> int:
     """Of a process that has ended and was not reaped by its parent yet, as from waitpid; otherwise 0."""
+    fields = _stat(pid)
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else 0
-    except (OSError, ValueError, IndexError):
+    except (ValueError, IndexError):
         return 0
+
+
+def _state_of(pid: int) -> str:
+    """The kernel's letter for it: T if it is stopped by a signal."""
+    return next(iter(_stat(pid)), "")
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _in_words(exit_code: int) -> str:

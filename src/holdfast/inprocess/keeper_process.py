@@ -28,7 +28,7 @@ from holdfast.control.hosted_store import HostedStore, connect
 from holdfast.control.marks import leave_stopping_to_the_trainer
 from holdfast.errors import HandedOverError, HoldfastError
 from holdfast.inprocess.conductor import Conductor
-from holdfast.inprocess.keeper import SOCKET, Keeper
+from holdfast.inprocess.keeper import SOCKET, Keeper, log_path, stamped
 from holdfast.inprocess.memory import Memory
 from holdfast.inprocess.messages import KEEPS, LEFT
 from holdfast.settings_inprocess import InProcessSettings
@@ -133,14 +133,12 @@ def sweep_stale() -> None:
 
 
 def _log(duties: Duties) -> Callable[[str], None]:
-    """Where this process says what it sees: its log, or nowhere."""
-    place = duties.chosen.monitor_process_logdir
-    if place:
-        Path(place).mkdir(parents=True, exist_ok=True)
-    _redirect(Path(place) / f"keeper-{duties.node}.log" if place else os.devnull, 2)
+    """Where this process says what it sees: its log, or nowhere. What else it says goes there too."""
+    path = log_path(duties.chosen, duties.node)
+    _redirect(path or os.devnull, 2)
 
     def tell(message: str) -> None:
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}", file=sys.stderr, flush=True)
+        print(stamped(message), file=sys.stderr, flush=True)
 
     return tell
 

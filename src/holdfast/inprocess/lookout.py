@@ -1,9 +1,9 @@
 """A member's lookout: a thread that frees the main thread when an iteration ends, and gives signs of life.
 
 Guarantees: once the iteration's end is known here, the main thread is interrupted and the groups are aborted,
-again and again until it has left the function; a main thread that makes no progress for `soft_timeout` ends
-the iteration for all; and the keeper hears from this process as long as its interpreter runs, with what it
-needs to end it if that does not help.
+again and again until it has left the function; a main thread that makes no progress for `soft_timeout` (and
+the scope's allowance, while a first step is not done) ends the iteration for all; and the keeper hears from
+this process as long as its interpreter runs, with what it needs to end it if that does not help.
 """
 
 from __future__ import annotations
@@ -50,15 +50,19 @@ class Lookout:
         soft_timeout: float,
         on_still: Callable[[float], None],
         on_idle: Callable[[float], None],
+        on_stepped: Callable[[Scope], None],
     ) -> None:
-        """Of the two one is told, at most once an iteration, that the main thread stood still for so many
-        seconds: `on_still` once that is too long, `on_idle` if another rank's fault came before."""
+        """Of the first two one is told, at most once an iteration, that the main thread stood still for so
+        many seconds: `on_still` once that is too long, `on_idle` if another rank's fault came before.
+        `on_stepped` is called now and then while this rank has done its first step and still has an
+        allowance."""
         self.alone = ""
         """Why there is no keeper any more; empty while there is one."""
         self._interruption = interruption
         self._soft_timeout = soft_timeout
         self._on_still = on_still
         self._on_idle = on_idle
+        self._on_stepped = on_stepped
         self._scope: Scope | None = None
         self._groups: GroupWatch | None = None
         self._iteration = 0
@@ -132,6 +136,8 @@ class Lookout:
                 self._interruption.send()
             elif scope is not None:
                 self._interruption.look()
+                if scope.stepped and scope.allowance:
+                    self._on_stepped(scope)
                 self._judge(scope)
             now = time.monotonic()
             if now - beaten >= BEAT / 2:
@@ -141,7 +147,7 @@ class Lookout:
 
     def _judge(self, scope: Scope) -> None:
         idle = scope.idle(time.monotonic())
-        if idle > self._soft_timeout and not self._still:
+        if idle > self._soft_timeout + scope.allowance and not self._still:
             self._still = True
             self._on_still(idle)
 
@@ -162,6 +168,7 @@ class Lookout:
             rank=scope.rank if scope is not None else -1,
             inside=scope is not None,
             idle=last.idle(now),
+            allowance=last.allowance if scope is not None else 0.0,
             leaving=leaving,
             step=last.step,
         )

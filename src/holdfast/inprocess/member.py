@@ -27,7 +27,7 @@ from holdfast.control.handover import LaunchInfo
 from holdfast.errors import HandedOverError, HoldfastError, Stopped
 from holdfast.exit_codes import ExitCode
 from holdfast.inprocess.cleaning import forget
-from holdfast.inprocess.groups import GroupWatch, StoreLine, watch_groups
+from holdfast.inprocess.groups import GroupWatch, StoreLine, limit_collectives, watch_groups
 from holdfast.inprocess.interruption import Interruption
 from holdfast.inprocess.joining import Joined
 from holdfast.inprocess.journalled import faulted, planned
@@ -49,6 +49,7 @@ from holdfast.inprocess.messages import (
     fault_key,
     plan_key,
     ready_key,
+    stepped_key,
 )
 from holdfast.inprocess.stages import Iteration, Stages
 from holdfast.inprocess.stop_between import StopBetween
@@ -56,6 +57,7 @@ from holdfast.journal.base import Event
 from holdfast.journal.restart_events import FunctionRestarted
 from holdfast.policy.classify import is_symptom
 from holdfast.policy.evidence import Raised
+from holdfast.policy.restart_limits import collective_limit, first_step_limit
 from holdfast.scope import RestartRequested, Scope, entered
 from holdfast.settings import Settings
 from holdfast.worker.crash import chain_of
@@ -67,10 +69,15 @@ SLACK = 10.0
 """Seconds beyond a deadline of the conductor's, so that it gets to say so."""
 STORE_TIMEOUT = 60.0
 """Seconds for one answer of the store."""
-RESERVE_LOOK = 60.0
+OTHERS_LOOK = 60.0
 FINE = (ExitCode.OK, ExitCode.STOPPED)
 """Codes with which a function may end its process on purpose: that is no fault."""
 MESSAGE = 4000
+STEPPED_LOOK = 1.0
+STEPPED_LOOK_EACH = 0.002
+"""Seconds between two looks at how many ranks have done their first step; more with every rank that looks."""
+STEPPED_TIMEOUT = 5.0
+"""Seconds for the answer: who looks has other things to watch."""
 
 T = TypeVar("T")
 
@@ -103,11 +110,20 @@ class Member:
     def __init__(
         self, joined: Joined, settings: Settings, stages: Stages, *, backend: str, timeout: float
     ) -> None:
+        """`timeout`: of the process group, in seconds, as somebody gave it; 0 to choose one here."""
         assert joined.store is not None
         self._joined, self._store = joined, joined.store
-        self._chosen = settings.inprocess
+        self._chosen = chosen = settings.inprocess
         self._stages = stages
-        self._backend, self._timeout = backend, timeout
+        self._backend = backend
+        self._own_timeout = not timeout and "nccl" not in backend
+        soft, hard = chosen.soft_timeout, chosen.hard_timeout
+        self._timeout = collective_limit(soft, hard) if self._own_timeout else timeout
+        self._first_limit = first_step_limit(settings.monitor.initial_rank_heartbeat_timeout, soft, hard)
+        self._uses_run = False
+        """Whether a run was made in the function: then it does steps, and the first of them may take long."""
+        self._counted = False
+        self._next_look = 0.0
         self._committed = self._step = self._attempt = 0
         self._order: list[int] = []
         """Of the last plan."""
@@ -132,6 +148,7 @@ class Member:
             soft_timeout=self._chosen.soft_timeout,
             on_still=self._on_still,
             on_idle=self._on_idle,
+            on_stepped=self._on_stepped,
         )
 
     def run(self, function: Callable[[], T]) -> T | None:
@@ -146,7 +163,7 @@ class Member:
                 events, self._order = self._events(plan, iteration.rank), plan.order
                 watch = self._watcher.watch(end_key(number))
                 if iteration.rank < 0:
-                    outcome, end = _Outcome(), self._wait_as_reserve(watch, number)
+                    outcome, end = _Outcome(), self._wait_for_others(watch, number)
                 else:
                     outcome, end = self._live(iteration, function, watch, events)
                 self._ended_at = time.monotonic()
@@ -274,7 +291,10 @@ class Member:
         scope.committed, scope.step = self._committed, self._step
         scope.events = list(events)
         scope.request = lambda why: self._give(scope, FaultKind.ASKED, why)
+        scope.on_run = lambda: self._await_first_step(scope)
+        scope.own_collective_timeout = self._own_timeout
         self._scope = scope
+        self._counted, self._next_look = False, 0.0
         with watch_groups() as groups:
             line, self._line = self._line or StoreLine(self._store), None
             iteration.store = PrefixStore(f"group/{iteration.number}", groups.over(line))
@@ -317,6 +337,8 @@ class Member:
                     self._interruption.open(scope)
                     self._stages.initialize(iteration)
                     outcome.initialised = True
+                    if self._uses_run:
+                        self._await_first_step(scope)
                     outcome.value = function()
                 finally:
                     self._shut()
@@ -335,14 +357,17 @@ class Member:
                 continue
 
     def _await_end(self, watch: KeyWatch, number: int) -> End:
-        """How the iteration ended for all; the conductor sees to it that it does once one member is done."""
-        limit = self._chosen.completion_timeout + self._chosen.barrier_timeout + SLACK
+        """How the iteration ended for all: who has returned waits for the others, however long they train."""
+        chosen = self._chosen
+        if not chosen.completion_timeout:
+            return self._wait_for_others(watch, number)
+        limit = chosen.completion_timeout + chosen.barrier_timeout + SLACK  # the conductor ends it before
         watch.wait(limit, self._lookout.touch)
         return self._read_end(watch, number, f"it was not told within {limit:g} s")
 
-    def _wait_as_reserve(self, watch: KeyWatch, number: int) -> End:
+    def _wait_for_others(self, watch: KeyWatch, number: int) -> End:
         """For as long as the others train: this ends with the iteration, or with the store."""
-        while not watch.wait(RESERVE_LOOK, self._lookout.touch):
+        while not watch.wait(OTHERS_LOOK, self._lookout.touch):
             pass
         return self._read_end(watch, number, "")
 
@@ -414,6 +439,33 @@ class Member:
             chosen=self._chosen,
         )
 
+    # --- the first step -------------------------------------------------------------------------------------
+
+    def _await_first_step(self, scope: Scope) -> None:
+        """From here until all ranks have done a step nobody counts as standing still before its time."""
+        self._uses_run = True
+        if scope.stepped or scope.allowance:
+            return
+        scope.allow(self._first_limit - self._chosen.soft_timeout)
+        if self._own_timeout:
+            limit_collectives(self._timeout + scope.allowance, self._timeout)
+
+    def _on_stepped(self, scope: Scope) -> None:
+        """On the lookout's thread: this rank has done its first step, and may have to wait for others'."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + max(STEPPED_LOOK, STEPPED_LOOK_EACH * scope.world_size)
+        mine, self._counted = 0 if self._counted else 1, True
+        key, what = stepped_key(scope.iteration), "the first step of the others"
+        with contextlib.suppress(HoldfastError):  # no store: the wait for the end says so
+            done = within(lambda: self._store.add(key, mine), STEPPED_TIMEOUT, what)
+            if done >= scope.world_size:
+                longer = self._timeout + scope.allowance
+                scope.allow(0.0)
+                if self._own_timeout:
+                    limit_collectives(self._timeout, longer)
+
     # --- faults ---------------------------------------------------------------------------------------------
 
     def _on_still(self, seconds: float) -> None:
@@ -422,8 +474,10 @@ class Member:
         if scope is None:
             return
         places = _standing()
-        limit = self._chosen.soft_timeout
-        detail = f"no progress of its main thread for {seconds:.1f} s (inprocess.soft_timeout is {limit:g})"
+        limit, which = self._chosen.soft_timeout, "inprocess.soft_timeout"
+        if scope.allowance:
+            limit, which = self._first_limit, "before the first step of all ranks is done the limit"
+        detail = f"no progress of its main thread for {seconds:.1f} s ({which} is {limit:g})"
         self._give(scope, FaultKind.SOFT_TIMEOUT, f"{detail}, at {places[0]}" if places else detail)
         _tell_standing(scope.rank, seconds, places)
 

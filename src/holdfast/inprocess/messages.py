@@ -16,8 +16,9 @@ and are written once, by compare-and-set:
     keeper/<n>       where node n's keeper is reached
 
 and these are counted up with `add`: `arrived/<i>` after each ready, `done/<i>` when the function has returned
-on an active member, `lost` after each gone, `keeps` after each keeper, `left` by each keeper whose members
-need it no longer, and `beat/<n>` by a keeper as its sign of life.
+on an active member, `stepped/<i>` by each member that has completed its first step, `lost` after each gone,
+`keeps` after each keeper, `left` by each keeper whose members need it no longer, and `beat/<n>` by a keeper
+as its sign of life.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ def arrived_key(iteration: int) -> str:
 
 def done_key(iteration: int) -> str:
     return f"done/{iteration}"
+
+
+def stepped_key(iteration: int) -> str:
+    return f"stepped/{iteration}"
 
 
 def plan_key(iteration: int) -> str:
@@ -166,6 +171,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """Whether the main thread is in the function."""
     idle: float = 0.0
     """Seconds since its main thread last made progress; not counted in Holdfast's own bounded work."""
+    allowance: float = 0.0
+    """By how many seconds it may be idle for longer than hard_timeout: a first step is not done yet."""
     leaving: float = 0.0
     """Seconds since the iteration's end was known and the main thread had still not left the function."""
     step: int = 0

@@ -28,7 +28,6 @@ from holdfast.inprocess.joining import join
 from holdfast.inprocess.member import Member
 from holdfast.inprocess.refusing import prepare, refuse
 from holdfast.inprocess.stages import Stage, Stages, default_backend
-from holdfast.policy.restart_limits import collective_limit
 from holdfast.scope import current
 from holdfast.worker.crash import CrashHook
 
@@ -117,11 +116,7 @@ def _call(
         effective.settings.inprocess, os.environ, node=launch.node_name, max_restarts=launch.max_restarts
     )
     try:
-        chosen = effective.settings.inprocess
-        limit = timeout or (
-            0.0 if "nccl" in backend else collective_limit(chosen.soft_timeout, chosen.hard_timeout)
-        )
-        return Member(joined, effective.settings, stages, backend=backend, timeout=limit).run(function)
+        return Member(joined, effective.settings, stages, backend=backend, timeout=timeout).run(function)
     finally:
         joined.close()
 

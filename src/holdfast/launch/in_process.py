@@ -11,6 +11,7 @@ there was no plan yet, its end means what it means without this.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -25,7 +26,7 @@ from holdfast.control.hosted_store import connect
 from holdfast.inprocess.conductor import Conductor, Denied, Granted, Restart
 from holdfast.inprocess.handed import Handed
 from holdfast.inprocess.journalled import handed_over, planned
-from holdfast.inprocess.keeper import Keeper
+from holdfast.inprocess.keeper import Keeper, log_path, stamped
 from holdfast.inprocess.messages import (
     PREFIX,
     End,
@@ -41,9 +42,11 @@ from holdfast.journal.events import WorkersStarted
 from holdfast.launch.attempt import Announcement, Attempt
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.stopping import FINE
+from holdfast.launch.summary import say
 from holdfast.launch.workers import Workers
 from holdfast.policy.rejection import Rerun, Trial
 from holdfast.policy.rounds import Member
+from holdfast.settings_inprocess import InProcessSettings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -146,10 +149,11 @@ class InProcess:
         self._store = _connect(told)
         mine: dict[int, int | None] = dict.fromkeys(members)  # their process ids they say themselves
         directory = context.monitor.path.parent / f"restart-{attempt.number}"
-        self._keeper = Keeper(_connect(told), place.node, mine, chosen, directory, tell=log.info)
+        tell = _teller(chosen, place.node)
+        self._keeper = Keeper(_connect(told), place.node, mine, chosen, directory, tell=tell)
         self._conductor: Conductor | None = None
         if place.leads:
-            self._conductor = Conductor(_connect(told), self._nodes, in_all, chosen, self._ask, log.info)
+            self._conductor = Conductor(_connect(told), self._nodes, in_all, chosen, self._ask, tell)
         self._handed = Handed(
             host=told.master_addr,
             port=told.master_port,
@@ -322,6 +326,23 @@ class _Launch(msgspec.Struct, frozen=True, kw_only=True):
     avoid: list[str] = []
     rerun: Rerun | None = None
     trial: Trial | None = None
+
+
+def _teller(chosen: InProcessSettings, node: str) -> Callable[[str], None]:
+    """Who is told what this node's keeper and conductor see: the log that the settings ask for."""
+    try:
+        path = log_path(chosen, node)
+    except OSError as error:
+        path = None
+        say(f"warning: inprocess.monitor_process_logdir = {chosen.monitor_process_logdir}: {error}")
+
+    def tell(message: str) -> None:
+        log.info(message)
+        if path is not None:
+            with contextlib.suppress(OSError), path.open("a") as file:
+                file.write(f"{stamped(message)}\n")
+
+    return tell
 
 
 def _connect(told: Announcement) -> Store:

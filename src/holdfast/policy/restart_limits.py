@@ -2,10 +2,13 @@
 
 The right order, from what is gentle to what is not: a rank that stands still is asked to restart (soft),
 then it alone is ended (hard), then the others go on without it (barrier). Whatever ends more than that rank
-(the launcher's watch, NCCL's watchdog, the deadline of a stop) comes later.
+(the launcher's watch, NCCL's watchdog, the deadline of a stop) comes later. From the making of a `Run` until
+every rank has done its first step, soft and hard are longer: by as much as the first step's own limit.
 """
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 
@@ -53,6 +56,15 @@ def collective_limit(soft: float, hard: float) -> float:
     still. Well before `hard`: what nothing else can free has to be free before its keeper ends it.
     """
     return soft + (hard - soft) / 4
+
+
+def first_step_limit(initial: float, soft: float, hard: float) -> float:
+    """After how many seconds without progress a rank is asked to restart while a first step is not done.
+
+    `initial`: the launcher's limit for that. It ends all ranks, so it comes after this one, and after what
+    comes of it; 0 switches both off.
+    """
+    return max(soft, initial - 2 * (hard - soft)) if initial else math.inf
 
 
 def out_of_order(all_of: RestartTimeouts) -> list[str]:

@@ -29,6 +29,8 @@ class Surroundings:
 
     def __init__(self) -> None:
         self._scope = scope.current()
+        if self._scope is not None and self._scope.on_run is not None:
+            self._scope.on_run()
 
     def on_leave(self, *closes: Callable[[], object]) -> None:
         """What gives something back when the function was left; what is named last is called first."""
@@ -38,7 +40,7 @@ class Surroundings:
 
     def stepped(self, step: int) -> None:
         if self._scope is not None:
-            self._scope.step = step
+            self._scope.step, self._scope.stepped = step, True
 
     def resumed(self, member: Membership, saving: Saving | None) -> None:
         """The run is part of an attempt, and has its state."""

@@ -34,7 +34,7 @@ def start_beats(
 ) -> Beats:
     """Begin to be watched, in section `setup`; without a launcher, say what that leaves unprotected."""
     if launched is None:
-        refuse_without_launcher(effective)
+        refuse_without_launcher(effective, kept=scope.current() is not None)
         if os.environ.get("RANK", "0") == "0" and scope.current() is None:  # else a keeper watches
             log.warning("holdfast: %s", UNPROTECTED)
         return Beats()
@@ -76,6 +76,9 @@ def simulated_fault(effective: Effective, group: Group, member: Membership) -> S
 
 def judge_collectives(effective: Effective, group: Group, member: Membership) -> None:
     """Say so when collectives time out before a hung step is found: then the wrong ranks end first."""
+    around = scope.current()
+    if around is not None and around.own_collective_timeout:
+        return  # in-process restart finds who stands still before that, and chose it so
     limit = parse_section_timeouts(effective.settings.monitor.rank_section_timeouts).get(STEP, 0.0)
     timeout = collective_timeout()
     if group.is_coordinator and timeout is not None and limit and timeout <= limit:
