@@ -262,9 +262,7 @@ def test_a_loader_that_the_kernel_killed_for_memory_is_the_jobs_and_one_that_som
         starved = end_of_rank(tmp_path, code, error, oom_kills=1)
         assert starved.message.startswith(KERNEL_OOM)
         assert diagnose(Evidence(ends=[end_of(starved)])).cause is Cause.JOB
-    other = end_of_rank(
-        tmp_path, 1, written_by_torch(tmp_path, ValueError("x")) and {"message": "ValueError: x"}
-    )
+    other = end_of_rank(tmp_path, 1, {"message": "ValueError: x"})
     assert (other.message, other.errors) == ("ValueError: x", [])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from acting import ACTS
 from harness import Job, finish, holdfast, wait_until
 from holdfast.control.attempts import ends_of
 from holdfast.control.directory import ControlDirectory
@@ -117,6 +118,29 @@ def test_one_node_too_many_parks_takes_over_and_ends_with_the_run(tmp_path: Path
                     if isinstance(line.body, events.WorkersStarted) and line.attempt == attempt)
              for attempt in (1, 2)]  # fmt: skip
     assert nodes == [["a", "b"], ["a", "c"]]
+
+
+@pytest.mark.drill
+def test_a_node_on_which_the_script_cannot_import_is_replaced_and_does_not_end_the_run(
+    tmp_path: Path,
+) -> None:
+    """A broken mount: its rank fails in its first lines, and all others would have gone on."""
+    with cluster(tmp_path, "2") as group:
+        group.start("a", acts="go?ok", script=ACTS)
+        group.start("b", acts="spare?error:ModuleNotFoundError: No module named 'data'", script=ACTS)
+        group.wait_for_workers(1, 2)
+        group.start("c", acts="go?ok", script=ACTS)
+        group.said("c", "parked")
+        (tmp_path / "spare").touch()
+        group.wait_for_workers(3, 2)
+        (tmp_path / "go").touch()
+        finish_all(group, "a c")
+        group.agents["b"].wait(60)
+    first, second = journalled(tmp_path, events.Decision)
+    assert (first.chosen, second.chosen) == ("restart", "exclude"), "in the same place first"
+    assert [one["node"] for one in second.details["excluded"]] == ["b"]
+    assert first.details["cause"] == second.details["cause"] == "unknown"
+    assert outcomes(tmp_path) == ["failed", "failed", "finished"]
 
 
 @pytest.mark.drill

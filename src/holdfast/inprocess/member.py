@@ -495,7 +495,7 @@ class Member:
             kind=kind,
             detail=detail,
             error=type(error).__name__ if error is not None else "",
-            errors=msgspec.convert(chain_of(error), list[Raised]) if error is not None else [],
+            errors=msgspec.convert(chain_of(error, MESSAGE // 8), list[Raised]) if error is not None else [],
             exit_code=_exit_code(error),
             at=time.time(),
             step=scope.step,

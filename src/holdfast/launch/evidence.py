@@ -60,9 +60,17 @@ def errors_of(path: Path) -> list[Raised]:
     if not isinstance(extra, dict):
         return []
     with contextlib.suppress(msgspec.ValidationError, KeyError):
-        return msgspec.convert(extra["chain"], list[Raised])[:MOST_RAISED]
+        return _clipped(msgspec.convert(extra["chain"], list[Raised]))
     stack = extra.get("py_callstack")
-    return told_by_traceback(stack) if isinstance(stack, str) else []
+    return _clipped(told_by_traceback(stack)) if isinstance(stack, str) else []
+
+
+def _clipped(errors: list[Raised]) -> list[Raised]:
+    """Whoever decides reads those of all ranks."""
+    return [
+        Raised(types=one.types[:MOST_RAISED], message=one.message[: 2 * MESSAGE_LIMIT], errno=one.errno)
+        for one in errors[:MOST_RAISED]
+    ]
 
 
 def code_of(path: Path) -> int:
@@ -84,7 +92,7 @@ def heard_in(last_lines: str, exit_code: int) -> tuple[list[Raised], str]:
         return [], ""
     lines = [line.strip() for line in last_lines.splitlines() if line.strip()]
     if exit_code > 0 and (errors := told_by_traceback("\n".join(last_lines.splitlines()[-LAST_LINES:]))):
-        return errors, _on_one_line(in_words(errors[0]))
+        return _clipped(errors), _on_one_line(in_words(errors[0]))
     telling = next((line for line in reversed(lines[-LAST_LINES:]) if tells(line)), "")
     return [], (telling or next(reversed(lines), ""))[:MESSAGE_LIMIT]
 

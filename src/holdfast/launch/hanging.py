@@ -170,6 +170,7 @@ def hangs_of(attempt: Attempt) -> tuple[list[Hang], list[str]]:
             limit=one.limit,
             missing=list(one.missing),
             missing_nodes=sorted({nodes[rank] for rank in one.missing if rank in nodes}),
+            silent=list(one.silent),
         )
         for one in found.hung
     ]

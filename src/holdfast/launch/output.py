@@ -92,7 +92,11 @@ class Logs:
                 found[number] = file.fileno()
         if 2 not in found:
             caught = _catch(local_rank, show=paths[2] != os.devnull)
-            if caught is not None:
+            if caught is None and paths[2]:
+                file = Path(paths[2]).open("w")  # noqa: SIM115 - as above
+                self._handed.append(file)
+                found[2] = file.fileno()
+            elif caught is not None:
                 self._caught[local_rank] = caught
                 found[2] = caught.fd
                 if 1 not in found and caught.shown and _same_place(1, 2):
@@ -118,7 +122,11 @@ class Logs:
             file.close()
         for tail in self._tails:
             tail.start()
+        self._begin()
+
+    def _begin(self) -> None:
         if self._caught:
+            self._closing.clear()
             self._thread = threading.Thread(target=self._hand_on, name="holdfast-output", daemon=True)
             self._thread.start()
 
@@ -127,21 +135,35 @@ class Logs:
             for caught in self._caught.values():
                 caught.hand_on()
 
-    def close(self) -> None:
-        """Show what is left, as long as somebody takes it, and finish. What was last written stays known."""
-        for tail in self._tails:
-            tail.stop()
-        for file in [*self._files, *self._handed]:
-            file.close()
+    def _pause(self) -> None:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def close(self) -> None:
+        """The workers are gone: show what is left of theirs, as long as somebody takes it.
+
+        What they left running (a writer that finishes a save) is shown further, until `finish`.
+        """
+        for tail in self._tails:
+            tail.stop()
+        for file in [*self._files, *self._handed]:
+            file.close()
+        self._pause()
         deadline = time.monotonic() + PARTING
         for caught in self._caught.values():
             while caught.hand_on() and time.monotonic() < deadline:
                 time.sleep(PAUSE)
+        self._begin()
+
+    def finish(self) -> None:
+        """Nothing more is shown. Again: nothing."""
+        self._pause()
+        for caught in self._caught.values():
+            caught.hand_on()
             caught.close()
+        self._caught = {}
 
 
 def _any_of(needles: Sequence[str]) -> Callable[[str], bool]:

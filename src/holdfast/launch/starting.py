@@ -29,6 +29,8 @@ from holdfast.launch.orphan_guard import guarded
 from holdfast.launch.output import Logs
 from holdfast.launch.preload import REPLACEMENTS, ColdStart, Preload, PreloadedParent, Request, Script
 
+LATE = 2
+"""Attempts before the present one of which it is still shown what their processes write that were left."""
 REAP = 10.0
 """Seconds for killed workers to be reaped."""
 
@@ -103,6 +105,7 @@ class Starter:
         self._said: set[str] = set()
         self._started = 0 if parent is None else 1
         self._preload: Preload | None = None
+        self._outputs: list[Logs] = []
         if not enabled:
             self._drop()
 
@@ -156,6 +159,11 @@ class Starter:
 
     def close(self) -> None:
         self._drop()
+        self._finish_outputs(0)
+
+    def _finish_outputs(self, keep: int) -> None:
+        while len(self._outputs) > keep:
+            self._outputs.pop(0).finish()
 
     def _read_note(self) -> None:
         """A worker has found that its script needs a new interpreter: then all of them do."""
@@ -223,6 +231,8 @@ class Starter:
         del others  # how to start a function: there is none
         destinations = logs_specs.reify(envs)
         logs = Logs(name, destinations, log_line_prefixes, duplicate_stdout_filters, duplicate_stderr_filters)
+        self._outputs.append(logs)
+        self._finish_outputs(1 + LATE)
         commands = {rank: [entrypoint, *map(str, args[rank])] for rank in envs}
         try:
             started = self._start_warm(commands, envs, logs, numa_options)

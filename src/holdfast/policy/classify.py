@@ -230,7 +230,7 @@ def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
     if any(end.exit_code for end in evidence.ends):
         end = root_cause(sorted(evidence.ends, key=_tie))
         yield (_doubt(end), end.at, _tie(end)), end
-    waited_for = {rank for hang in evidence.hangs for rank in hang.missing}
+    waited_for = {rank for hang in evidence.hangs for rank in (*hang.missing, *hang.silent)}
     for end in evidence.ends:
         if not end.exit_code and end.rank in waited_for:
             yield (0, end.at, _tie(end)), end

@@ -58,6 +58,8 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that did not reach the collective in which this one waits, as far as that is known."""
     missing_nodes: list[str] = []
     """The nodes of those ranks."""
+    silent: list[int] = []
+    """Ranks that may be missing from it, and of which that cannot be known: they could not say."""
 
 
 class Loss(StrEnum):

@@ -56,7 +56,7 @@ class CrashHook:
             sys.excepthook = self._previous
 
 
-def chain_of(error: BaseException) -> list[dict[str, Any]]:
+def chain_of(error: BaseException, longest: int = MOST_TEXT) -> list[dict[str, Any]]:
     """An exception and what led to it, the outermost first, as `policy.evidence.Raised` has them."""
     found: list[dict[str, Any]] = []
     waiting: list[BaseException] = [error]
@@ -70,7 +70,7 @@ def chain_of(error: BaseException) -> list[dict[str, Any]]:
         found.append(
             {
                 "types": _types(type(one)),
-                "message": _text(one),
+                "message": _text(one)[:longest],
                 "errno": number if isinstance(number, int) else None,
             }
         )
