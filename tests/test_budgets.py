@@ -5,11 +5,16 @@ from __future__ import annotations
 from harness import REPO
 from holdfast.policy.budgets import (
     BUDGETS,
+    MAX_FAILED_LAUNCHES,
+    MAX_LAUNCHES,
     MAX_REGROUPS,
+    MAX_REQUEUES,
     MOST_IDENTICAL,
     RERUNS,
     PastAttempt,
     episode,
+    launch_refused,
+    launches_without_progress,
     may_regroup,
     most_restarts,
     recent,
@@ -91,6 +96,61 @@ def test_a_change_of_membership_is_no_restart_but_bounded() -> None:
     assert not may_regroup([*history, past(MAX_REGROUPS + 1, outcome="stopped")])
 
 
+def test_an_attempt_that_finished_refunds_everything() -> None:
+    """A launch that ended with 0 is no failure to count from, whatever it committed."""
+    spent = [past(1, step=100), past(2, step=100), past(3, step=100)]
+    done = past(4, "b", "finished", step=100)
+    assert restarts_without_progress([*spent, done]) == 0
+    assert episode([*spent, done]) == []
+    again = [*spent, done, past(5, "c", step=100), past(6, "c", step=100)]
+    assert restarts_without_progress(again) == 1
+    assert [attempt.number for attempt in episode(again)] == [5, 6]
+
+
+def launches(count: int, outcome: str = "failed", **more: object) -> list[PastAttempt]:
+    first = int(str(more.pop("first", 1)))
+    told = {"started_with": "x", **more}
+    return [past(number, f"l{number}", outcome, **told) for number in range(first, first + count)]  # type: ignore[arg-type]
+
+
+def test_launches_of_the_same_thing_that_fail_in_a_row_are_bounded() -> None:
+    row = launches(MAX_FAILED_LAUNCHES)
+    assert launch_refused(row[:-1], "x") == ""
+    why = launch_refused(row, "x")
+    assert f"{MAX_FAILED_LAUNCHES} launches in a row" in why
+    assert launch_refused(row, "y") == "", "a changed script is let in"
+    assert launch_refused(row, "") == "", "nobody types as often by mistake"
+    assert launch_refused(row, "x", forgiven=MAX_FAILED_LAUNCHES) == "", "an operator lets it in"
+    assert launch_refused([*row, past(9, "m", started_with="y")], "x") == "", "something else was between"
+
+
+def test_launches_that_make_progress_or_finish_end_the_row() -> None:
+    row = launches(MAX_FAILED_LAUNCHES)
+    for last in (past(50, "m", step=7, started_with="x"), past(50, "m", "finished", started_with="x")):
+        assert launch_refused([*row, last], "x") == ""
+    steps = [past(number, f"l{number}", step=number, started_with="x") for number in range(1, 60)]
+    assert launch_refused(steps, "x") == "", "however often it fails"
+    restarted = [past(1, step=7, started_with="x"), past(2, started_with="x"), past(3, started_with="x")]
+    assert launches_without_progress(restarted, "x") == [], "the launch itself made it, before its restarts"
+
+
+def test_launches_that_were_killed_or_preempted_have_the_patience_of_preemption() -> None:
+    for gone in (
+        launches(MAX_LAUNCHES, "lost"),
+        launches(MAX_LAUNCHES, "stopped", exit_code=31),
+        launches(MAX_LAUNCHES, cause=Cause.PREEMPTION),
+    ):
+        assert launch_refused(gone[:-1], "x") == ""
+        assert launch_refused(gone, "x")
+    assert BUDGETS[Cause.PREEMPTION].restarts == MAX_LAUNCHES
+    assert MAX_FAILED_LAUNCHES == 1 + MAX_REQUEUES
+
+
+def test_restarts_of_one_launch_are_one_launch() -> None:
+    many = [past(number, "one", started_with="x") for number in range(1, 30)]
+    assert [one.number for one in launches_without_progress(many, "x")] == [29]
+
+
 def test_every_cause_has_a_budget_with_its_reason_and_the_bounds_follow_from_it() -> None:
     assert set(BUDGETS) == set(Cause)
     assert all(budget.why and 0 < budget.repeats <= budget.restarts for budget in BUDGETS.values())
@@ -108,3 +168,5 @@ def test_the_page_has_the_budgets_of_the_code() -> None:
         assert row in page, f"docs/recovery.md should have:\n{row}"
     assert f"`launch.max_restarts`, {most_restarts(10**6) - 20}) + 20 times" in page
     assert f"repeats a cycle that was run {MOST_IDENTICAL} times" in page
+    assert f"After {MAX_FAILED_LAUNCHES} launches in a row that failed" in page
+    assert f"or {MAX_LAUNCHES} whatever ended them" in page

@@ -419,13 +419,13 @@ def test_a_local_tier_needs_a_directory_and_asynchronous_saves() -> None:
     assert load(environ={}, keywords=keywords).settings
 
 
-@pytest.mark.parametrize("resume_from", ["auto", "fresh"])
-def test_force_without_a_named_checkpoint_is_refused(resume_from: str) -> None:
-    message = refusal(checkpoint_force=True, checkpoint_resume_from=resume_from)
-    assert f"checkpoint.resume_from = '{resume_from}' (keyword)" in message
-    assert "set checkpoint.resume_from to its step or path" in message
-    named = {"checkpoint_force": True, "checkpoint_resume_from": "120"}
-    assert load(environ={}, keywords=named).settings.checkpoint.force
+def test_force_without_anything_to_apply_is_refused() -> None:
+    message = refusal(checkpoint_force=True, checkpoint_resume_from="auto")
+    assert "checkpoint.resume_from = 'auto' (keyword)" in message
+    assert "set checkpoint.resume_from to a step, a path or fresh" in message
+    for wish in ("120", "fresh"):
+        named = {"checkpoint_force": True, "checkpoint_resume_from": wish}
+        assert load(environ={}, keywords=named).settings.checkpoint.force
 
 
 @pytest.mark.parametrize("key", ["checkpoint_keep_every_steps", "checkpoint_keep_every_hours"])

@@ -7,7 +7,7 @@ end with the next fault, and keeps the history that a control directory would.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from random import Random
@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from holdfast.exit_codes import MEANINGS, ExitCode
 from holdfast.policy.budgets import (
     BUDGETS,
+    MAX_LAUNCHES,
     MAX_REQUEUES,
     MOST_IDENTICAL,
     PastAttempt,
+    launch_refused,
     most_restarts,
     since_progress,
 )
@@ -73,6 +75,7 @@ class Driver:
     may_shrink: bool = False
     can_requeue: bool = False
     stopping: str = ""
+    started_with: str = "script"
     rungs: list[int] = field(default_factory=list)
     """Steps of the committed checkpoints, newest first."""
     random: Random = field(default_factory=lambda: Random(0))
@@ -121,14 +124,31 @@ class Driver:
 
     # -- the play -------------------------------------------------------------------------------------------
 
+    def play_launch(self, faults: Iterator[Fault]) -> None:
+        """One launch, to whatever end it comes to; what it was started by starts it again, or not."""
+        mine = self.launch
+        for fault in faults:
+            self.play([fault])
+            if self.launch != mine or not self.decisions or not self.decisions[-1].action.goes_on:
+                break
+        if self.launch == mine:
+            self.relaunch()
+
     def play(self, faults: Iterable[Fault]) -> Decision | None:
         """Until it stops; None if the faults are over before."""
-        for number, fault in enumerate(faults, start=1):
+        for number, fault in enumerate(faults, start=len(self.history) + 1):
             assert number <= ENOUGH, "this does not end"
             attempt = self.attempt(number, fault)
             if fault.launcher_dies:
                 self.history.append(
-                    PastAttempt(number=number, launch=attempt.launch, outcome="lost", action="")
+                    PastAttempt(
+                        number=number,
+                        launch=attempt.launch,
+                        started_with=self.started_with,
+                        outcome="lost",
+                        highest_step=attempt.highest_step,
+                        action="",
+                    )
                 )
                 self.relaunch()
                 continue
@@ -170,6 +190,7 @@ class Driver:
         return PastAttempt(
             number=number,
             launch=str(self.launch),
+            started_with=self.started_with,
             outcome="failed",
             cause=fault.cause,
             exit_code=fault.exit_code,
@@ -321,6 +342,46 @@ def test_without_progress_every_pattern_of_faults_ends_within_the_stated_bound(
 def calm(fault: Fault) -> Fault:
     """The same fault, without progress, under a launcher that lives: nobody else starts the job again."""
     return Fault(**{**fault.__dict__, "rise": 0, "launcher_dies": False})
+
+
+@settings(deadline=None)
+@given(
+    drivers,
+    st.lists(faults, min_size=1, max_size=5),
+    st.sampled_from(["same", "reset", "edited"]),
+)
+@example(driver=Driver(max_restarts=3), pattern=[Fault(launcher_dies=True)], how="same")
+def test_launches_that_nobody_watches_end_and_whoever_fixed_something_is_let_in(
+    driver: Driver, pattern: list[Fault], how: str
+) -> None:
+    """A pod's restart policy: whatever code a launch ended with, or none, the same thing is started again."""
+    told = (Fault(**{**one.__dict__, "rise": 0}) for again in repeat(pattern) for one in again)
+    started, reset, launched = "script", 0, 0
+    rows = 1 if how == "same" else 2
+    most = rows * MAX_LAUNCHES + 1  # what was there before the first one counts as its progress
+    for row in range(rows):
+        while not launch_refused(driver.history, started, reset):
+            launched += 1
+            assert launched <= most, "this does not end"
+            driver.started_with = started
+            driver.play_launch(told)
+        # The very next one is refused as well, and costs no attempt.
+        assert launch_refused(driver.history, started, reset)
+        if how == "reset":
+            reset = len(driver.history)
+        elif how == "edited":
+            started = f"mended {row}"
+        if how != "same":
+            assert not launch_refused(driver.history, started, reset), "who fixed it is never locked out"
+    assert len(driver.history) <= launched + most_restarts(driver.max_restarts)
+
+
+@settings(deadline=None)
+@given(drivers, st.lists(faults, min_size=1, max_size=30))
+def test_launches_that_get_on_are_never_refused(driver: Driver, sequence: list[Fault]) -> None:
+    for fault in sequence:
+        assert not launch_refused(driver.history, driver.started_with)
+        driver.play_launch(iter([Fault(**{**fault.__dict__, "rise": 1, "launcher_dies": False})]))
 
 
 @settings(deadline=None)

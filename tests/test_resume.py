@@ -10,12 +10,14 @@ import msgspec
 import pytest
 
 from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.resolver import resolve_resume
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence, claim
+from holdfast.control.lineage import read_timeline
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import NoValidRungError, UsageError
-from holdfast.journal.events import Decision, RungRejected
+from holdfast.journal.events import Decision, RungRejected, Warned
 from holdfast.journal.reader import read_journal
 from tiny import Outcome, checkpoints, train, tree
 
@@ -287,6 +289,63 @@ def test_resume_from_a_step_or_a_path(tmp_path: Path, reference: Outcome) -> Non
         train(run_dir, until=12, checkpoint_resume_from=str(tmp_path / "nowhere"))
     with pytest.raises(NoValidRungError, match="names step 5"):
         train(run_dir, until=12, checkpoint_resume_from="5")
+
+
+def told(run_dir: Path) -> list[str]:
+    return [
+        line.body.message
+        for line in read_journal(run_dir / "journal")
+        if isinstance(line.body, Warned) and "resume_from" in line.body.message
+    ]
+
+
+def test_resume_from_is_where_a_run_begins_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the setting left in the TOML every launch began there again, and abandoned what was between."""
+    run_dir = trained(tmp_path, until=9)
+    assert train(run_dir, until=6, checkpoint_resume_from="3").started_at == 3
+    assert not told(run_dir)
+    for until, at in ((7, 6), (8, 7), (10, 8)):
+        assert train(run_dir, until=until, checkpoint_resume_from="3").started_at == at
+    assert len(told(run_dir)) == 3
+    assert "checkpoint.resume_from = '3' was applied by attempt 2" in told(run_dir)[0]
+    assert "going on from step_00000006" in told(run_dir)[0]
+    assert "start once with checkpoint.force = true" in caplog.text
+    abandoned = [line for line in read_timeline(ControlDirectory.open(run_dir)).abandoned if line.step < 9]
+    assert [line.step for line in abandoned] == [6], "only what the first application went back past"
+
+    assert train(run_dir, until=11, checkpoint_resume_from="6").started_at == 6, "another value counts"
+    assert train(run_dir, until=12, checkpoint_resume_from="6").started_at == 11
+    assert train(run_dir, until=13).started_at == 12
+    assert train(run_dir, until=7, checkpoint_resume_from="6").started_at == 6, "it was taken away meanwhile"
+    forced = {"checkpoint_resume_from": "6", "checkpoint_force": True}
+    assert train(run_dir, until=8, **forced).started_at == 6
+    assert "is applied again, because checkpoint.force is set" in told(run_dir)[-1]
+
+
+def test_fresh_is_where_a_run_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = trained(tmp_path)
+    starts = [train(run_dir, until=n, checkpoint_resume_from="fresh").started_at for n in (4, 5, 6)]
+    assert starts == [0, 4, 5]
+    forced = {"checkpoint_resume_from": "fresh", "checkpoint_force": True}
+    assert train(run_dir, until=4, **forced).started_at == 0
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert train(run_dir, until=5, **forced).started_at == 4, "a scheduler that queues it again is nobody"
+
+
+def test_a_start_that_was_told_where_to_begin_and_failed_is_told_again(tmp_path: Path) -> None:
+    run_dir = trained(tmp_path)
+    with pytest.raises(NoValidRungError, match="names step 5"):
+        train(run_dir, until=9, checkpoint_resume_from="5")
+    with pytest.raises(NoValidRungError, match="names step 5"):
+        train(run_dir, until=9, checkpoint_resume_from="5")
+    assert train(run_dir, until=4, checkpoint_resume_from="3").started_at == 3
+    origin = next((run_dir / "origin").glob("*.json"))
+    origin.write_bytes(b"torn")
+    assert train(run_dir, until=5, checkpoint_resume_from="3").started_at == 4, "its name still counts"
+    found = resolve_resume(run_dir, resume_from="3")
+    assert (found.step, found.chosen[:13]) == (5, "step_00000005")
+    assert "was applied by attempt" in found.why[-1]
+    assert resolve_resume(run_dir, resume_from="3", force=True).step == 3
 
 
 def test_a_run_begun_from_another_runs_checkpoint_goes_back_to_it(tmp_path: Path, reference: Outcome) -> None:

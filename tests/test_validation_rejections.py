@@ -7,6 +7,8 @@ only names.
 from __future__ import annotations
 
 import math
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,18 @@ import pytest
 import torch
 
 import holdfast
+from harness import REPO, finish
 from holdfast.checkpoint.verify import verify
+from holdfast.control import operator
+from holdfast.control.attempts import HeadRecord, attempt_numbers, ends_of, read_attempt
+from holdfast.control.directory import read_record
+from holdfast.control.standing import Standing, StandingBook
 from holdfast.control.transients import transients_of
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.events import StepRejected, Verdict, Warned
+from holdfast.journal.events import Decision, StepRejected, Verdict, Warned
 from holdfast.policy.rejection import Kind, RankResult, Rejection, Rerun
 from holdfast.policy.rejection import Place as Device
+from holdfast.worker import alone
 from validated import Ended, Place, Training
 
 RERUN = {"validation_rerun_mode": "validate_results"}
@@ -274,3 +282,131 @@ def test_contradicting_settings_are_refused_before_anything_starts(tmp_path: Pat
         with pytest.raises(holdfast.HoldfastError, match=told):
             holdfast.Run(run_dir=tmp_path / "run", **settings)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+
+
+# --- without the launcher: every start finds what those before it rejected ---------------------------------
+
+
+def spoiled(step: int, rank: int, loss: torch.Tensor) -> torch.Tensor:
+    del rank
+    return loss * math.nan if step == 5 else loss
+
+
+def diagnostics(place: Place) -> list[str]:
+    return [path.name for path in (place.run_dir / "checkpoints" / "diagnostic").glob("step_*")]
+
+
+def test_plain_starts_vary_the_rung_and_are_then_refused_with_the_verdict(tmp_path: Path) -> None:
+    """The demanding user's six starts: six times 16 from the same step, a diagnostic save each."""
+    place = Place(tmp_path)
+    training = Training(until=8, spoil=spoiled, settings={**RERUN, "checkpoint_interval": 2})
+    ended = [place.train(training)[0] for _ in range(6)]
+    assert [one.code for one in ended] == [16, 16, 17, 17, 17, 17], ended[2].error
+    assert [sorted(one.steps) for one in ended] == [[1, 2, 3, 4], [], [3, 4], [], [], []], (
+        "the last ones: none"
+    )
+    assert attempt_numbers(place.control) == [1, 2, 3], "what is refused is no attempt"
+    assert "verdict: reproducible" in ended[5].error
+    assert "reset-budget" in ended[5].error
+    steps = [(one.checkpoint or "", one.step) for one in heads(place)]
+    assert [step for _, step in steps] == [0, 4, 2], "the rung varied"
+    assert len(diagnostics(place)) == 2, "one for each way that the step was come to"
+    book = StandingBook(place.control)
+    assert book.of(steps[1][0]) is Standing.ACQUITTED, "the lower rung failed at the same step"
+    decided = [one.chosen for one in place.events(Decision) if one.about == "recovery"]
+    assert decided == ["restart", "lower_rung", "stop"]
+
+    operator.reset_budget(place.control, "the data were mended", "me")
+    assert place.train(training)[0].code == 16, "somebody who mended it is let in"
+    mended = Training(until=8, settings={**training.settings, "checkpoint_keep_last": 5})
+    assert place.train(mended)[0].code == 0, "and so is another setting, without a word to anybody"
+
+
+def heads(place: Place) -> list[HeadRecord]:
+    found = [
+        read_record(place.control.attempt(number) / "head.json", HeadRecord)
+        for number in attempt_numbers(place.control)
+    ]
+    return [one for one in found if one is not None]
+
+
+def test_a_changed_setting_opens_a_verdict_at_once(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    training = Training(until=8, spoil=spoiled, settings={**RERUN, "checkpoint_interval": 0})
+    assert [place.train(training)[0].code for _ in range(3)] == [16, 17, 17], "there is no rung to vary"
+    other = {**training.settings, "checkpoint_keep_last": 5}
+    ended = [place.train(Training(until=8, spoil=spoiled, settings=other))[0] for _ in range(3)]
+    assert [one.code for one in ended] == [16, 17, 17], "what was started before counts no more; then it ends"
+    assert [one for one in ended if one.steps], "it trained"
+
+
+def test_all_ranks_are_refused_alike(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    training = Training("ddp", until=8, spoil=spoiled, settings={**RERUN, "checkpoint_interval": 0})
+    assert [codes(place.train(training, 2)) for _ in range(3)] == [{16}, {17}, {17}]
+    assert attempt_numbers(place.control) == [1, 2]
+
+
+def test_who_dies_before_it_could_decide_leaves_that_to_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path)
+    training = Training(until=8, spoil=spoiled, settings={**RERUN, "checkpoint_interval": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(alone, "decide", lambda *_: os._exit(9))
+        assert place.train(training)[0].code == 9
+    assert not (place.control.attempt(1) / "decisions" / "recovery.json").exists()
+    assert [place.train(training)[0].code for _ in range(2)] == [17, 17], "both attempts were counted"
+    assert attempt_numbers(place.control) == [1, 2]
+
+
+def test_a_plain_start_moves_to_another_device_where_it_sees_more_than_one(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    training = Training(settings=injected("persistent_error", ranks="0", checkpoint_interval=0))
+    first = place.train(training, devices="0,1")[0]
+    assert first.code == ExitCode.RERUN_WANTED, first.error
+    assert "every rank on another device" in first.error
+    second = place.train(training, devices="0,1")[0]
+    assert second.code == 0, second.error
+    placed = [read_attempt(place.control, number) for number in (1, 2)]
+    assert [one.rotation for one in placed] == [0, 1]
+    assert [one.placement.partition("[")[2] for one in placed] == ["0]", "1]"]
+    assert "device" in [one.verdict for one in place.events(Verdict)]
+
+
+def test_devices_that_were_asked_for_before_the_run_was_made_stay_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alone, "in_use", lambda: "CUDA was in use before the run was made")
+    place = Place(tmp_path)
+    training = Training(settings=injected("persistent_error", ranks="0", checkpoint_interval=0))
+    assert [place.train(training, devices="0,1")[0].code for _ in range(3)] == [16, 17, 17]
+    told = next(one for one in place.events(Decision) if one.about == "recovery")
+    assert "no rank can move: CUDA was in use before the run was made" in told.evidence
+    assert {read_attempt(place.control, number).rotation for number in (1, 2)} == {0}
+
+
+@pytest.mark.drill
+def test_under_torchrun_the_step_is_computed_as_often_as_under_the_launcher(tmp_path: Path) -> None:
+    """A reproducible rejection and `--max-restarts 8`: nine times 16, nine diagnostic saves."""
+    env = {
+        "CHECKED_OUT": "out",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "HOLDFAST_CHECKPOINT_INTERVAL": "2",
+        "HOLDFAST_VALIDATION_RERUN_MODE": "validate_results",
+        "HOLDFAST_VALIDATION_ERROR_INJECTION_TYPE": "correct_result",
+        "HOLDFAST_VALIDATION_ERROR_INJECTION_STEP": "5",
+        "HOLDFAST_VALIDATION_ERROR_INJECTION_RANKS": "1",
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "5"]
+    script = str(REPO / "tests" / "scripts" / "train_checked.py")
+    result = finish([*torchrun, "--nproc-per-node", "2", script], cwd=tmp_path, env=env, timeout=240)
+    assert result.code != 0, result.text
+    place = Place(tmp_path)
+    numbers = attempt_numbers(place.control)
+    assert numbers == [1, 2, 3], result.text
+    assert len({read_attempt(place.control, number).launch for number in numbers}) == 1, "one launch"
+    assert [end.exit_code for _, end in ends_of(place.control) if end is not None] == [16, 16, 17]
+    assert len(diagnostics(place)) == 2
+    assert result.err.count("a start would end the same way") >= 3, "what restarts were left were refused"

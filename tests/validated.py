@@ -182,7 +182,7 @@ class Place:
             children.append(pid)
         codes = [await_child(pid, 90) for pid in children]
         return [
-            Ended(code, _read(out / f"rank{rank}"), (out / f"error{rank}").read_text())
+            Ended(code, _read(out / f"rank{rank}"), _text(out / f"error{rank}"))
             for rank, code in enumerate(codes)
         ]
 
@@ -191,6 +191,10 @@ def _blob_size(path: Path) -> int:
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata["holdfast.rank_00000"]
     assert isinstance(metadata, TensorStorageMetadata)
     return metadata.size.numel()
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""  # who was killed has left no word
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:

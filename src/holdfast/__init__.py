@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.resolver import resolve_resume
     from holdfast.cluster.slurm import SlurmJob
     from holdfast.cluster.slurm import current_job as current_slurm_job
+    from holdfast.control.handover import progress
     from holdfast.health.gpu import check_gpus
     from holdfast.health.node import check_node
     from holdfast.health.ping import LivenessPing
@@ -44,6 +45,7 @@ __all__ = [
     "check_node",
     "check_storage",
     "current_slurm_job",
+    "progress",
     "resolve_resume",
     "restart_scope",
     "restartable",
@@ -61,6 +63,7 @@ _HOMES = {
     "check_node": "holdfast.health.node",
     "check_storage": "holdfast.health.storage",
     "current_slurm_job": "holdfast.cluster.slurm:current_job",
+    "progress": "holdfast.control.handover",
     "resolve_resume": "holdfast.checkpoint.resolver",
     "restart_scope": "holdfast.scope:current",
     "restartable": "holdfast.inprocess.restartable",

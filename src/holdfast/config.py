@@ -79,7 +79,9 @@ __all__ = [
 ]
 
 ENVIRONMENT_PREFIX = "HOLDFAST_"
-NOT_SETTINGS = frozenset({"HOLDFAST_LAUNCH", "HOLDFAST_RESTART", "HOLDFAST_AGENT", "HOLDFAST_OUTLIVES"})
+NOT_SETTINGS = frozenset(
+    {"HOLDFAST_LAUNCH", "HOLDFAST_RESTART", "HOLDFAST_AGENT", "HOLDFAST_OUTLIVES", "HOLDFAST_PROGRESS"}
+)
 """Names with the prefix that are no settings: the launcher's hand-over to its workers."""
 ALERT_PREFIX = "HOLDFAST_ALERT_"
 """Of what an alert command finds in its environment; it may well call `holdfast`."""
@@ -253,12 +255,12 @@ class _Collector:
         resume_from = self.values[RESUME_FROM]
         if (
             self.values["checkpoint.force"]
-            and resume_from in ("auto", "fresh")
+            and resume_from == "auto"
             and not self.bad & {"checkpoint.force", RESUME_FROM}
         ):
             self.problems.append(
-                f"{self._both('checkpoint.force', RESUME_FROM)}: force accepts one bad checkpoint by "
-                "name; set checkpoint.resume_from to its step or path, or leave checkpoint.force false"
+                f"{self._both('checkpoint.force', RESUME_FROM)}: force is for what resume_from names; set "
+                "checkpoint.resume_from to a step, a path or fresh, or leave checkpoint.force false"
             )
 
         if self.values[LOCAL_TYPE] == "local" and not self.bad & {LOCAL_TYPE, LOCAL_DIR, ASYNC_SAVE}:

@@ -81,6 +81,12 @@ class ValidationFailedError(HoldfastError):
     exit_code = ExitCode.VALIDATION_FAILED
 
 
+class BudgetSpentError(HoldfastError):
+    """Too many launches in a row made no progress: this one is not begun."""
+
+    exit_code = ExitCode.BUDGET_SPENT
+
+
 class IncompleteStateError(HoldfastError):
     """State does not match the checkpoint: a part or key is missing, extra, or of another shape."""
 

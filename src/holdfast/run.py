@@ -41,7 +41,7 @@ from holdfast.worker.crash import CrashHook
 from holdfast.worker.data import DataFeed
 from holdfast.worker.draws import RecordedFeed
 from holdfast.worker.halting import Halting
-from holdfast.worker.joining import EXCHANGE_SLACK, Parts, join
+from holdfast.worker.joining import EXCHANGE_SLACK, Parts
 from holdfast.worker.membership import Membership
 from holdfast.worker.pinging import Pinging
 from holdfast.worker.saving import Saving
@@ -135,7 +135,7 @@ class Run:
             raise UsageError("nothing is tracked: call run.track(model=…, optimizer=…) before the first step")
         chosen = self.settings
         try:
-            self._group, self._member = join(chosen, self._root, self._launched, self._on_lease_lost)
+            self._group, self._member = self._parts.join(self._on_lease_lost)
             self._halting.joined(chosen, self._group, self._member, self._schedule.last_commit)
             self._parts.make(self._group, self._member, diagnose=self._diagnose, on_rerun=self._on_rerun)
             # Loading has a deadline of its own, and its failure must be told before it counts as a hang.

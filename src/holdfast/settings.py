@@ -82,13 +82,14 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     resume_from: Annotated[
         str,
         Meta(min_length=1),
-        "Where to start: `auto` takes the best rung of the ladder, `fresh` starts from nothing, a step "
-        "number, a path or a URL names one checkpoint. Change it to go back or to branch off.",
+        "Where the run begins: `auto` takes the best rung of the ladder, `fresh` starts from nothing, a step "
+        "number, a path or a URL names one checkpoint. It is applied once: later launches with the same "
+        "value go on from where the run is. Change it to go back or to branch off.",
     ] = "auto"
     force: Annotated[
         bool,
-        "Accept the checkpoint that resume_from names even if it is suspect or condemned. Set it for one "
-        "start only, after reading the evidence in the journal.",
+        "Apply resume_from although it was applied before, and accept the checkpoint that it names even if "
+        "that is suspect or condemned. Set it for one start only, after reading the evidence in the journal.",
     ] = False
     max_failed_saves: Annotated[
         int,

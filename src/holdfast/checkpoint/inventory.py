@@ -12,6 +12,7 @@ from holdfast.checkpoint.ladder import REFUSED, Ladder, Rung, build_ladder
 from holdfast.checkpoint.structure import Inspection, check_structure
 from holdfast.checkpoint.verify import verify
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.handover import told_progress
 from holdfast.control.lineage import Timeline, deleted_names, read_timeline, was_committed
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import UsageError
@@ -134,17 +135,15 @@ def look_at(rung: Rung, root: CheckpointRoot, run: str, world: int | None = None
 def highest_committed_step(root: Path, control: ControlDirectory) -> int:
     """The highest step among committed checkpoints; 0 if there is none. Says nothing about their bytes.
 
-    One that is suspect or condemned is no progress.
+    One that is suspect or condemned is no progress. A run that has no checkpoints at all, because its script
+    saves by itself, is believed what it tells (`handover.progress`); beside checkpoints that counts nothing.
     """
     checkpoints, book = CheckpointRoot(root), StandingBook(control)
     try:
-        return next(
-            (
-                name.step
-                for name in checkpoints.names()
-                if (checkpoints.committed(name) / MANIFEST).is_file() and book.of(name.id) not in REFUSED
-            ),
-            0,
-        )
+        names = checkpoints.names()
+        if not names:
+            return told_progress(control.path)
+        there = (name for name in names if (checkpoints.committed(name) / MANIFEST).is_file())
+        return next((name.step for name in there if book.of(name.id) not in REFUSED), 0)
     except OSError:
         return 0

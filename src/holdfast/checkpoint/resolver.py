@@ -33,7 +33,7 @@ from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.holder import job_of
 from holdfast.control.holding import who_holds
-from holdfast.control.launches import launch_to_repeat, launches
+from holdfast.control.launches import applies_again, launch_to_repeat, launches, origin_now
 from holdfast.control.operator import pinned
 from holdfast.control.standing import StandingBook
 from holdfast.errors import HoldfastError, UsageError
@@ -70,6 +70,11 @@ def resolve_resume(
             run="", run_dir=str(where), root=str(root or where / "checkpoints"), chosen=FRESH, why=why,
             without_local=FRESH, digests_read=False,
         )  # fmt: skip
+    applied = origin_now(found, resume_from) if resume_from != "auto" else None
+    if applied is not None and not applies_again(force=force, environ=environ):
+        resolution = _Resolver(found, root, remote, quick, progress).resolve("auto", force=False)
+        told = f"resume_from = {resume_from!r} was applied by attempt {applied.attempt}, and is not again"
+        return msgspec.structs.replace(resolution, why=[*resolution.why, told])
     return _Resolver(found, root, remote, quick, progress).resolve(resume_from, force=force)
 
 

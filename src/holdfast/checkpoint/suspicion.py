@@ -135,8 +135,12 @@ def situation_of(
     cluster: Cluster | None,
     stopping: str = "",
     can_requeue: bool = False,
+    forgiven: int = 0,
 ) -> Situation:
-    """What recovery decides on: the failed attempt, and what the records say of checkpoints and requests."""
+    """What recovery decides on: the failed attempt, and what the records say of checkpoints and requests.
+
+    `forgiven`: attempts up to this number do not count, beside what an operator has forgiven.
+    """
     rungs = _rungs(control, settings)
     rerun, trial = still_open(control, [*history, failed])
     return Situation(
@@ -145,7 +149,7 @@ def situation_of(
         facts=facts,
         cluster=cluster,
         lower_rungs=sum(step < rungs[failed.rung] for step in rungs.values()) if failed.rung in rungs else 0,
-        budget_reset=operator.budget_reset(control) or 0,
+        budget_reset=max(forgiven, operator.budget_reset(control) or 0),
         rungs=list(rungs),
         together=_doubtful(control, settings, failed),
         skip_bad_data=settings.validation.skip_bad_data,

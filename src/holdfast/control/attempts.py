@@ -28,7 +28,9 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     epoch: int
     launch: str
-    """Launch id: all attempts of one `holdfast run` share it."""
+    """Launch id: all attempts of one `holdfast run`, or of one torchrun, share it."""
+    started_with: str = ""
+    """What the launch started, as `launches.digest_of` tells it; empty if that is not known."""
     world_size: int
     started: float
     max_restarts: int | None = None
@@ -103,6 +105,7 @@ def begin_attempt(
     nodes: Sequence[str] = (),
     placement: str = "",
     rotation: int = 0,
+    started_with: str = "",
 ) -> AttemptRecord:
     """Number the next attempt, durably, before any worker of it starts."""
     with fence.guard("begin an attempt"):
@@ -119,6 +122,7 @@ def begin_attempt(
                 nodes=list(nodes),
                 placement=placement,
                 rotation=rotation,
+                started_with=started_with,
             )
             if create_record(control.attempt(number) / "attempt.json", record):
                 return record

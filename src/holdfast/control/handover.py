@@ -1,4 +1,5 @@
-"""What the launcher hands to its workers: one environment variable, HOLDFAST_LAUNCH, as JSON.
+"""What the launcher hands to its workers: HOLDFAST_LAUNCH, one environment variable, as JSON; and the other
+way, what a script without `Run` tells the launcher: how far it is, in the file that HOLDFAST_PROGRESS names.
 
 It is not a setting: a worker that finds it was started by `holdfast run`, belongs to the attempt it names,
 and acts under that attempt's epoch. Everything else a worker needs it finds in the settings.
@@ -6,6 +7,8 @@ and acts under that attempt's epoch. Everything else a worker needs it finds in 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +17,15 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.errors import ConfigError, UsageError
+from holdfast.files import read_regular, replace_atomic
 from holdfast.policy.rejection import Rerun, Trial
 
+log = logging.getLogger("holdfast")
+
 VARIABLE = "HOLDFAST_LAUNCH"
+PROGRESS = "HOLDFAST_PROGRESS"
+FURTHEST = 999_999_999_999
+"""No step is higher: a number beyond it is no step."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -77,3 +86,39 @@ def one_config(file: str | os.PathLike[str] | None, launched: LaunchInfo | None)
         )
     chosen = os.fspath(file) if file is not None else given
     return Path(chosen) if chosen else None
+
+
+def progress(step: int) -> None:
+    """For a script that saves by itself, without `Run`: a restart would go on from this step.
+
+    Call it after each save, on any rank. Under `holdfast run` restarts are paid back when the highest step
+    ever told rises; elsewhere this does nothing. The same without Python: `echo 120 > "$HOLDFAST_PROGRESS"`.
+    """
+    path = os.environ.get(PROGRESS)
+    if not path:
+        return
+    try:
+        if not 0 <= step <= FURTHEST:
+            raise ValueError(f"a step is a whole number from 0 to {FURTHEST}")
+        replace_atomic(Path(path), f"{int(step)}\n".encode())
+    except (OSError, TypeError, ValueError) as error:  # no reason to end a training
+        log.warning("holdfast: step %r could not be told to the launcher: %s", step, error)
+
+
+def progress_file(run_dir: Path, rank: int) -> Path:
+    """Where a rank tells how far it is; one file a rank for the whole run, so that the highest counts."""
+    return run_dir / "progress" / f"rank_{rank:06d}"
+
+
+def told_progress(run_dir: Path) -> int:
+    """The highest step that any rank told; 0 if none did. What is not a step is not counted."""
+    highest = 0
+    try:
+        names = os.listdir(run_dir / "progress")
+    except OSError:
+        return 0
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):
+            step = int(read_regular(run_dir / "progress" / name, 64))
+            highest = max(highest, step if step <= FURTHEST else 0)
+    return highest

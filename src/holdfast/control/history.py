@@ -1,18 +1,25 @@
 """The run's records as the history that recovery decides on.
 
 Guarantee: what was found out about an attempt is written once, with its decision, and read again as it was;
-an attempt of an older release, or one that died with its launcher, is history too, with what is known of it.
+an attempt of an older release, or one that died with its launcher, is history too, with what is known of it:
+what it had committed by then is progress, whoever saw its end.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import msgspec
 
 from holdfast.control.attempts import AttemptRecord, EndRecord, ends_of, failures_of
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, create_record, read_record
+from holdfast.control.lineage import saved_by
+from holdfast.control.operator import budget_reset
 from holdfast.control.rejections import rejection_of
-from holdfast.policy.budgets import PastAttempt
+from holdfast.control.standing import Standing, StandingBook
+from holdfast.exit_codes import ExitCode
+from holdfast.policy.budgets import PastAttempt, launch_refused
 from holdfast.policy.classify import root_cause
 from holdfast.policy.recovery import Decision
 
@@ -36,20 +43,26 @@ def was_kept(control: ControlDirectory, number: int) -> bool:
     return (control.attempt(number) / INCIDENT).exists()
 
 
-def past_attempts(control: ControlDirectory, *, before: int) -> list[PastAttempt]:
-    """The attempts with a lower number than `before`, oldest first."""
-    return [_past(control, record, end) for record, end in ends_of(control) if record.number < before]
+def past_attempts(control: ControlDirectory, *, before: int | None = None) -> list[PastAttempt]:
+    """The attempts with a lower number than `before`, or all of them, oldest first."""
+    known = [(record, end) for record, end in ends_of(control) if before is None or record.number < before]
+    return [_past(control, record, end) for record, end in known]
 
 
 def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | None) -> PastAttempt:
     known = read_record(control.attempt(record.number) / INCIDENT, PastAttempt)
     if known is not None:
-        return known
+        return msgspec.structs.replace(known, started_with=record.started_with)
+    saved = saved_by(control, record.number)
+    last_step = max((step for step, _, _ in saved), default=None)
     if end is None:
         lost = PastAttempt(
             number=record.number,
             launch=record.launch,
+            started_with=record.started_with,
             outcome="lost",
+            highest_step=_committed(control, saved),
+            last_step=last_step,
             placement=record.placement,
             rotation=record.rotation,
             world_size=record.world_size,
@@ -60,12 +73,14 @@ def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | Non
     failures = failures_of(control, record.number) if end.outcome == "failed" else []
     failed = [failure for failure in failures if failure.exit_code]
     root = root_cause(failed) if failed else None
+    code = root.exit_code if root else end.exit_code
     return PastAttempt(
         number=record.number,
         launch=record.launch,
+        started_with=record.started_with,
         outcome=end.outcome,
         cause=end.cause,
-        exit_code=root.exit_code if root else end.exit_code,
+        exit_code=code,
         message=root.message if root else "",
         highest_step=end.highest_step,
         at=end.at,
@@ -74,6 +89,35 @@ def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | Non
         world_size=record.world_size,
         placement=record.placement,
         rotation=record.rotation,
+        last_step=last_step,
+        rejection=rejection_of(control, record.number) if code == ExitCode.RERUN_WANTED else None,
+    )
+
+
+def _committed(control: ControlDirectory, saved: list[tuple[int, str, bool]]) -> int:
+    """The highest step that is known to have been committed and is not under suspicion; 0 if none is."""
+    book = StandingBook(control)
+    refused = (Standing.SUSPECT, Standing.CONDEMNED)
+    good = (step for step, id, done in reversed(saved) if done and book.of(id) not in refused)
+    return next(good, 0)
+
+
+def refused_launch(control: ControlDirectory, started_with: str, launches: Collection[str]) -> str:
+    """Why a launch is not begun, and what lets it in; empty if it may be.
+
+    `launches`: the ids that it has, and had. Only its first attempt is looked at: those after it are
+    restarts, which have budgets of their own.
+    """
+    history = past_attempts(control)
+    if any(one.launch in launches for one in history):
+        return ""
+    why = launch_refused(history, started_with, budget_reset(control) or 0)
+    if not why:
+        return ""
+    return (
+        f"{why}. Nothing was started. Read `holdfast journal {control.path}`, and fix the cause: the next "
+        "launch is let in when the script, a Python file beside it, its arguments or a setting has changed. "
+        f'If it was fixed elsewhere: `holdfast control reset-budget {control.path} --reason "what was fixed"`'
     )
 
 

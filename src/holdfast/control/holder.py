@@ -42,14 +42,19 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
+def started_at(pid: int) -> int:
+    """When a process was started, in clock ticks since boot; 0 if that cannot be told."""
+    seen = _state_and_start(pid)
+    return seen[1] if seen else 0
+
+
 def this_process() -> Holder:
-    seen = _state_and_start(os.getpid())
     return Holder(
         host=platform.node(),
         boot=_boot_id(),
         pid_namespace=_pid_namespace(),
         pid=os.getpid(),
-        started=seen[1] if seen else 0,
+        started=started_at(os.getpid()),
         job=_job(os.environ),
     )
 

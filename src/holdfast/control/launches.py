@@ -1,18 +1,27 @@
-"""How the run was started, kept so that it can be started again.
+"""How the run was started, kept so that it can be started again; and what tells one start from another.
 
 Every `holdfast run` leaves a record, one file a node, replaced in one step by the next launch there:
 
 ```
 launches/<node>.json
+origin/000001-<digest>.json   where the run was told to begin, each time it was told something else
 ```
-Guarantee: a launch is never held up or ended by this; what cannot be written is a warning. The record tells
+Guarantee: a launch is never held up or ended by its record; what cannot be written is a warning. It tells
 people and `holdfast recover` what to run; nothing is decided on it. Of the environment only names are kept,
 because values may be secrets; a command line is kept as it was given, as every process listing shows it.
+
+The origin is decided on: `checkpoint.resume_from` is followed once, and again only when it has changed or
+somebody insists. A record of it that nobody can read still counts, by its name.
+
+`digest_of` is what the bound on launches goes by (`policy.budgets`): two launches are of the same thing if
+the script, the Python files beside it, its arguments, the files that these name, and the settings are the
+same. Whoever mended one of them starts something else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -21,19 +30,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from holdfast._version import __version__
 from holdfast.config import NOT_SETTINGS
+from holdfast.control.appended import append, contents, entries
 from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.holder import job_of
+from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
-from holdfast.files import make_dirs, replace_atomic
+from holdfast.files import make_dirs, read_regular, replace_atomic
+from holdfast.settings import Settings
 
 FOLDER = "launches"
+ORIGIN = "origin"
 TOGETHER = 600.0
 """Seconds within which the nodes of one launch are started."""
 READ = 16
 """Records that are read."""
+MOST_ENTRIES = 4000
+"""Names that are looked at beside a script; one that lies in a heap of data costs no more than this."""
+LARGEST_FILE = 1024 * 1024
+"""Bytes of a file that counts: code and settings are small, and what is larger is data."""
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.-]")
 _RELEVANT = re.compile(
     r"(HOLDFAST|NCCL|GLOO|UCX|FI|PET|MKL|TORCH|TORCHELASTIC|CUDA|HSA|ROCR|HIP|MASTER)_.*"
@@ -128,6 +146,105 @@ def record_launch(
     except (OSError, ValueError) as error:
         return f"how this launch was started could not be kept: {error}"
     return ""
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the run was told to begin, by `checkpoint.resume_from`, and what came of it."""
+
+    value: str
+    """The setting; a path is absolute."""
+    checkpoint: str = ""
+    """What was taken: a checkpoint's name, or a fresh start."""
+    step: int = 0
+    attempt: int = 0
+    """The one that began there; 0 if the record cannot be read."""
+    launch: str = ""
+    at: float = 0.0
+
+
+def origin_now(control: ControlDirectory, resume_from: str) -> Origin | None:
+    """The last word on where the run begins, if that is just what is asked for now; None if it is not.
+
+    So a setting that stays where it is counts once; taken away for a launch, it counts anew.
+    """
+    newest = next(reversed(entries(control.path / ORIGIN)), None)
+    if newest is None or newest.word != _word(resume_from):
+        return None
+    return contents(newest, Origin) or Origin(value=_named(resume_from))
+
+
+def applies_again(*, force: bool, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a wish that was followed is followed again: somebody insists, who is not a scheduler that
+    starts the same job once more."""
+    return force and not int(environ.get("SLURM_RESTART_COUNT", "0") or 0)
+
+
+def record_origin(control: ControlDirectory, fence: Fence, origin: Origin) -> None:
+    """The run has begun where it was told to. Nothing is written before the first wish."""
+    there = entries(control.path / ORIGIN)
+    wish = "" if origin.value == "auto" else _word(origin.value)
+    if (not wish and not there) or (there and there[-1].word == _word(origin.value)):
+        return
+    with fence.guard("record where the run begins"):
+        record = msgspec.structs.replace(origin, value=_named(origin.value), at=time.time())
+        append(control.path / ORIGIN, _word(origin.value), record)
+
+
+def last_fresh(control: ControlDirectory) -> int:
+    """The last attempt that began anew because it was told to; 0 if none was."""
+    word = _word("fresh")
+    told = [contents(one, Origin) for one in entries(control.path / ORIGIN) if one.word == word]
+    return max((one.attempt for one in told if one is not None), default=0)
+
+
+def _word(resume_from: str) -> str:
+    return str(xxhash.xxh3_64(_named(resume_from).encode(errors="surrogateescape")).hexdigest())
+
+
+def _named(resume_from: str) -> str:
+    """The setting as it counts: the same path from elsewhere is another one."""
+    plain = resume_from in ("auto", "fresh") or resume_from.isdigit() or "://" in resume_from
+    return resume_from if plain else _text(str(Path(resume_from).absolute()))
+
+
+def digest_of(script: str, arguments: Sequence[str], settings: Settings, *, module: bool = False) -> str:
+    """What is started, as one digest; empty where there is no script (somebody types it in, and watches).
+
+    `module`: `script` is what came after `-m`, and is looked for from here. Of settings, what this node is
+    called does not count: a pod has another name each time.
+    """
+    if not script:
+        return ""
+    own = msgspec.structs.replace(settings.launch, node_name="")
+    mark = xxhash.xxh3_128(msgspec.json.encode(msgspec.structs.replace(settings, launch=own)))
+    name = script if module else str(Path(script).absolute())
+    mark.update("\0".join([name, *arguments]).encode(errors="surrogateescape"))
+    folder = Path.cwd() if module else Path(script).absolute().parent
+    given = [Path(word.rpartition("=")[2]) for word in (*([] if module else [script]), *arguments)]
+    beside = [] if "site-packages" in folder.parts else _python_files(folder)
+    for path in (*given, *beside):
+        with contextlib.suppress(OSError, ValueError):
+            mark.update(read_regular(path.resolve(), LARGEST_FILE))
+    return mark.hexdigest()
+
+
+def _python_files(folder: Path) -> list[Path]:
+    """The Python files of a folder and of those below it that hold some themselves, in a fixed order."""
+    found: list[Path] = []
+    folders, left = [folder], MOST_ENTRIES
+    while folders and left > 0:
+        try:
+            with os.scandir(folders.pop(0)) as entries:
+                there = sorted(itertools.islice(entries, left), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        left -= len(there)
+        mine = [Path(one.path) for one in there if one.name.endswith(".py")]
+        found += mine
+        if mine:
+            hidden = (".", "__pycache__")
+            folders += [Path(one.path) for one in there if one.is_dir() and not one.name.startswith(hidden)]
+    return found
 
 
 def launches(control: ControlDirectory) -> list[LaunchRecord]:

@@ -95,6 +95,17 @@ def commits_of(control: ControlDirectory, attempt: int) -> list[CommitRecord]:
     return sorted(once.values(), key=lambda record: (record.step, record.id))
 
 
+def saved_by(control: ControlDirectory, attempt: int) -> list[tuple[int, str, bool]]:
+    """Step, id and whether its rename is known, of what an attempt saved, by the names of its records alone;
+    lowest step first."""
+    names = list_names(_folder(control, attempt))
+    found = [name.removesuffix(".json").partition("-") for name in names if name.endswith(".json")]
+    known = {(int(step), id) for step, _, id in found if step.isdigit()}
+    known |= {(record.step, record.id) for record in _shelved(_folder(control, attempt) / SHELF)}
+    done = {name.removesuffix(".done") for name in names if name.endswith(".done")}
+    return [(step, id, f"{step:012d}-{id}" in done) for step, id in sorted(known)]
+
+
 def shelve(control: ControlDirectory, fence: Fence, record: CommitRecord) -> None:
     """No place holds this checkpoint any more, and it never was in the root: keep its commit in few bytes."""
     fence.check(f"shelve the commit of step {record.step}")

@@ -5,6 +5,7 @@ Not fenced: it is evidence, and evidence harms nobody. The first one stays.
 
 from __future__ import annotations
 
+from holdfast.control.attempts import attempt_numbers
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.policy.rejection import Rejection
 
@@ -18,3 +19,10 @@ def record_rejection(control: ControlDirectory, attempt: int, rejection: Rejecti
 
 def rejection_of(control: ControlDirectory, attempt: int) -> Rejection | None:
     return read_record(control.attempt(attempt) / NAME, Rejection)
+
+
+def diagnosed(control: ControlDirectory, *, since: int, before: int) -> set[str]:
+    """The diagnostic saves that rejections have been recorded with, by name; of attempts from `since` on."""
+    numbers = [one for one in attempt_numbers(control) if since <= one < before]
+    found = (rejection_of(control, number) for number in numbers)
+    return {one.diagnostic for one in found if one is not None and one.diagnostic}

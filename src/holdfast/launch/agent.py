@@ -33,6 +33,7 @@ from holdfast.cluster.node_name import node_name
 from holdfast.control.attempts import FailureRecord
 from holdfast.control.devices import visible_devices
 from holdfast.control.exclusions import exclude
+from holdfast.control.handover import PROGRESS, progress_file
 from holdfast.control.hosted_store import reachable_address
 from holdfast.control.operator import stop_asked
 from holdfast.errors import ControlError, DecisionTimeoutError, HoldfastError
@@ -157,6 +158,7 @@ class HoldfastAgent(LocalElasticAgent):
                 with self._signals.interruptible():
                     held = context.leadership.claim(context.launch)
                 self._recovery.settle_lost(held)
+                self._recovery.admit()
                 self._attempt = lead(
                     context.control,
                     place,
@@ -167,6 +169,7 @@ class HoldfastAgent(LocalElasticAgent):
                     node_timeout=node_timeout,
                     members=self._meeting.members if self._meeting is not None else [],
                     max_restarts=self._settings.launch.max_restarts,
+                    started_with=context.started_with,
                 )
             except (HoldfastError, StopRun) as error:
                 refuse(store, error)
@@ -210,6 +213,10 @@ class HoldfastAgent(LocalElasticAgent):
         told, node = attempt.told, attempt.place.node
         handover = context.handover(told, node)
         worker_env.update(handover.to_environment())
+        told_in = progress_file(context.control.path, int(worker_env["RANK"]))
+        with contextlib.suppress(OSError):  # then nothing can be told, which costs no more than that
+            told_in.parent.mkdir(exist_ok=True)
+        worker_env[PROGRESS] = str(told_in)
         if self._in_process is not None:
             worker_env.update(self._in_process.environment())
         if told.arrangement.nodes:

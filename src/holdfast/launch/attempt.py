@@ -270,9 +270,10 @@ def lead(
     node_timeout: float,
     members: Sequence[Member],
     max_restarts: int,
+    started_with: str = "",
 ) -> Attempt:
     """Number the attempt, host its store, watch over the others, tell them."""
-    begun = _begin_next(control, place, held, members, max_restarts)
+    begun = _begin_next(control, place, held, members, max_restarts, started_with)
     hosted = HostedStore(address)
     watching = None
     if place.nodes > 1:
@@ -304,11 +305,12 @@ def lead_on(
     *,
     members: Sequence[Member],
     max_restarts: int,
+    started_with: str,
     world_size: int,
 ) -> None:
     """Number the next attempt of the same workers: its store, its watch and its nodes stay."""
     place = msgspec.structs.replace(attempt.place, world_size=world_size)
-    begun = _begin_next(attempt.control, place, held, members, max_restarts)
+    begun = _begin_next(attempt.control, place, held, members, max_restarts, started_with)
     told = attempt.told
     attempt.go_on(
         msgspec.structs.replace(
@@ -320,7 +322,12 @@ def lead_on(
 
 
 def _begin_next(
-    control: ControlDirectory, place: Place, held: Claim, members: Sequence[Member], max_restarts: int
+    control: ControlDirectory,
+    place: Place,
+    held: Claim,
+    members: Sequence[Member],
+    max_restarts: int,
+    started_with: str,
 ) -> Announcement:
     """Begin an attempt on what was decided about the last one; what is told of it but where to meet."""
     earlier = sum(record.launch == held.owner for record, _ in ends_of(control))
@@ -340,6 +347,7 @@ def _begin_next(
         nodes=[member.node for member in members] or [place.node],
         placement=arrangement.placement,
         rotation=arrangement.rotation,
+        started_with=started_with,
     )
     return Announcement(
         run=control.run_id,

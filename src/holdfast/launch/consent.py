@@ -148,5 +148,6 @@ class Consent:
             torch.__version__,
             members=self._meeting.members if self._meeting is not None else [],
             max_restarts=context.settings.launch.max_restarts,
+            started_with=context.started_with,
             world_size=world_size,
         )

@@ -35,6 +35,8 @@ class LaunchContext:
     """This agent's proposal, then what all agents of the launch agreed on."""
     min_nodes: int
     max_nodes: int
+    started_with: str
+    """What this launch starts: see `launches.digest_of`."""
     alerts: Alerts
     signals: StopSignals
     scheduler: Scheduler

@@ -39,6 +39,7 @@ from holdfast.control.devices import visible_devices
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import VARIABLE
 from holdfast.control.history import LAUNCHER_ENDED
+from holdfast.control.launches import digest_of
 from holdfast.control.limits import limits_of
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
@@ -105,6 +106,12 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             launch=uuid.uuid4().hex[:12],
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
+            started_with=digest_of(
+                options.args.training_script,
+                options.args.training_script_args,
+                options.settings,
+                module=options.args.module,
+            ),
             alerts=Alerts(
                 options.settings.launch, run=control.run_id, run_dir=control.path, warn=tell.quietly
             ),

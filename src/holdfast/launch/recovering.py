@@ -5,12 +5,17 @@ The decision itself is `policy.recovery`'s, and how it is fixed for all nodes `l
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.config import Settings
-from holdfast.control.attempts import record_failure
+from holdfast.control.attempts import attempt_numbers, record_failure
+from holdfast.control.history import refused_launch
 from holdfast.control.lease import Claim
+from holdfast.exit_codes import ExitCode
+from holdfast.journal.events import Warned
+from holdfast.journal.writer import JournalWriter
 from holdfast.launch.alert import EXCLUSION, INCIDENT, STOP
 from holdfast.launch.attempt import Attempt, Notice, StopRun
 from holdfast.launch.context import LaunchContext
@@ -111,6 +116,20 @@ class Recovery:
         self.tell(incident)
         if incident.decision.action in (Action.STOP, Action.REQUEUE):
             raise StopRun(incident.decision.exit_code, incident.decision.reason)
+
+    def admit(self) -> None:
+        """Launches that nobody watches must end: one too many without progress is refused, before it starts
+        anything."""
+        context = self._context
+        ids = [context.launch, *context.earlier_launches]
+        why = refused_launch(context.control, context.started_with, ids)
+        if not why:
+            return
+        newest = max(attempt_numbers(context.control), default=0)
+        with contextlib.closing(JournalWriter(context.control.journal, "launcher", newest)) as journal:
+            journal.write(Warned(message=f"a launch was refused with code {ExitCode.BUDGET_SPENT}: {why}"))
+        context.alerts.send(STOP, {"text": why, "attempt": newest, "cause": ""})
+        raise StopRun(ExitCode.BUDGET_SPENT, why)
 
     def tell(self, incident: Incident) -> None:
         """One line and the details on the terminal, an alert to those who asked for one, and a last word.

@@ -1,8 +1,14 @@
-"""How many restarts a run may still make.
+"""How many restarts a run may still make, and how many launches.
 
 Guarantee: restarts are counted over the run's whole durable history, across launches, and refunded only
-when the highest-ever committed step rises, or when an operator resets them. So neither a quick rejoin nor a
-new launch buys restarts, and a run that makes progress is never stopped for the number of faults it survived.
+when the highest-ever committed step rises, when an attempt finishes, or when an operator resets them. So
+neither a quick rejoin nor a new launch buys restarts, and a run that makes progress is never stopped for the
+number of faults it survived.
+
+Launches that nobody watches (a pod's restart policy, a requeue, a shell loop) are bounded as well: after
+`MAX_FAILED_LAUNCHES` that failed, or `MAX_LAUNCHES` whatever ended them, in a row and without progress, the
+next is refused. Only launches of the same script, arguments and settings make a row: whoever changed
+something, or reset the budget, is let in.
 
 `launch.max_restarts` is the cap for the whole job. Below it each cause has its own, in `BUDGETS`: a high
 `max_restarts` is meant for machines that fail often, not for one fault that comes back a hundred times.
@@ -28,6 +34,8 @@ MAX_REGROUPS = 10
 """Restarts for a change of membership that may happen without progress; further nodes have to wait."""
 MAX_REQUEUES = 5
 """Times that a job may be given back to its scheduler without progress; then it needs a person."""
+MAX_FAILED_LAUNCHES = 1 + MAX_REQUEUES
+"""Launches in a row that may fail without progress: the first, and as many as a scheduler may make of it."""
 RERUNS = 2
 """Restarts without progress after exit code 16: one on other devices tells a bad device from bad work, the
 second confirms it. What is rejected still fails validation (17)."""
@@ -95,6 +103,10 @@ BUDGETS: Mapping[Cause, Budget] = {
 }
 """Restarts without progress that each cause is given, within `launch.max_restarts`."""
 
+MAX_LAUNCHES = BUDGETS[Cause.PREEMPTION].restarts
+"""Launches in a row that may end without progress, whatever ended them: one that was killed or stopped before
+it could save was at best preempted, and nothing that ends a run is given more than preemption is."""
+
 MOST_IDENTICAL = 1 + max(RERUNS, *(b.repeats for c, b in BUDGETS.items() if c is not Cause.PREEMPTION))
 """How often one and the same cycle is ever run without progress; preempted, as often as that may restart."""
 
@@ -104,6 +116,8 @@ class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     launch: str
+    started_with: str = ""
+    """What was started, as a digest of script, arguments and settings; empty if that is not known."""
     outcome: str
     """finished, failed, stopped or lost (its launcher died before it could write an end)."""
     cause: str = ""
@@ -167,7 +181,7 @@ def highest_step(history: Sequence[PastAttempt]) -> int:
 def since_progress(
     history: Sequence[PastAttempt], forgiven: int = 0
 ) -> list[tuple[PastAttempt | None, PastAttempt]]:
-    """The attempts after the last one that raised the highest step, each with the one before it.
+    """The attempts after the last one that raised the highest step or finished, each with the one before it.
 
     Those up to number `forgiven` do not count: an operator reset the budget after them.
     """
@@ -175,8 +189,8 @@ def since_progress(
     best = 0
     for before, attempt in _pairs(history):
         found.append((before, attempt))
-        if attempt.highest_step > best:
-            best = attempt.highest_step
+        if attempt.highest_step > best or attempt.outcome == "finished":
+            best = max(best, attempt.highest_step)
             found.clear()
     return [(before, attempt) for before, attempt in found if attempt.number > forgiven]
 
@@ -184,13 +198,16 @@ def since_progress(
 def episode(history: Sequence[PastAttempt], forgiven: int = 0) -> list[PastAttempt]:
     """The attempts that ended at the present highest step, oldest first.
 
-    These are the ones after the last progress and the one that made it: it, too, failed at that step.
+    These are the ones after the last progress and the one that made it: it, too, failed at that step; but
+    not one that finished.
     """
     ordered = [attempt for _, attempt in _pairs(history)]
     best, start = 0, 0
     for index, attempt in enumerate(ordered):
         if attempt.highest_step > best:
             best, start = attempt.highest_step, index
+        if attempt.outcome == "finished":
+            start = index + 1
     return [attempt for attempt in ordered[start:] if attempt.number > forgiven]
 
 
@@ -246,3 +263,44 @@ def may_regroup(history: Sequence[PastAttempt]) -> bool:
         for before, attempt in since_progress(history)
     )
     return regroups < MAX_REGROUPS
+
+
+def launches_without_progress(
+    history: Sequence[PastAttempt], started_with: str, forgiven: int = 0
+) -> list[PastAttempt]:
+    """The last attempt of each launch in the present row, oldest first.
+
+    The row is of launches of the very same thing; one that got further than any before it, or finished, ends
+    it, and so does what an operator has forgiven. Without knowing what is started there is no row.
+    """
+    launches: dict[str, list[PastAttempt]] = {}
+    moved: set[str] = set()
+    best = 0
+    for _, attempt in _pairs(history):
+        launches.setdefault(attempt.launch, []).append(attempt)
+        if attempt.highest_step > best or attempt.outcome == "finished":
+            best = max(best, attempt.highest_step)
+            moved.add(attempt.launch)
+    row: list[PastAttempt] = []
+    for launch, attempts in reversed(launches.items()):
+        same = bool(started_with) and attempts[0].started_with == started_with
+        if launch in moved or not same or attempts[-1].number <= forgiven:
+            break
+        row.append(attempts[-1])
+    return row[::-1]
+
+
+def launch_refused(history: Sequence[PastAttempt], started_with: str, forgiven: int = 0) -> str:
+    """Why another launch of the same thing is not begun, in words; empty if it may be."""
+    row = launches_without_progress(history, started_with, forgiven)
+    failed = [one for one in row if one.outcome == "failed" and one.cause != Cause.PREEMPTION]
+    if len(failed) < MAX_FAILED_LAUNCHES and len(row) < MAX_LAUNCHES:
+        return ""
+    told = f", {len(failed)} of which failed" if failed and len(failed) < len(row) else ""
+    last = row[-1]
+    how = last.message or (f"code {last.exit_code}" if last.exit_code else last.outcome)
+    best = highest_step(history)
+    return (
+        f"{len(row)} launches in a row of the same script and settings{told} made no progress beyond step "
+        f"{best}; the last one's attempt {last.number} ended with: {how}"
+    )

@@ -48,7 +48,7 @@ def open_rerun(attempts: Iterable[PastAttempt]) -> Rerun | None:
 def open_rejections(attempts: Iterable[PastAttempt], *, forgiven: int = 0) -> list[PastAttempt]:
     """The attempts whose rejected step no later one is known to have got past, oldest first.
 
-    A device that was found out, or data that are left out, settle all that was before them.
+    A device that was found out, data that are left out, or an end that was reached settle all before them.
     """
     found: list[PastAttempt] = []
     for attempt in _in_order(attempts):
@@ -57,7 +57,7 @@ def open_rejections(attempts: Iterable[PastAttempt], *, forgiven: int = 0) -> li
         found = [one for one in found if _step(one) > _done(attempt)]
         if attempt.rejection is not None and attempt.rejection.kind is Kind.STEP:
             found.append(attempt)
-        if attempt.verdict == DEVICE or attempt.skip is not None:
+        if attempt.verdict == DEVICE or attempt.skip is not None or attempt.outcome == "finished":
             found.clear()
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.identity import CheckpointRoot
@@ -18,6 +17,7 @@ from holdfast.errors import LeaseLostError
 from holdfast.exit_codes import ExitCode
 from holdfast.scope import to_the_end
 from holdfast.settings import Settings
+from holdfast.worker.alone import Deciding, look_around
 from holdfast.worker.assembly import make_saving, make_schedule
 from holdfast.worker.checking import Checks
 from holdfast.worker.draws import RecordedFeed
@@ -37,27 +37,6 @@ EXCHANGE_SLACK = 30.0
 """Seconds that ranks wait for each other beyond a save's own limit: who sees that pass must get to say so."""
 
 
-def join(
-    settings: Settings,
-    root: CheckpointRoot,
-    launched: LaunchInfo | None,
-    on_lost: Callable[[str], None],
-) -> tuple[Group, Membership]:
-    """Become part of the run's present attempt. All ranks call this together."""
-    group = join_group(settings.checkpoint.timeout + EXCHANGE_SLACK)
-    member = join_attempt(
-        Path(settings.run.dir),
-        root.path,
-        group,
-        launched,
-        ttl=settings.control.lease_ttl,
-        timeout=settings.control.decision_timeout,
-        handover=settings.handover(),
-        on_lost=on_lost,
-    )
-    return group, member
-
-
 def is_restart(member: Membership) -> bool:
     """Whether an earlier attempt of this very launch already trained."""
     head = latest_head(member.control, before=member.attempt)
@@ -71,6 +50,7 @@ class Parts:
         self._settings = settings
         self._root = root
         self._launched = launched
+        self.here = look_around(settings) if launched is None else None
         self._versions = current_versions(settings)
         self.tracked = Tracked()
         self.meter = Meter(settings.journal.step_flush)
@@ -80,6 +60,12 @@ class Parts:
         self.places: LocalPlaces | None = None
         self.saving: Saving | None = None
         self.validation: Validation | None = None
+
+    def join(self, on_lost: Callable[[str], None]) -> tuple[Group, Membership]:
+        """Become part of the run's present attempt. All ranks call this together."""
+        settings = self._settings
+        group = join_group(settings.checkpoint.timeout + EXCHANGE_SLACK)
+        return group, join_attempt(settings, self._root.path, group, self._launched, self.here, on_lost)
 
     def make(
         self,
@@ -105,12 +91,16 @@ class Parts:
             step_seconds=self.meter.median_step,
             places=self.places,
         )
+        here, decide = self.here, None
+        if here is not None:
+            decide = Deciding(member.control, member.fence, member.journal, member.attempt, settings, here)
         self.validation = make_validation(
             settings.validation,
             group,
             member,
             launched,
-            node=node,
+            node=here.node if here is not None else node,
+            decide=decide,
             tracked=self.tracked,
             checks=self.checks,
             meter=self.meter,
@@ -129,7 +119,7 @@ class Parts:
             group,
             member,
             tracked=self.tracked,
-            avoid=self._launched.avoid if self._launched else (),
+            avoid=member.told.avoid,
             insist=not is_restart(member),
             meter=self.meter,
             feed=self.feed,

@@ -1,8 +1,9 @@
 """Which attempt this process belongs to, and its right to act.
 
 Under `holdfast run` the agent has claimed the lease and numbered the attempt; a worker only takes both over.
-Under plain `python` or torchrun there is no such agent: rank 0 claims the lease, numbers the attempt, renews
-the lease from a thread, and tells the others through the store.
+Under plain `python` or torchrun there is no such agent: rank 0 claims the lease, settles what was left open
+(`alone.py`), numbers the attempt, renews the lease from a thread, and tells the others through the store.
+torchrun's restarts are attempts of one launch; each start of plain python is a launch of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -23,9 +24,11 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
 from holdfast.control.lease import Claim, Fence, LeaseKeeper, claim
-from holdfast.errors import ConfigError, ControlError
+from holdfast.errors import ConfigError, ControlError, UsageError
 from holdfast.journal.events import AttemptStarted, LeaseClaimed, RunCreated
 from holdfast.journal.writer import JournalWriter
+from holdfast.settings import Settings
+from holdfast.worker.alone import Here, Told, begin
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -33,6 +36,8 @@ class _Told(msgspec.Struct, frozen=True):
     attempt: int
     epoch: int
     launch: str
+    begun: Told
+    shift: int = 0
 
 
 @dataclass
@@ -44,6 +49,8 @@ class Membership:
     journal: JournalWriter
     keeper: LeaseKeeper | None = None
     """Held by rank 0 when there is no launcher."""
+    told: Told = field(default_factory=Told)
+    """What earlier attempts have left for this one: by the launcher, or by rank 0 where there is none."""
 
     def leave(self, end: EndRecord | None) -> None:
         """Record the end and give the lease back, where this process is the one to do so."""
@@ -58,17 +65,16 @@ class Membership:
 
 
 def join_attempt(
-    run_dir: Path,
+    settings: Settings,
     root: Path,
     group: Group,
     launched: LaunchInfo | None,
-    *,
-    ttl: float,
-    timeout: float,
-    handover: float,
+    here: Here | None,
     on_lost: Callable[[str], None],
 ) -> Membership:
-    """Become part of the run's present attempt."""
+    """Become part of the run's present attempt. `here`: what this process was started with, if not by the
+    launcher."""
+    run_dir, ttl = Path(settings.run.dir), settings.control.lease_ttl
     if launched is not None:
         if run_dir.absolute() != Path(launched.run_dir):
             raise ConfigError(
@@ -78,14 +84,28 @@ def join_attempt(
         control = _same_run(run_dir, launched.run_id, "its agent", group.rank)
         fence = Fence(control, launched.epoch, timeout=ttl)
         journal = JournalWriter(control.journal, f"rank-{group.rank}", launched.attempt)
-        return Membership(control, fence, launched.attempt, launched.launch, journal)
+        told = Told(avoid=launched.avoid, rerun=launched.rerun, trial=launched.trial)
+        return Membership(control, fence, launched.attempt, launched.launch, journal, told=told)
+    assert here is not None
     if group.is_coordinator:
-        return _begin(run_dir, root, group, ttl=ttl, handover=handover, on_lost=on_lost)
+        return _begin(settings, root, group, here, on_lost)
+    return _follow(run_dir, group, here, ttl=ttl, timeout=settings.control.decision_timeout)
+
+
+def _follow(run_dir: Path, group: Group, here: Here, *, ttl: float, timeout: float) -> Membership:
     raw = read_key(group.store, "attempt", timeout, "the attempt that rank 0 begins")
     told = msgspec.json.decode(raw, type=_Told)
+    told.begun.insist()
+    if told.shift != here.shift:
+        raise UsageError(
+            f"rank {group.rank} has turned its devices by {here.shift}, rank 0 by {told.shift}: two ranks "
+            f"may share one. {here.stays or 'Rank 0 came too late for it'}: make the Run at the same place "
+            "in every rank's script, before CUDA is asked for anything"
+        )
     control = _same_run(run_dir, told.run, "rank 0", group.rank)
     journal = JournalWriter(control.journal, f"rank-{group.rank}", told.attempt)
-    return Membership(control, Fence(control, told.epoch, timeout=ttl), told.attempt, told.launch, journal)
+    fence = Fence(control, told.epoch, timeout=ttl)
+    return Membership(control, fence, told.attempt, told.launch, journal, told=told.begun)
 
 
 def _same_run(run_dir: Path, run: str, who: str, rank: int) -> ControlDirectory:
@@ -100,31 +120,47 @@ def _same_run(run_dir: Path, run: str, who: str, rank: int) -> ControlDirectory:
 
 
 def _begin(
-    run_dir: Path,
-    root: Path,
-    group: Group,
-    *,
-    ttl: float,
-    handover: float,
-    on_lost: Callable[[str], None],
+    settings: Settings, root: Path, group: Group, here: Here, on_lost: Callable[[str], None]
 ) -> Membership:
-    control, created = ControlDirectory.open_or_create(run_dir)
+    control, created = ControlDirectory.open_or_create(Path(settings.run.dir))
     around = scope.current()
-    launch = (around.job if around is not None else "") or uuid.uuid4().hex[:12]
-    held = claim(control, launch, ttl, handover=handover)
+    launch = (around.job if around is not None else "") or here.launch or uuid.uuid4().hex[:12]
+    held = claim(control, launch, settings.control.lease_ttl, handover=settings.handover())
     keeper = LeaseKeeper(control, held, on_lost)
     try:
-        return _announce(control, root, group, held, keeper, created=created)
+        begun = begin(control, Fence(control, held.epoch, timeout=held.ttl), settings, here, launch)
+        if begun.refused:
+            refusal = _Told(control.run_id, 0, held.epoch, launch, begun)
+            group.store.set("attempt", msgspec.json.encode(refusal).decode())
+            begun.insist()
+        return _announce(control, root, group, held, keeper, here, begun, created=created)
     except BaseException:
         keeper.release()  # else this very process would keep the next attempt from the lease
         raise
 
 
 def _announce(
-    control: ControlDirectory, root: Path, group: Group, held: Claim, keeper: LeaseKeeper, *, created: bool
+    control: ControlDirectory,
+    root: Path,
+    group: Group,
+    held: Claim,
+    keeper: LeaseKeeper,
+    here: Here,
+    begun: Told,
+    *,
+    created: bool,
 ) -> Membership:
     fence = Fence(control, held.epoch, timeout=held.ttl)
-    record = begin_attempt(control, fence, held.owner, group.world_size)
+    record = begin_attempt(
+        control,
+        fence,
+        held.owner,
+        group.world_size,
+        nodes=[here.node] if here.workers else [],
+        placement=here.placement(control),
+        rotation=here.shift,
+        started_with=here.started_with,
+    )
     journal = JournalWriter(control.journal, f"rank-{group.rank}", record.number)
     if created:
         journal.write(RunCreated(run=control.run_id, checkpoint_root=str(root)))
@@ -137,6 +173,6 @@ def _announce(
             torch=str(torch.__version__),
         )
     )
-    told = _Told(control.run_id, record.number, held.epoch, held.owner)
+    told = _Told(control.run_id, record.number, held.epoch, held.owner, begun, here.shift)
     group.store.set("attempt", msgspec.json.encode(told).decode())
-    return Membership(control, fence, record.number, held.owner, journal, keeper)
+    return Membership(control, fence, record.number, held.owner, journal, keeper, begun)

@@ -63,7 +63,8 @@ class Probation:
         self._member = member
         self._recorded = recorded
         self._acts = launched is not None
-        self._trial: Trial | None = launched.trial if launched is not None else None
+        """Whether a breach ends the attempt: only where somebody starts another one at once."""
+        self._trial: Trial | None = launched.trial if launched is not None else member.told.trial
         self._throughput = Throughput(group, member.journal, node=node, device=device)
         self._rung: CheckpointName | None = None
         self._windows = Windows()

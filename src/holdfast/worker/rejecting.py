@@ -1,13 +1,14 @@
 """How the ranks tell each other what was bad, and how an attempt ends because of it.
 
 Guarantee: what is rejected is recorded before any rank ends, so whoever decides about the next attempt finds
-it; every rank ends with the same error. What cannot be recorded is said in that error, and hides nothing.
+it; without the launcher that is decided as well (`alone.py`). Every rank ends with the same error. What could
+not be recorded is said in that error, and hides nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -16,7 +17,7 @@ from holdfast.control.exchange import share
 from holdfast.control.group import Group
 from holdfast.control.rejections import NAME, record_rejection
 from holdfast.control.transients import count_transient
-from holdfast.errors import ControlError, RerunWantedError
+from holdfast.errors import ControlError, RerunWantedError, ValidationFailedError
 from holdfast.journal.events import Event, Verdict, Warned
 from holdfast.policy.rejection import Kind, Place, RankResult, Rejection
 from holdfast.policy.replay import Finding
@@ -35,10 +36,20 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Rejecting:
-    def __init__(self, group: Group, member: Membership, *, launched: bool, max_transients: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        member: Membership,
+        *,
+        launched: bool,
+        max_transients: int,
+        decide: Callable[[], tuple[str, str]] | None = None,
+    ) -> None:
+        """`decide`: without the launcher, what follows from a rejection once it is recorded."""
         self._group = group
         self._member = member
         self.launched = launched
+        self._decide = decide
         self._max_transients = max_transients
 
     def tell(self, event: Event) -> None:
@@ -99,15 +110,19 @@ class Rejecting:
             return 0
 
     def reject(self, rejection: Rejection) -> NoReturn:
-        """Record it, then end every rank with code 16."""
-        problem = ""
+        """Record it, then end every rank with code 16; without the launcher with 17, if that is the end."""
+        problem = then = end = ""
         if self._group.is_coordinator:
             try:
                 if not record_rejection(self._member.control, self._member.attempt, rejection):
                     problem = "; this attempt had rejected something before, which is what counts"
             except (ControlError, OSError) as error:
                 problem = f"; it could not be recorded: {error}"
-        problem = share(self._group, problem)[0]  # nobody ends before it is recorded
+            if self._decide is not None and not problem:
+                then, end = self._decide()
+        problem, then, end = share(self._group, (problem, then, end))[0]  # nobody ends before it is recorded
+        if end:
+            raise ValidationFailedError(f"step {rejection.step}: {in_words(rejection.reasons)}. {end}")
         wanted = {
             Kind.STEP: "it has to be run again by another attempt",
             Kind.PROBATION: "another checkpoint has to be tried",
@@ -115,9 +130,11 @@ class Rejecting:
             Kind.DEVICE: "that device has to be kept out",
         }[rejection.kind]
         about = "after step" if rejection.kind is Kind.PROBATION else "step"
+        told = f" ({then})" if then else ""
         raise RerunWantedError(
             f"{about} {rejection.step}: {in_words(rejection.reasons)}; {wanted}. `holdfast run` does so by "
-            f"itself; else start the run again. Evidence: {NAME} of attempt {self._member.attempt}{problem}"
+            f"itself; else start the run again{told}. Evidence: {NAME} of attempt "
+            f"{self._member.attempt}{problem}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -13,14 +14,16 @@ from holdfast.checkpoint.load import LoadedState
 from holdfast.checkpoint.manifest import Versions
 from holdfast.checkpoint.remote import Remote
 from holdfast.checkpoint.remote_fetch import open_at_start
-from holdfast.checkpoint.resume import Resumer
+from holdfast.checkpoint.resume import ResumeDecision, Resumer
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.decisions import Decisions
 from holdfast.control.group import Group
+from holdfast.control.launches import Origin, applies_again, origin_now, record_origin
+from holdfast.control.operator import pinned
 from holdfast.errors import UsageError
 from holdfast.journal.events import Warned
 from holdfast.scope import leavable
-from holdfast.settings import Settings
+from holdfast.settings import CheckpointSettings, Settings
 from holdfast.worker.data import DataFeed
 from holdfast.worker.measured import measured_before
 from holdfast.worker.membership import Membership
@@ -34,6 +37,58 @@ from holdfast.worker.validation import Validation
 from holdfast.worker.versions import changes_since
 
 log = logging.getLogger("holdfast")
+
+
+class Wish:
+    """Where the settings want the run to begin. It is followed once: see `control.launches`.
+
+    Only what rank 0 makes of it counts; the others follow rank 0.
+    """
+
+    def __init__(self, chosen: CheckpointSettings, group: Group, member: Membership, *, first: bool) -> None:
+        """`first`: no earlier attempt of this launch has trained; a restart goes on from where that was."""
+        self._asked = chosen.resume_from
+        self._member = member
+        self._before = None
+        self.value, self.force = "auto", False
+        leads = first and group.is_coordinator
+        self._counts = leads and pinned(member.control) is None
+        if leads and self._asked != "auto":
+            self._before = origin_now(member.control, self._asked)
+            self._again = applies_again(force=chosen.force)
+            if self._before is None or self._again:
+                self.value, self.force = self._asked, chosen.force
+
+    def followed(self, decision: ResumeDecision) -> None:
+        """The group has resumed: record where the run began, or say why the wish was not followed."""
+        if not self._counts:
+            return
+        before, member = self._before, self._member
+        name = f"checkpoint.resume_from = {self._asked!r}"
+        if before is None:
+            origin = Origin(
+                value=self._asked,
+                checkpoint=decision.chosen,
+                step=decision.step,
+                attempt=member.attempt,
+                launch=member.launch,
+            )
+            record_origin(member.control, member.fence, origin)
+            return
+        when = f" at {time.strftime('%Y-%m-%d %H:%M', time.localtime(before.at))}" if before.at else ""
+        was = f"attempt {before.attempt} of launch {before.launch}{when}" if before.attempt else "before"
+        if self._again:
+            text = (
+                f"{name} is applied again, because checkpoint.force is set: the run begins once more from "
+                f"{decision.chosen} (it was applied by {was}). Take checkpoint.force away for the next launch"
+            )
+        else:
+            text = (
+                f"{name} was applied by {was}; going on from {decision.chosen}, step {decision.step}. To "
+                "apply it again, start once with checkpoint.force = true, or take the setting away"
+            )
+        log.warning("holdfast: %s", text)
+        member.journal.write(Warned(message=text))
 
 
 def make_resumer(
@@ -99,12 +154,10 @@ def resume(
     resumer = make_resumer(
         settings, root, group, member, tracked=tracked, avoid=avoid, insist=insist, places=places
     )
-    chosen = settings.checkpoint
-    wish = chosen.resume_from
-    if wish != "auto" and not insist:
-        wish = "auto"  # a wish holds for the first attempt of a launch; a restart goes on from there
+    wish = Wish(settings.checkpoint, group, member, first=insist)
     with leavable():  # a load may take long, and what it leaves behind when it is cut is loaded again
-        decision, state = resumer.resume(wish, force=chosen.force and wish != "auto")
+        decision, state = resumer.resume(wish.value, force=wish.force)
+    wish.followed(decision)
     if state is not None:
         state.apply()
         tell_changes(state, group, member, versions)

@@ -19,18 +19,22 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.background import BackgroundSaver, Ended
 from holdfast.checkpoint.drain import Drain
 from holdfast.checkpoint.handoff import MendCopies, PeerTarget, UsePeers
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.local_manifest import Where
+from holdfast.checkpoint.manifest import ManifestError
 from holdfast.checkpoint.retention import Retainer
 from holdfast.checkpoint.save import SaveContext, SaveFacts, Saver
 from holdfast.checkpoint.snapshot import Snapshotter
 from holdfast.checkpoint.stage import Stager
 from holdfast.checkpoint.staging_memory import LocalSaving
 from holdfast.checkpoint.state import Tracked
-from holdfast.control.exchange import add_up
+from holdfast.control.exchange import add_up, share
+from holdfast.control.launches import last_fresh
+from holdfast.control.rejections import diagnosed
 from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal.events import (
     Decision,
@@ -122,6 +126,8 @@ class Saving:
         self.saved_step: int | None = None
         """The newest step whose state is committed or under way."""
         self._root = context.root
+        self._control = context.control
+        self._attempt = context.attempt
         self._rooted: int | None = None
         """The same, of the checkpoint root alone."""
 
@@ -178,13 +184,34 @@ class Saving:
         return begun
 
     def diagnose(self) -> str:
-        """A diagnostic save, by a run that is about to end: its name, or why there is none."""
+        """A diagnostic save, by a run that is about to end: its name, or why there is none.
+
+        One of the same step after the same checkpoint is enough, however often that step is rejected.
+        """
+        if kept := share(self._group, self._diagnosed() if self._group.is_coordinator else "")[0]:
+            return kept
         try:
             return str(self.save("diagnostic", diagnostic=True))
         except LeaseLostError:
             raise
         except (HoldfastError, OSError, RuntimeError, ValueError) as error:
             return f"none: {type(error).__name__}: {error}"
+
+    def _diagnosed(self) -> str:
+        """The diagnostic save of this step that an earlier attempt on this timeline has left; else empty."""
+        control, place = self._control, self._root.diagnostic()
+        parent = (self.head.id or None) if self.head is not None else None
+        step = self._facts(None, "").step
+        with contextlib.suppress(HoldfastError, OSError):
+            known = diagnosed(control, since=last_fresh(control), before=self._attempt)
+            for name in place.names():
+                if name.step != step or str(name) not in known:
+                    continue
+                with contextlib.suppress(ManifestError):
+                    manifest, _ = manifests.read(place.committed(name))
+                    if manifest.parent == parent and manifest.run == control.run_id:
+                        return str(name)
+        return ""
 
     def scheduled(self) -> None:
         """A save is due by the schedule: a failure is reported, and raised only after too many in a row."""

@@ -56,6 +56,7 @@ def make_validation(
     launched: LaunchInfo | None,
     *,
     node: str,
+    decide: Callable[[], tuple[str, str]] | None,
     tracked: Tracked,
     checks: Checks,
     meter: Meter,
@@ -65,10 +66,22 @@ def make_validation(
 ) -> Validation:
     """What stands between this rank's results and its optimizers, and watches it after a resume."""
     place = own_place(node)
-    rejecting = Rejecting(group, member, launched=launched is not None, max_transients=chosen.max_transients)
+    rejecting = Rejecting(
+        group,
+        member,
+        launched=launched is not None,
+        max_transients=chosen.max_transients,
+        decide=decide,
+    )
     device = next(iter(tracked.devices()), None)
     probation = Probation(
-        chosen.probation_steps, group, member, meter.latest, launched, node=node, device=device
+        chosen.probation_steps,
+        group,
+        member,
+        meter.latest,
+        launched,
+        node=node,
+        device=device,
     )
     judging = Judging(
         chosen,
@@ -90,7 +103,6 @@ def make_validation(
             place=place,
             state=lambda: Rewind(tracked, meter),
         )
-    rerun = launched.rerun if launched is not None else None
     return Validation(
         chosen,
         tracked,
@@ -100,7 +112,7 @@ def make_validation(
         injection=Injection(chosen, member.control, attempt=member.attempt, rank=group.rank, place=place),
         rejecting=rejecting,
         judging=judging,
-        replayed=Replayed(rerun, tracked, group, place, rejecting),
+        replayed=Replayed(member.told.rerun, tracked, group, place, rejecting),
         watch=watch,
         meter=meter,
         feed=feed,
