@@ -10,12 +10,11 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from holdfast.checkpoint import local_manifest
-from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
+from holdfast.checkpoint.identity import CheckpointRoot, parse_name
 from holdfast.checkpoint.inventory import take_inventory
 from holdfast.config import Settings
 from holdfast.control import operator
@@ -42,7 +41,7 @@ from holdfast.journal import events
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.evidence import highest_committed_step
-from holdfast.launch.history import keep_incident, past_attempts
+from holdfast.launch.history import keep_incident, past_attempts, rung_of
 from holdfast.launch.suspicion import doubtful_with, still_open, write_findings
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.capacity import Cluster
@@ -78,6 +77,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision
     detail: str = ""
     """What happened, where no worker ended by itself."""
+    diagnostic: str = ""
+    """Where the state is that the rejected step began from; empty unless it was saved."""
 
 
 def report(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
@@ -122,6 +123,8 @@ def decide(
         for one in device_errors_of(control, attempt.number)
     ]
     history = past_attempts(control, before=attempt.number)
+    saved = _diagnostic(settings, failed)
+    facts += [f"the state that the rejected step began from: {saved}"] if saved else []
     situation = _situation(control, failed, history, settings, known, facts)
     decision = attempt.decisions.decide(RECOVERY, Decision, lambda: recover(history, situation))
     _write_down(control, attempt.fence, attempt.journal, failed, root, decision)
@@ -130,15 +133,33 @@ def decide(
     else:
         cause = failed.cause
         attempt.end("failed", exit_code=failed.exit_code, cause=cause, highest_step=failed.highest_step)
-    return _incident(failed, root, decision)
+    return _incident(failed, root, decision, saved)
 
 
-def _incident(failed: PastAttempt, root: FailureRecord | None, decision: Decision) -> Incident:
+def _diagnostic(settings: Settings, failed: PastAttempt) -> str:
+    """Where the diagnostic save of a rejected step is; empty if there is none."""
+    told = failed.rejection.diagnostic if failed.rejection is not None else ""
+    name = parse_name(told) if told else None
+    place = CheckpointRoot(settings.checkpoint_root()).diagnostic()
+    path = place.committed(name) if name is not None else None
+    return str(path) if path is not None and path.is_dir() else ""
+
+
+def _incident(
+    failed: PastAttempt, root: FailureRecord | None, decision: Decision, diagnostic: str = ""
+) -> Incident:
     """With the worker that it came from, unless it came from none: then the others only followed."""
     if root is not None and failed.exit_code != root.exit_code:
         root = None
     detail = "" if root is not None else failed.message
-    return Incident(attempt=failed.number, cause=failed.cause, root=root, decision=decision, detail=detail)
+    return Incident(
+        attempt=failed.number,
+        cause=failed.cause,
+        root=root,
+        decision=decision,
+        detail=detail,
+        diagnostic=diagnostic,
+    )
 
 
 def decide_lost(
@@ -178,7 +199,7 @@ def decide_lost(
         end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
         end_attempt(control, fence, lost.number, end)
         journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
-    return _incident(failed, None, decision)
+    return _incident(failed, None, decision, _diagnostic(settings, failed))
 
 
 def learn(attempt: Attempt, timeout: float) -> Incident:
@@ -207,7 +228,7 @@ def _judge(
         lost=known.lost,
         devices=device_errors_of(control, record.number),
         world_size=record.world_size,
-        rung=_rung(head),
+        rung=rung_of(head),
         steps=None if steps is None else max(0, steps),
     )
     found = diagnose(evidence)
@@ -238,15 +259,6 @@ def _judge(
     )
 
 
-def _rung(head: HeadRecord | None) -> str:
-    """What an attempt came from, by the name that it has on the ladder; empty for a fresh start."""
-    if head is None:
-        return ""
-    if head.source:
-        return Path(head.source).name
-    return str(CheckpointName(head.step, head.checkpoint)) if head.checkpoint is not None else ""
-
-
 def _situation(
     control: ControlDirectory,
     failed: PastAttempt,
@@ -267,6 +279,7 @@ def _situation(
         rungs=list(rungs),
         together=_doubtful(control, settings, failed),
         skip_bad_data=settings.validation.skip_bad_data,
+        nan_policy=settings.validation.nan_policy,
         rerun=rerun,
         trial=trial,
         stopping=known.stopping,
@@ -309,7 +322,7 @@ def _write_down(
         exclude(control, one.node, one.device, one.reason, "recovery", failed.number)
     for node in decision.readmit:
         readmit(control, node, None, decision.reason, "recovery", failed.number)
-    write_findings(control, fence, journal, decision)
+    write_findings(control, fence, journal, failed.number, decision)
     keep_incident(control, failed, decision)
     told = failed.rejection is not None and failed.rejection.kind is Kind.DEVICE  # by the ranks themselves
     if decision.verdict and failed.rejection is not None and not told:
@@ -340,6 +353,7 @@ def _write_down(
                 "suspect": decision.suspect,
                 "acquit": decision.acquit,
                 "skip": msgspec.to_builtins(decision.skip),
+                "settled": [msgspec.to_builtins(one) for one in decision.settled],
                 "readmitted": decision.readmit,
             },
         )

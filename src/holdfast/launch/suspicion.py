@@ -15,6 +15,7 @@ from holdfast.control.attempts import HeadRecord
 from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.lease import Fence
 from holdfast.control.lineage import CommitRecord, descendants, read_timeline
+from holdfast.control.rejections import record_settled
 from holdfast.control.skips import record_skip
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.journal import events
@@ -84,13 +85,16 @@ def _standing(book: StandingBook, name: str) -> Standing | None:
 
 
 def write_findings(
-    control: ControlDirectory, fence: Fence, journal: JournalWriter, decision: Decision
+    control: ControlDirectory, fence: Fence, journal: JournalWriter, attempt: int, decision: Decision
 ) -> None:
-    """Record and journal what a decision says of checkpoints and data; what is on record stays as it is."""
+    """Record and journal what a decision about an attempt says of checkpoints, data and steps; what is on
+    record stays as it is."""
     book = StandingBook(control)
     evidence = [*decision.grounds, decision.reason]
     if decision.skip is not None:
         record_skip(control, fence, decision.skip, decision.reason)
+    for settled in decision.settled:
+        record_settled(control, attempt, settled)
     for names, standing in ((decision.suspect, Standing.SUSPECT), (decision.acquit, Standing.ACQUITTED)):
         for name in names:
             parsed = parse_name(name)

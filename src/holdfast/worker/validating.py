@@ -70,6 +70,15 @@ def make_validation(
     probation = Probation(
         chosen.probation_steps, group, member, meter.latest, launched, node=node, device=device
     )
+    replayed = Replayed(
+        launched.rerun if launched is not None else None,
+        tracked,
+        group,
+        place,
+        rejecting,
+        restarts_left=launched.restarts_left if launched is not None else None,
+        leaves_out=chosen.skip_bad_data,
+    )
     judging = Judging(
         chosen,
         tracked,
@@ -77,6 +86,7 @@ def make_validation(
         place=place,
         rejecting=rejecting,
         probation=probation,
+        replayed=replayed,
         meter=meter,
         feed=feed,
     )
@@ -90,7 +100,6 @@ def make_validation(
             place=place,
             state=lambda: Rewind(tracked, meter),
         )
-    rerun = launched.rerun if launched is not None else None
     return Validation(
         chosen,
         tracked,
@@ -100,7 +109,7 @@ def make_validation(
         injection=Injection(chosen, member.control, attempt=member.attempt, rank=group.rank, place=place),
         rejecting=rejecting,
         judging=judging,
-        replayed=Replayed(rerun, tracked, group, place, rejecting),
+        replayed=replayed,
         watch=watch,
         meter=meter,
         feed=feed,
