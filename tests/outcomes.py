@@ -37,6 +37,10 @@ class Case:
     skip_bad_data: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     """More of them."""
+    kill: int = 0
+    """The step before which the first attempt is killed; 0 for none."""
+    every: int = 6
+    """Steps between saves."""
 
     @property
     def ranks(self) -> int:
@@ -66,7 +70,7 @@ DIAGONAL = [
 EXPECTED = {
     "transient": ("transient", ExitCode.OK),
     "device": ("device", ExitCode.OK),
-    "data": ("reproducible", ExitCode.VALIDATION_FAILED),
+    "data": ("reproducible", ExitCode.OK),
     "checkpoint": ("reproducible", ExitCode.OK),
     "divergence": ("reproducible", ExitCode.VALIDATION_FAILED),
 }
@@ -84,6 +88,8 @@ class Outcome:
     """Steps of the checkpoints that are so at the end."""
     attempts: int
     diagnostics: int
+    dropped: list[int]
+    """Steps that the policy dropped."""
     result: Result
 
     def row(self, case: Case) -> str:
@@ -92,6 +98,7 @@ class Outcome:
         told = [f"device {', '.join(self.excluded)} excluded"] if self.excluded else []
         told += [f"checkpoint of step {step} condemned" for step in self.condemned]
         told += [f"checkpoint of step {step} acquitted" for step in self.acquitted]
+        told += [f"step {step} dropped" for step in self.dropped if self.code == 0]
         what = "; ".join([*told, end])
         return f"| {case.name} | {self.verdicts[-1] if self.verdicts else '–'} | {what} | {self.attempts} |"
 
@@ -114,6 +121,8 @@ def play(case: Case, cwd: Path, *flags: str, timeout: float = 120.0) -> Outcome:
         "TRUTH_RANKS": case.concerned,
         "TRUTH_WRAP": case.wrap,
         "TRUTH_OUT": "out",
+        "TRUTH_KILL": str(case.kill),
+        "TRUTH_EVERY": str(case.every),
         "CUDA_VISIBLE_DEVICES": case.devices,
     }
     result = finish([*argv, SCRIPT], cwd=cwd, env=env, timeout=timeout)
@@ -137,6 +146,9 @@ def outcome(run: Path, result: Result) -> Outcome:
         condemned=steps(Standing.CONDEMNED),
         acquitted=steps(Standing.ACQUITTED),
         attempts=sum(isinstance(body, events.AttemptStarted) for body in lines),
+        dropped=[
+            body.step for body in lines if isinstance(body, events.StepRejected) and body.then == "dropped"
+        ],
         diagnostics=len(list((run / "checkpoints").glob("diagnostic/step_*"))),
         result=result,
     )

@@ -17,12 +17,13 @@ from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
 from holdfast.control.lease import Fence, claim
 from holdfast.control.lineage import CommitRecord, condemned_with, descendants, record_commit
+from holdfast.control.rejections import settled_steps
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import LeaseLostError
-from holdfast.journal.events import Event, ProbationEnded, StandingChanged, Warned
+from holdfast.journal.events import Event, ProbationEnded, StandingChanged, Verdict, Warned
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
-from holdfast.policy.rejection import Trial
+from holdfast.policy.rejection import How, Rerun, Settled, Trial
 from holdfast.worker.membership import Membership
 from holdfast.worker.probation import TRIES, Probation
 
@@ -44,7 +45,12 @@ class Attempt:
     """An attempt of a run that has saved at 100 and, from there, at 120 and 125."""
 
     def __init__(
-        self, control: ControlDirectory, *, launched: bool = True, trial: Trial | None = None
+        self,
+        control: ControlDirectory,
+        *,
+        launched: bool = True,
+        trial: Trial | None = None,
+        rerun: Rerun | None = None,
     ) -> None:
         self.control = control
         self.fence = Fence(control, claim(control, "launch", 5.0).epoch)
@@ -57,7 +63,7 @@ class Attempt:
         if launched:
             self.launched = LaunchInfo(
                 run_dir=str(control.path), run_id=control.run_id, launch="launch", attempt=self.number,
-                epoch=self.fence.epoch, node="node-a", trial=trial,
+                epoch=self.fence.epoch, node="node-a", trial=trial, rerun=rerun,
             )  # fmt: skip
         self.probation = self.of_rank(0)
 
@@ -316,14 +322,62 @@ def test_a_trial_that_completes_the_step_condemns_the_suspect_and_all_that_was_s
 def test_a_trial_with_the_same_discontinuity_in_the_same_steps_condemns_nobody(
     control: ControlDirectory, book: StandingBook
 ) -> None:
-    """Scenario 2, second half: an honest jump of the loss follows the samples, not the checkpoint."""
+    """Scenario 2, second half: an honest jump of the loss follows the samples, not the checkpoint. The trial
+    acquits it, and goes on."""
     attempt = on_trial(control, book, Trial(suspects=[str(RUNG)], until=124))
     attempt.begin(BELOW)
-    reasons = attempt.train(101, [*[2.0] * 20, 2.0, 8.0, 8.0, 8.0])
-    assert len(reasons) == 1
-    assert f"as after {RUNG}, on trial" in reasons[0]
-    assert book.of(RUNG.id) is Standing.SUSPECT
+    assert attempt.train(101, [*[2.0] * 20, 2.0, 8.0, 8.0, 8.0]) == []
+    assert book.of(RUNG.id) is Standing.ACQUITTED
+    assert book.of(BELOW.id) is Standing.PROVEN
+    assert attempt.train(125, [8.0] * 10) == []
     assert not [event for event in attempt.events(StandingChanged) if event.standing == "condemned"]
+    (warned,) = attempt.events(Warned)
+    assert f"as after {RUNG}, on trial; {BELOW} shows it too, so {RUNG} is not the cause" in warned.message
+    (settled,) = settled_steps(control)
+    assert (settled.how, settled.step, settled.shown) == (How.SHIFT, 124, True)
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_shift_that_was_settled_is_no_breach_in_any_later_attempt(
+    control: ControlDirectory, book: StandingBook, *, launched: bool
+) -> None:
+    """Point 16: from the same checkpoint, or another whose window still ends before it."""
+    attempt = Attempt(control, launched=launched)
+    settled = [Settled(step=124, how=How.SHIFT, shown=True, why="the rung below shows it too")]
+    counted = {"step": 120, "samples": 480, "tokens": 0}
+    assert attempt.probation.begin(RUNG, manifest_of(RUNG), counted, settled) == []
+    assert attempt.train(121, [2.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0]) == []
+    assert [ended.outcome for ended in attempt.events(ProbationEnded)] == ["unsettled"]
+    assert book.of(RUNG.id) is Standing.COMMITTED, "it is not proven by steps that were not compared"
+    assert len(attempt.events(Warned)) == 1
+    elsewhere = [Settled(step=300, how=How.SHIFT, shown=True)]
+    other = Attempt(control)
+    other.probation.begin(RUNG, manifest_of(RUNG), counted, elsewhere)
+    assert other.train(121, [2.0, 8.0, 8.0, 8.0]), "another one is a breach"
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_a_breach_that_comes_again_with_nothing_to_compare_is_taken_as_it_is(
+    control: ControlDirectory, book: StandingBook, *, settles: bool
+) -> None:
+    attempt = Attempt(control, rerun=Rerun(step=124, bad=[], breach=True, settles=settles))
+    attempt.begin()
+    reasons = attempt.train(121, [2.0, 8.0, 8.0, 8.0])
+    assert bool(reasons) is not settles, "with a lower rung the launcher decides"
+    assert [one.how for one in settled_steps(control)] == ([How.SHIFT] if settles else [])
+    attempt = Attempt(control, rerun=Rerun(step=120, bad=[], breach=True, settles=True))
+    assert attempt.begin(samples=481), "counters have no honest cause"
+
+
+def test_a_breach_that_does_not_come_again_was_transient(
+    control: ControlDirectory, book: StandingBook
+) -> None:
+    """Point 15."""
+    attempt = Attempt(control, rerun=Rerun(step=124, bad=[], breach=True))
+    attempt.begin()
+    assert attempt.train(121, [2.0] * STEPS) == []
+    assert book.of(RUNG.id) is Standing.PROVEN
+    assert [(one.verdict, one.step) for one in attempt.events(Verdict)] == [("transient", 124)]
 
 
 def test_a_suspect_is_not_condemned_by_a_trial_that_is_almost_as_bad(

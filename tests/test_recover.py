@@ -179,7 +179,7 @@ def test_two_corrupt_in_a_row_raise_the_storage_alarm(dead: Path) -> None:
     assert found["resolution"]["storage_alarm"] == [first.name, second.name]
     storage = stage(found, "storage")
     assert storage["mark"] == "note"
-    assert storage["evidence"][-1].startswith(f"storage alarm: {first.name} and {second.name} failed")
+    assert storage["evidence"][-1].startswith(f"storage alarm: {first.name} and {second.name}, one after")
     assert "works, so the next rung counts" in storage["evidence"][-1]
 
 

@@ -22,7 +22,13 @@ from holdfast.control.exclusions import exclude, excluded
 from holdfast.control.history import keep_incident, past_attempts
 from holdfast.control.lease import Claim, Fence, claim
 from holdfast.control.lineage import CommitRecord, record_commit, record_done
-from holdfast.control.rejections import record_rejection
+from holdfast.control.rejections import (
+    MOST_SETTLED,
+    SETTLED,
+    record_rejection,
+    record_settled,
+    settled_steps,
+)
 from holdfast.control.skips import skips
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.journal import events
@@ -30,12 +36,23 @@ from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Place, lead
 from holdfast.launch.incident import Circumstances, decide_lost
+from holdfast.launch.summary import describe
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.evidence import Loss, LostNode
 from holdfast.policy.recovery import Action, Decision
-from holdfast.policy.rejection import Kind, RankResult, Rejection, Rerun, Trial, Window
+from holdfast.policy.rejection import (
+    How,
+    Kind,
+    RankResult,
+    Rejection,
+    Rerun,
+    Settled,
+    Trial,
+    Window,
+    settled_as,
+)
 from holdfast.policy.retention import Condition, Rules
-from holdfast.settings import RunSettings
+from holdfast.settings import LaunchSettings, RunSettings
 
 SOUND = retention._Look(condition=Condition.SOUND, problem="", created=0.0, bytes=1)
 P = 10
@@ -151,18 +168,18 @@ def test_findings_are_recorded_once_and_never_against_a_later_word(story: Story)
     found = decision(suspect=[twenty], skip=Window(0, 3, 3))
     with story.journal() as journal:
         for _ in range(2):
-            write_findings(story.control, story.fence, journal, found)
+            write_findings(story.control, story.fence, journal, story.number, found)
         assert story.book.of(twenty[14:]) is Standing.SUSPECT
         assert story.book.evidence_of(twenty[14:]) == ["seen", "why"]
         assert story.rungs() == [ten], "a suspect is no rung"
         assert skips(story.control) == [Window(0, 3, 3)]
         story.judge(Standing.CONDEMNED, twenty)
-        write_findings(story.control, story.fence, journal, decision(acquit=[ten, twenty]))
+        write_findings(story.control, story.fence, journal, story.number, decision(acquit=[ten, twenty]))
         assert story.book.of(twenty[14:]) is Standing.CONDEMNED, "only what is suspect is acquitted"
         assert story.book.of(ten[14:]) is Standing.COMMITTED
         story.judge(Standing.SUSPECT, twenty)
-        write_findings(story.control, story.fence, journal, decision(acquit=[twenty]))
-        write_findings(story.control, story.fence, journal, decision(suspect=["ckpt-7"]))
+        write_findings(story.control, story.fence, journal, story.number, decision(acquit=[twenty]))
+        write_findings(story.control, story.fence, journal, story.number, decision(suspect=["ckpt-7"]))
     assert story.rungs() == [twenty, ten], "acquitted: usable again"
     assert story.journalled() == [(twenty, "suspect"), (twenty, "acquitted")]
 
@@ -248,18 +265,48 @@ def test_the_new_leader_judges_what_the_dead_one_could_not(story: Story) -> None
     story.breach(27)
     lost = LostNode(node="b", how=Loss.CLOSED, at=time.time(), detail="the leader died")
     known = Circumstances(lost=[lost], last_step=27)
+    first = decide_lost(story.control, story.held, [], story.settings, known)
+    assert first is not None
+    assert (first.decision.action, first.decision.suspect) == (Action.RESTART, [])
+    assert first.decision.avoid == [later], "the same checkpoint again, not what was saved from it"
+    assert story.rungs() == [later, twenty, ten], "nothing is blamed yet"
+    story.attempt(twenty)
+    story.breach(28)
     settled = decide_lost(story.control, story.held, [], story.settings, known)
     assert settled is not None
     assert settled.decision.action is Action.LOWER_RUNG
-    assert settled.decision.suspect == [twenty, later]
+    assert settled.decision.suspect == [twenty]
     assert story.rungs() == [ten]
-    (_, past) = past_attempts(story.control, before=99)
-    assert (past.suspect, past.cause, past.exit_code) == ([twenty, later], "checkpoint", 16)
+    (*_, past) = past_attempts(story.control, before=99)
+    assert (past.suspect, past.cause, past.exit_code) == ([twenty], "checkpoint", 16)
     assert past.rejection is not None
     rerun, trial, avoid = start(story)
-    assert (rerun, avoid) == (None, [])
-    assert trial == Trial(suspects=[twenty, later], until=27)
+    assert (rerun, avoid) == (None, [later])
+    assert trial == Trial(suspects=[twenty], until=28)
     assert start(story)[1] == trial, "whatever becomes of that attempt"
+
+
+def test_a_diagnostic_save_is_named_only_if_there_is_one(story: Story) -> None:
+    """Point 4: the advice pointed to one that was never made."""
+    saved = str(CheckpointName(12, "0123abcd"))
+    for told, there in ((saved, True), (saved, False), ("none: the step was not run again", False)):
+        story.attempt("", 10)
+        found = Rejection(kind=Kind.STEP, step=13, reasons=["nan"], diagnostic=told)
+        record_rejection(story.control, story.number, found)
+        path = story.root.diagnostic().path / saved
+        if there:
+            path.mkdir(parents=True)
+        known = Circumstances(lost=[LostNode(node="b", how=Loss.CLOSED, at=time.time(), detail="it died")])
+        story.settings = Settings(run=story.settings.run, launch=LaunchSettings(max_restarts=0))
+        settled = decide_lost(story.control, story.held, [], story.settings, known)
+        assert settled is not None
+        assert settled.decision.action is Action.STOP
+        assert settled.diagnostic == (str(path) if there else "")
+        text = describe(settled, "run")
+        assert (f"saved:      {path}" in text) is there
+        assert ("diagnostic" in text) is there
+        if there:
+            path.rmdir()
 
 
 def test_an_attempt_lost_with_its_launch_still_tells_what_it_rejected(story: Story) -> None:
@@ -272,6 +319,47 @@ def test_an_attempt_lost_with_its_launch_still_tells_what_it_rejected(story: Sto
     assert past.outcome == "lost"
     assert past.rejection is not None
     assert (past.rejection.step, past.placement) == (13, "a[0]")
+
+
+# -- verdicts on steps --------------------------------------------------------------------------------------
+
+
+def test_what_was_settled_about_steps_is_read_from_all_attempts_and_does_not_grow(story: Story) -> None:
+    """Point 16: durable, and known to every later attempt and launch."""
+    story.attempt("", 10)
+    one = Settled(step=13, how=How.TOLERATED, window=Window(0, 12, 12), world_size=2, why="it was dropped")
+    other = Settled(step=14, how=How.ACCEPTED, shown=True)
+    with story.journal() as journal:
+        for _ in range(2):
+            found = decision(action=Action.STOP, settled=[one])
+            write_findings(story.control, story.fence, journal, story.number, found)
+    story.attempt("", 20)
+    record_settled(story.control, story.number, other)
+    assert settled_steps(story.control) == [one, other]
+    for step in range(2 * MOST_SETTLED):
+        record_settled(story.control, story.number, Settled(step=step, how=How.TOLERATED))
+    kept = [found.step for found in settled_steps(story.control)]
+    assert kept == [13, *range(MOST_SETTLED, 2 * MOST_SETTLED)]
+    (story.control.attempt(story.number) / SETTLED).write_text("{")
+    assert settled_steps(story.control) == [one], "what cannot be read is judged once more, and nothing worse"
+
+
+@pytest.mark.parametrize(
+    ("how", "step", "window", "world", "covered"),
+    [
+        (How.TOLERATED, 13, Window(0, 12, 12), 2, True),
+        (How.TOLERATED, 13, None, 2, True),
+        (How.TOLERATED, 13, Window(1, 12, 12), 2, False),
+        (How.TOLERATED, 14, Window(0, 12, 12), 2, False),
+        (How.TOLERATED, 13, Window(0, 12, 12), 4, False),
+        (How.ACCEPTED, 13, Window(0, 12, 12), 2, False),
+    ],
+)
+def test_a_verdict_is_on_one_step_and_its_data(
+    how: How, step: int, window: Window | None, world: int, *, covered: bool
+) -> None:
+    known = [Settled(step=13, how=How.TOLERATED, window=Window(0, 12, 12), world_size=2)]
+    assert (settled_as(known, how, step, window, world) is not None) is covered
 
 
 # -- retention ----------------------------------------------------------------------------------------------

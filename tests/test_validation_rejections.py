@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -21,13 +24,15 @@ from holdfast.checkpoint.verify import verify
 from holdfast.control import operator
 from holdfast.control.attempts import HeadRecord, attempt_numbers, ends_of, read_attempt
 from holdfast.control.directory import read_record
+from holdfast.control.rejections import SETTLED, record_settled, settled_steps
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.control.transients import transients_of
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import Decision, StepRejected, Verdict, Warned
-from holdfast.policy.rejection import Kind, RankResult, Rejection, Rerun
+from holdfast.policy.rejection import How, Kind, RankResult, Rejection, Rerun, Trial, Window
 from holdfast.policy.rejection import Place as Device
 from holdfast.worker import alone
+from tiny import checkpoints
 from validated import Ended, Place, Training
 
 RERUN = {"validation_rerun_mode": "validate_results"}
@@ -233,6 +238,14 @@ def test_a_finite_value_rejected_again_is_marked_as_such_and_accepted_when_told_
     (verdict,) = place.events(Verdict)
     assert verdict.verdict == "reproducible"
     assert place.rejection(2) is None
+    ended = place.train(training, 2, launched=place.launched(world=2), devices="0,1")
+    assert codes(ended) == {0}, "what was accepted stays accepted, though nobody tells this attempt"
+    assert place.rejection(3) is None
+    other = msgspec.structs.replace(settled_steps(place.control)[0], window=Window(9, 2, 2))
+    (place.control.attempt(2) / SETTLED).unlink()
+    record_settled(place.control, 2, other)
+    ended = place.train(training, 2, launched=place.launched(world=2), devices="0,1")
+    assert codes(ended) == {ExitCode.RERUN_WANTED}, "of other data nothing is known"
 
 
 def test_inside_probation_a_nan_is_brought_before_the_launcher_whatever_the_policy(tmp_path: Path) -> None:
@@ -410,3 +423,86 @@ def test_under_torchrun_the_step_is_computed_as_often_as_under_the_launcher(tmp_
     assert [end.exit_code for _, end in ends_of(place.control) if end is not None] == [16, 16, 17]
     assert len(diagnostics(place)) == 2
     assert result.err.count("a start would end the same way") >= 3, "what restarts were left were refused"
+
+
+# --- what the ranks settle without another attempt ----------------------------------------------------------
+
+
+def nan_at(*steps: int) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
+    def spoil(step: int, rank: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss * math.nan if step in steps and rank == 1 else loss
+
+    return spoil
+
+
+def saved_before(tmp_path: Path, *bad: int, **settings: Any) -> tuple[Place, Training]:
+    """A run of two ranks that has saved at step 2; from step 3 on each attempt is in its probation."""
+    place, every = Place(tmp_path), {"checkpoint_interval": 2, **settings}
+    first = Training("ddp", until=2, settings={**every, "checkpoint_save_at_end": True})
+    ended = place.train(first, 2, launched=place.launched(world=2))
+    assert codes(ended) == {0}, ended[0].error
+    return place, Training("ddp", until=5, settings=every, spoil=nan_at(*bad))
+
+
+BAD = [RankResult(rank=1, node="n", device="1", reasons=["nan"])]
+
+
+@pytest.mark.parametrize(
+    ("told", "devices"),
+    [
+        ({"rerun": Rerun(step=4, bad=BAD, settles=True)}, "1,0"),
+        ({"rerun": Rerun(step=4, bad=BAD, settles=True)}, "0,1"),
+        ({"trial": Trial(suspects=["step_00000003-00000003"], until=4)}, "0,1"),
+        ({"restarts_left": 0}, "0,1"),
+    ],
+    ids=["other devices", "the same devices", "a lower rung", "no restart left"],
+)
+def test_a_nan_that_is_not_the_checkpoints_is_left_to_the_policy_and_stays_so(
+    tmp_path: Path, told: dict[str, Any], devices: str
+) -> None:
+    """Point 4: on all ranks alike, without another attempt, and known to every later one."""
+    place, training = saved_before(tmp_path, 4)
+    ended = place.train(training, 2, launched=place.launched(world=2, **told), devices=devices)
+    assert codes(ended) == {0}, ended[0].error
+    assert [(one.step, one.then) for one in place.events(StepRejected)] == [(4, "dropped")]
+    assert place.rejection(2) is None
+    (settled,) = settled_steps(place.control)
+    assert (settled.step, settled.how, settled.world_size) == (4, How.TOLERATED, 2)
+    assert settled.shown is ("restarts_left" not in told)
+    assert settled.window is not None
+    for later in checkpoints(place.run_dir):
+        if not later.name.startswith("step_00000002"):
+            shutil.rmtree(later)
+    ended = place.train(training, 2, launched=place.launched(world=2), devices="0,1")
+    assert codes(ended) == {0}, "replayed from the lower rung, it is dropped at once"
+
+
+def test_a_nan_that_follows_its_device_is_never_settled_by_the_ranks(tmp_path: Path) -> None:
+    """The rank that was bad there is well elsewhere, and another one is bad there now."""
+    place, training = saved_before(tmp_path, 4)
+    then = [RankResult(rank=0, node="n", device="0", reasons=["nan"])]
+    told = Rerun(step=4, bad=then, settles=True)
+    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="1,0")
+    assert codes(ended) == {ExitCode.RERUN_WANTED}
+    assert settled_steps(place.control) == []
+
+
+def test_a_row_of_them_is_brought_before_the_launcher_unless_it_was_shown_to_be_the_work(
+    tmp_path: Path,
+) -> None:
+    """A bad state makes the steps after it fail as well: then what was loaded is asked about after all."""
+    place, training = saved_before(tmp_path, 3, 4, 5, validation_max_consecutive=3)
+    ended = place.train(training, 2, launched=place.launched(world=2, restarts_left=0), devices="0,1")
+    assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
+    assert rejected(place, 2).step == 5
+    told = Rerun(step=5, bad=BAD, settles=True)
+    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="1,0")
+    assert codes(ended) == {ExitCode.VALIDATION_FAILED}, "and then it is the policy that ends it"
+
+
+def test_the_policy_raise_is_obeyed_once_the_checkpoint_is_not_the_cause(tmp_path: Path) -> None:
+    place, training = saved_before(tmp_path, 4, validation_nan_policy="raise")
+    told = Rerun(step=4, bad=BAD, settles=True)
+    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="1,0")
+    assert codes(ended) == {ExitCode.VALIDATION_FAILED}
+    assert "validation.nan_policy = raise" in ended[0].error

@@ -12,11 +12,24 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.exit_codes import ExitCode
-from holdfast.policy.budgets import PastAttempt
+from holdfast.policy.budgets import PastAttempt, restarts_left
 from holdfast.policy.capacity import Cluster, Exclusion, devices_of, layout
 from holdfast.policy.classify import Cause, Diagnosis, of_rejection
+from holdfast.policy.nonfinite import Act, Count, Policy
 from holdfast.policy.recovery import Action, Decision, Situation, recover
-from holdfast.policy.rejection import Kind, Place, RankResult, Rejection, Rerun, Trial, Window
+from holdfast.policy.rejection import (
+    How,
+    Kind,
+    Place,
+    RankResult,
+    Rejection,
+    Rerun,
+    Settled,
+    Trial,
+    Window,
+    settled_as,
+)
+from holdfast.policy.replay import Settling, settle
 from holdfast.policy.rotation import NodeDevices, arrange, describe, device_of
 from holdfast.policy.unsettled import open_rerun, open_trial
 
@@ -72,12 +85,26 @@ class World:
     known_ranks: bool = True
     tampered: bool = False
     """Whether the first rejected attempt's state was damaged in memory: its fingerprint is another."""
+    breaches: bool = False
+    """Whether what is bad is no NaN in a step, but a level that rank 0 sees to be another one after it."""
+    nan_policy: Policy = "warn"
+    reruns: bool = True
+    """Whether steps are run again in place; without it NaN is the policy's matter outside of probation."""
+    crashes: int = 0
+    """Attempts of the first launch that were killed before, without progress."""
 
     def __post_init__(self) -> None:
         self.line: list[Checkpoint] = []
         self.every: list[Checkpoint] = []
         self.serial = 0
         self.history = [PastAttempt(number=1, launch="first", outcome="stopped", highest_step=self.steps[-1])]
+        self.history += [
+            PastAttempt(number=2 + one, launch="second", outcome="failed", cause="infrastructure")
+            for one in range(self.crashes)
+        ]
+        self.launch = "second"
+        self.settled: list[Settled] = []
+        self.dropped: set[int] = set()
         self.decisions: list[Decision] = []
         self.excluded: list[Exclusion] = []
         self.skips: list[Window] = []
@@ -124,6 +151,10 @@ class World:
     def standing(self, word: str) -> list[int]:
         return sorted(one.step for one in self.every if one.standing == word)
 
+    def line_at(self, step: int) -> str:
+        """The first checkpoint of that step, by name."""
+        return next(one.name for one in self.every if one.step == step)
+
     def by_name(self, name: str) -> Checkpoint:
         return next(one for one in self.every if one.name == name)
 
@@ -151,8 +182,9 @@ class World:
     # -- the play -------------------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """Until it finishes (code 0) or stops."""
-        for number in range(2, 50):
+        """One launch, until it finishes (code 0) or stops. To launch again is to call this again."""
+        first = self.history[-1].number + 1
+        for number in range(first, first + 50):
             rerun = open_rerun(self.history)
             trial = self._open_trial()
             placement = describe(self.arranged(), self.workers)
@@ -162,12 +194,13 @@ class World:
                 return
             rejection, last = self._attempt(number, rung, rerun, trial)
             if rejection is None:
-                self.code = 0
+                self.code = self.ended
+                self.history.append(PastAttempt(number=number, launch=self.launch, outcome="failed"))
                 return
             found = of_rejection(Diagnosis(cause=Cause.DEVICE, exit_code=16, rung=rung.name), rejection)
             failed = PastAttempt(
                 number=number,
-                launch="second",
+                launch=self.launch,
                 outcome="failed",
                 highest_step=max(
                     one.step for one in self.every if one.standing not in ("suspect", "condemned")
@@ -202,13 +235,14 @@ class World:
             lower_rungs=sum(one.step < rung.step for one in self.usable()),
             together=self._together(rung),
             skip_bad_data=self.skip_bad_data,
+            nan_policy=self.nan_policy,
             rerun=open_rerun([*self.history, failed]),
             trial=self._open_trial(),
         )
         decision = recover(self.history, situation)
         assert msgspec.json.decode(msgspec.json.encode(decision), type=Decision) == decision
         self.decisions.append(decision)
-        kept = ("action", "avoid", "verdict", "suspect", "acquit", "skip", "rerun", "trial")
+        kept = ("action", "avoid", "verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial")
         self.history.append(
             msgspec.structs.replace(failed, **{name: getattr(decision, name) for name in kept})
         )
@@ -222,10 +256,12 @@ class World:
             self.by_name(name).standing = "acquitted"
         if decision.skip is not None:
             self.skips.append(decision.skip)
+        self.settled += decision.settled
         self.excluded.extend(decision.exclude)
         self.excluded = [one for one in self.excluded if one.node not in decision.readmit]
         self.avoid = decision.avoid
         if decision.action is Action.STOP:
+            self.rotation = decision.rotate_by
             self.code = decision.exit_code
             return True
         assert decision.action.goes_on, decision
@@ -239,31 +275,135 @@ class World:
     def _attempt(
         self, number: int, rung: Checkpoint, rerun: Rerun | None, trial: Trial | None
     ) -> tuple[Rejection | None, int]:
-        """One life: what it rejected, and the last step that it completed."""
+        """One life: what it rejected, and the last step that it completed. `ended`: its code without one."""
         self.line = [one for one in self.line if one.step <= rung.step]
-        places, poisoned = self.places(), rung.poisoned
+        self.ended, self.trial, self.count = 0, trial, Count(self.nan_policy, 10)
+        self.shown = self.shifted = False
+        places, poisoned, accepted = self.places(), rung.poisoned, 0
         for step in range(rung.step + 1, self.until + 1):
-            batch = self._batch(step)
+            batch, window = self._batch(step), Window(0, self._batch(step), self._batch(step))
             bad = [
                 rank
                 for rank, place in enumerate(places)
                 if self.truth(Now(number, rank, place, step, batch, poisoned))
             ]
-            in_probation = step - rung.step <= PROBATION
-            accepted = rerun is not None and rerun.accept and rerun.step == step and self.finite
-            if bad and not accepted:
-                return self._rejection(number, step, batch, bad, places, in_probation), step - 1
-            if rerun is not None and rerun.step == step and not rerun.accept:
-                found = self._compare(number, rerun, places)
-                if found is not None:
-                    return found, step - 1
-            if trial is not None and step == trial.until:
-                self._condemn(trial)
-            if step == rung.step + PROBATION:
+            on_probation = accepted < PROBATION
+            breach = self.breaches and bad and (on_probation or self._on_trial(step))
+            if breach and not self.shifted and not self._takes_shift(number, rung, rerun, step):
+                told = Rejection(kind=Kind.PROBATION, step=step, reasons=["higher"], in_probation=True)
+                return told, step
+            if bad and not self.breaches:
+                found = self._rejection(number, step, batch, bad, places, on_probation)
+                if self.finite:
+                    told_so = rerun is not None and rerun.accept and rerun.step == step
+                    if not told_so and not self._known(How.ACCEPTED, step, window):
+                        return found, step - 1
+                elif self._dropped(number, step, found, rung, rerun, on_probation, places):
+                    self.dropped.add(step)
+                    continue
+                else:
+                    return (None if self.ended else found), step - 1
+            self.count.after(bad=False)
+            accepted += 1
+            if rerun is not None and rerun.step == step and not (rerun.accept or rerun.breach):
+                result = self._compare(number, rerun, places)
+                if result is not None:
+                    return result, step - 1
+            if self.trial is not None and step >= self.trial.until:
+                if step == self.trial.until and not self.shifted:
+                    self._condemn(self.trial)
+                self.trial = None
+            if accepted == PROBATION and not self.shifted:
                 rung.standing = "proven"
+                if rerun is not None and rerun.breach:
+                    self.verdicts.append(("transient", Place("")))
             if step % EVERY == 0:
                 self._save(step, rung.name, poisoned)
         return None, self.until
+
+    def _known(self, how: How, step: int, window: Window | None) -> Settled | None:
+        return settled_as(self.settled, how, step, window, len(self.places()))
+
+    def _on_trial(self, step: int) -> bool:
+        return self.trial is not None and self.trial.until >= step
+
+    def _takes_shift(self, number: int, rung: Checkpoint, rerun: Rerun | None, step: int) -> bool:
+        """As `worker.probation` has it."""
+        trial = self.trial
+        if self._known(How.SHIFT, step, None):
+            self.shifted = True
+        elif (
+            trial is not None and max(self.by_name(one).step for one in trial.suspects) < step <= trial.until
+        ):
+            self._acquit(trial.suspects)
+            self.shifted = True
+        elif rerun is not None and rerun.breach and rerun.settles:
+            self.shifted = True
+        if self.shifted:
+            self.settled.append(Settled(step=step, how=How.SHIFT, shown=True))
+        return self.shifted
+
+    def _dropped(
+        self,
+        number: int,
+        step: int,
+        found: Rejection,
+        rung: Checkpoint,
+        rerun: Rerun | None,
+        on_probation: bool,
+        places: list[Place],
+    ) -> bool:
+        """As `worker.judging` has it: whether the step is dropped; else the end, by a code or a rejection."""
+        bad = {one.rank: one for one in found.ranks}
+        everyone = [
+            bad.get(rank, RankResult(rank=rank, node=place.node, device=place.device))
+            for rank, place in enumerate(places)
+        ]
+        settling: Settling | None = None
+        if self.reruns or on_probation or self.trial is not None:
+            settling = settle(
+                step,
+                everyone,
+                rung=rung.name,
+                rerun=rerun if rerun is not None and not rerun.breach else None,
+                trial=self.trial,
+                settled=self._known(How.TOLERATED, step, found.window),
+                restarts_left=self._left(number),
+                left_out=self.skip_bad_data,
+                ran_again=self.reruns,
+            )
+            if settling is None and self.shown and (not self.reruns or self.count.in_a_row):
+                settling = Settling(why="", shown=True)
+            if settling is None:
+                return False
+        if settling is not None and settling.here:
+            self.shown = True
+            self._acquit(settling.acquit)
+            if settling.acquit:
+                self.trial = None
+        outcome = self.count.after(bad=True)
+        shown = settling is not None and settling.shown
+        if outcome.act is not Act.DROP:
+            if settling is None or shown or self.nan_policy == "raise":
+                self.ended = int(ExitCode.VALIDATION_FAILED)
+            return False
+        known = self._known(How.TOLERATED, step, found.window)
+        if known is None or known.shown < shown:
+            self.settled.append(
+                Settled(
+                    step=step, how=How.TOLERATED, window=found.window, world_size=len(places), shown=shown
+                )
+            )
+        return True
+
+    def _left(self, number: int) -> int:
+        now = PastAttempt(number=number, launch=self.launch, outcome="failed")
+        return restarts_left([*self.history, now], self.max_restarts)
+
+    def _acquit(self, names: list[str]) -> None:
+        for name in names:
+            if self.by_name(name).standing == "suspect":
+                self.by_name(name).standing = "acquitted"
 
     def _batch(self, step: int) -> int:
         """The step's data: those that are left out push the others forward."""
@@ -275,7 +415,9 @@ class World:
     def _rejection(
         self, number: int, step: int, batch: int, bad: list[int], places: list[Place], in_probation: bool
     ) -> Rejection:
-        state = f"state of {step}" + (f", damaged in {number}" if self.tampered and number == 2 else "")
+        state = f"state of {step}" + (
+            f", damaged in {number}" if self.tampered and number == 2 + self.crashes else ""
+        )
         results = [
             RankResult(
                 rank=rank,
@@ -291,7 +433,7 @@ class World:
             step=step,
             reasons=["the loss is nan"],
             ranks=results,
-            rerun=True,
+            rerun=self.reruns,
             finite=self.finite,
             in_probation=in_probation,
             window=Window(0, batch, batch),

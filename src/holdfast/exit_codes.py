@@ -47,7 +47,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ),
     ExitCode.VALIDATION_FAILED: (
         "Validation failed for a reason that a restart cannot cure.",
-        "look at the data and the diagnostic save",
+        "`holdfast journal` names the step and what was tried; look at its data, then launch again",
     ),
     ExitCode.NO_VALID_RUNG: (
         "The run had checkpoints and none of them may be used.",

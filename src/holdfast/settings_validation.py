@@ -106,9 +106,9 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 10
     skip_bad_data: Annotated[
         bool,
-        "Whether a step that fails on every device and from every checkpoint is left out, with its "
-        "samples, instead of stopping the run. All ranks leave out the same step; the journal says which "
-        "samples.",
+        "Whether the samples of a step that fails on every device and from every checkpoint are left out, "
+        "instead of leaving the step to nan_policy. All ranks leave out the same ones; the journal says "
+        "which.",
     ] = False
     corruption_watch_interval: Annotated[
         int,

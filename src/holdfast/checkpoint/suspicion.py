@@ -7,7 +7,6 @@ workers start, also if the one that decided died in between. Writing it again ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -22,6 +21,7 @@ from holdfast.control.exclusions import exclude, readmit
 from holdfast.control.history import keep_incident
 from holdfast.control.lease import Fence
 from holdfast.control.lineage import CommitRecord, descendants, read_timeline
+from holdfast.control.rejections import record_settled
 from holdfast.control.skips import record_skip
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import ControlError, UsageError
@@ -93,13 +93,18 @@ def _standing(book: StandingBook, name: str) -> Standing | None:
 
 
 def write_findings(
-    control: ControlDirectory, fence: Fence, journal: JournalWriter, decision: Decision
+    control: ControlDirectory, fence: Fence, journal: JournalWriter, attempt: int, decision: Decision
 ) -> None:
-    """Record and journal what a decision says of checkpoints and data; what is on record stays as it is."""
+    """Record and journal what a decision about an attempt says of checkpoints, data and steps.
+
+    What is on record stays as it is.
+    """
     book = StandingBook(control)
     evidence = [*decision.grounds, decision.reason]
     if decision.skip is not None:
         record_skip(control, fence, decision.skip, decision.reason)
+    for settled in decision.settled:
+        record_settled(control, attempt, settled)
     for names, standing in ((decision.suspect, Standing.SUSPECT), (decision.acquit, Standing.ACQUITTED)):
         for name in names:
             parsed = parse_name(name)
@@ -113,15 +118,6 @@ def write_findings(
                 continue  # ranks or an operator may have settled it meanwhile
             book.append(fence, parsed.id, standing, evidence)
             journal.write(events.StandingChanged(checkpoint=name, standing=standing, evidence=evidence))
-
-
-def rung_name(head: HeadRecord | None) -> str:
-    """What an attempt came from, by the name that it has on the ladder; empty for a fresh start."""
-    if head is None:
-        return ""
-    if head.source:
-        return Path(head.source).name
-    return str(CheckpointName(head.step, head.checkpoint)) if head.checkpoint is not None else ""
 
 
 def situation_of(
@@ -153,6 +149,7 @@ def situation_of(
         rungs=list(rungs),
         together=_doubtful(control, settings, failed),
         skip_bad_data=settings.validation.skip_bad_data,
+        nan_policy=settings.validation.nan_policy,
         rerun=rerun,
         trial=trial,
         stopping=stopping,
@@ -195,7 +192,7 @@ def write_down(
         exclude(control, one.node, one.device, one.reason, "recovery", failed.number)
     for node in decision.readmit:
         readmit(control, node, None, decision.reason, "recovery", failed.number)
-    write_findings(control, fence, journal, decision)
+    write_findings(control, fence, journal, failed.number, decision)
     keep_incident(control, failed, decision)
     told = failed.rejection is not None and failed.rejection.kind is Kind.DEVICE  # by the ranks themselves
     if decision.verdict and failed.rejection is not None and not told:
@@ -226,6 +223,7 @@ def write_down(
                 "suspect": decision.suspect,
                 "acquit": decision.acquit,
                 "skip": msgspec.to_builtins(decision.skip),
+                "settled": [msgspec.to_builtins(one) for one in decision.settled],
                 "readmitted": decision.readmit,
             },
         )

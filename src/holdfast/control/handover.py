@@ -64,6 +64,8 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The step whose rejection made this attempt necessary."""
     trial: Trial | None = None
     """The checkpoints whose guilt this attempt settles."""
+    restarts_left: int | None = None
+    """Restarts without progress that are left after this one; None if that is not known."""
     monitor: str = ""
     """Path of the socket on which the agent listens for signs of life; empty if it does not."""
 

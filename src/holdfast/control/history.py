@@ -8,10 +8,11 @@ what it had committed by then is progress, whoever saw its end.
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 import msgspec
 
-from holdfast.control.attempts import AttemptRecord, EndRecord, ends_of, failures_of
+from holdfast.control.attempts import AttemptRecord, EndRecord, HeadRecord, ends_of, failures_of
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.control.lineage import saved_by
@@ -34,8 +35,18 @@ def keep_incident(control: ControlDirectory, failed: PastAttempt, decision: Deci
 
 
 def _with(attempt: PastAttempt, decision: Decision) -> PastAttempt:
-    kept = ("action", "avoid", "verdict", "suspect", "acquit", "skip", "rerun", "trial")
+    kept = ("action", "avoid", "verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial")
     return msgspec.structs.replace(attempt, **{name: getattr(decision, name) for name in kept})
+
+
+def rung_of(head: HeadRecord | None) -> str:
+    """What an attempt came from, by the name that it has on the ladder; empty for a fresh start."""
+    if head is None:
+        return ""
+    if head.source:
+        return Path(head.source).name
+    # As `checkpoint.identity` writes it, which this room is below.
+    return f"step_{head.step:08d}-{head.checkpoint}" if head.checkpoint is not None else ""
 
 
 def was_kept(control: ControlDirectory, number: int) -> bool:
@@ -66,6 +77,7 @@ def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | Non
             placement=record.placement,
             rotation=record.rotation,
             world_size=record.world_size,
+            rung=rung_of(read_record(control.attempt(record.number) / "head.json", HeadRecord)),
             rejection=rejection_of(control, record.number),
         )
         decided = _decision(control, record.number)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from holdfast.checkpoint.suspicion import still_open, write_findings
+from holdfast.control import operator
 from holdfast.control.attempts import EndRecord, begin_attempt, end_attempt, ends_of
 from holdfast.control.decisions import Decisions, await_key, within
 from holdfast.control.directory import ControlDirectory
@@ -31,6 +32,7 @@ from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.arrangement import Arrangement, arrange_attempt
 from holdfast.launch.watch import FollowerWatch, LeaderWatch
+from holdfast.policy.budgets import PastAttempt, restarts_left
 from holdfast.policy.rejection import Rerun, Trial
 from holdfast.policy.rounds import Member
 
@@ -83,6 +85,8 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     rerun: Rerun | None = None
     trial: Trial | None = None
     """What earlier rejections have left open."""
+    restarts_left: int | None = None
+    """Restarts without progress that are left after this one."""
     refused: str = ""
     """Why there is no attempt; empty if there is one."""
     exit_code: int = 0
@@ -335,8 +339,9 @@ def _begin_next(
     newest, decided = last_decision(control)
     if decided is not None and not was_kept(control, newest):  # who decided it died before that
         with contextlib.closing(JournalWriter(control.journal, f"agent-{held.owner}", newest)) as journal:
-            write_findings(control, fence, journal, decided)
-    rerun, trial = still_open(control, past_attempts(control, before=newest + 1))
+            write_findings(control, fence, journal, newest, decided)
+    past = past_attempts(control, before=newest + 1)
+    rerun, trial = still_open(control, past)
     arrangement = arrange_attempt(members, decided.rotate_by if decided is not None else 0)
     begun = begin_attempt(
         control,
@@ -358,6 +363,11 @@ def _begin_next(
         avoid=decided.avoid if decided is not None else [],
         rerun=rerun,
         trial=trial,
+        restarts_left=restarts_left(
+            [*past, PastAttempt(number=begun.number, launch=held.owner, outcome="failed")],
+            max_restarts,
+            operator.budget_reset(control) or 0,
+        ),
     )
 
 

@@ -86,7 +86,7 @@ class Consent:
         self._recovery.tell(incident)
         told = attempt.told
         new = {"attempt": told.attempt, "epoch": told.epoch, "avoid": told.avoid}
-        launch = new | {"rerun": told.rerun, "trial": told.trial}
+        launch = new | {"rerun": told.rerun, "trial": told.trial, "restarts_left": told.restarts_left}
         return Granted(launch=msgspec.to_builtins(launch), reason=decision.reason)
 
     def hand_over(self, kept: InProcess) -> None:

@@ -95,5 +95,6 @@ class LaunchContext:
             avoid=told.avoid,
             rerun=told.rerun,
             trial=told.trial,
+            restarts_left=told.restarts_left,
             monitor=str(self.monitor.path),
         )

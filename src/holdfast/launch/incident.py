@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast.checkpoint.identity import CheckpointRoot, parse_name
 from holdfast.checkpoint.inventory import highest_committed_step
-from holdfast.checkpoint.suspicion import rung_name, situation_of, write_down
+from holdfast.checkpoint.suspicion import situation_of, write_down
 from holdfast.config import Settings
 from holdfast.control.attempts import (
     AttemptRecord,
@@ -30,7 +31,7 @@ from holdfast.control.attempts import (
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.device_errors import device_errors_of
 from holdfast.control.directory import ControlDirectory, create_record, read_record
-from holdfast.control.history import past_attempts
+from holdfast.control.history import past_attempts, rung_of
 from holdfast.control.lease import Claim, Fence
 from holdfast.control.rejections import rejection_of
 from holdfast.errors import ControlError
@@ -81,6 +82,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision
     detail: str = ""
     """What happened, where no worker ended by itself, or where it left with 0."""
+    diagnostic: str = ""
+    """Where the state is that the rejected step began from; empty unless it was saved."""
 
 
 def is_starting(attempt: Attempt) -> bool:
@@ -133,6 +136,8 @@ def decide(
         for one in device_errors_of(control, attempt.number)
     ]
     history = past_attempts(control, before=attempt.number)
+    saved = _diagnostic(settings, failed)
+    facts += [f"the state that the rejected step began from: {saved}"] if saved else []
     situation = _situation(control, failed, history, settings, known, facts)
     decision = attempt.decisions.decide(RECOVERY, Decision, lambda: recover(history, situation))
     write_down(control, attempt.fence, attempt.journal, failed, root, decision)
@@ -141,7 +146,7 @@ def decide(
     else:
         cause = failed.cause
         attempt.end("failed", exit_code=failed.exit_code, cause=cause, highest_step=failed.highest_step)
-    return _incident(failed, root, decision, failures)
+    return _incident(failed, root, decision, failures, saved)
 
 
 def _root(failed: PastAttempt, failures: list[FailureRecord]) -> FailureRecord | None:
@@ -153,14 +158,34 @@ def _root(failed: PastAttempt, failures: list[FailureRecord]) -> FailureRecord |
     return root if root is not None and root.exit_code == failed.exit_code else None
 
 
+def _diagnostic(settings: Settings, failed: PastAttempt) -> str:
+    """Where the diagnostic save of a rejected step is; empty if there is none."""
+    told = failed.rejection.diagnostic if failed.rejection is not None else ""
+    name = parse_name(told) if told else None
+    place = CheckpointRoot(settings.checkpoint_root()).diagnostic()
+    path = place.committed(name) if name is not None else None
+    return str(path) if path is not None and path.is_dir() else ""
+
+
 def _incident(
-    failed: PastAttempt, root: FailureRecord | None, decision: Decision, failures: list[FailureRecord]
+    failed: PastAttempt,
+    root: FailureRecord | None,
+    decision: Decision,
+    failures: list[FailureRecord],
+    diagnostic: str,
 ) -> Incident:
     """With the worker that it came from, unless it came from none: then the others only followed."""
     detail = "" if root is not None else failed.message
     if root is not None and not root.exit_code:
         detail = _left_first(root, failures)
-    return Incident(attempt=failed.number, cause=failed.cause, root=root, decision=decision, detail=detail)
+    return Incident(
+        attempt=failed.number,
+        cause=failed.cause,
+        root=root,
+        decision=decision,
+        detail=detail,
+        diagnostic=diagnostic,
+    )
 
 
 def decide_lost(
@@ -200,7 +225,7 @@ def decide_lost(
         end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
         end_attempt(control, fence, lost.number, end)
         journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
-    return _incident(failed, None, decision, failures)
+    return _incident(failed, None, decision, failures, _diagnostic(settings, failed))
 
 
 def learn(attempt: Attempt, timeout: float) -> Incident:
@@ -229,7 +254,7 @@ def _judge(
         lost=known.lost,
         devices=device_errors_of(control, record.number),
         world_size=record.world_size,
-        rung=rung_name(head),
+        rung=rung_of(head),
         steps=None if steps is None else max(0, steps),
         causes=parse_failure_causes(settings.launch.failure_causes),
     )

@@ -45,6 +45,8 @@ def describe(incident: Incident, run_dir: str) -> str:
     if decision.action in (Action.STOP, Action.REQUEUE):
         lines.append(f"decision:   {decision.action} with code {decision.exit_code}: {decision.reason}")
         lines.append(f"next:       {next_step(decision.exit_code)}")
+        if incident.diagnostic:
+            lines.append(f"saved:      {incident.diagnostic}, the state that the rejected step began from")
         lines.append(f"run:        {run_dir}")
     else:
         left = f"{decision.restarts_left} more without progress allowed"

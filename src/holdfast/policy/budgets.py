@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from holdfast.policy.classify import Cause
-from holdfast.policy.rejection import Rejection, Rerun, Trial, Window
+from holdfast.policy.rejection import Rejection, Rerun, Settled, Trial, Window
 
 MAX_REGROUPS = 10
 """Restarts for a change of membership that may happen without progress; further nodes have to wait."""
@@ -168,6 +168,8 @@ class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoints that became suspect by it, or stopped to be."""
     skip: Window | None = None
     """Data that is left out from then on."""
+    settled: list[Settled] = []
+    """Steps that every later attempt is to take as they are."""
     rerun: Rerun | None = None
     trial: Trial | None = None
     """What the next attempt was told."""

@@ -29,7 +29,7 @@ from holdfast.policy.budgets import (
 )
 from holdfast.policy.capacity import Cluster, Exclusion, Fit, devices_of, fit, layout, suffice
 from holdfast.policy.classify import Cause
-from holdfast.policy.rejection import Rerun, Trial, Window
+from holdfast.policy.rejection import Rerun, Settled, Trial, Window
 from holdfast.policy.rotation import arrangements
 from holdfast.policy.variation import Tried
 from holdfast.policy.verdicts import Question, judge
@@ -68,6 +68,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """What was loaded, and what is as doubtful as that if it is: what it was saved from before that was
     proven, and all that was saved from any of them."""
     skip_bad_data: bool = False
+    nan_policy: str = "warn"
+    """What the user wants of a step that is not finite and that nothing but the work is to blame for."""
     rerun: Rerun | None = None
     trial: Trial | None = None
     """What the failed attempt was told, and what is open still."""
@@ -102,6 +104,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoints that become suspect, or stop to be, before the next attempt begins."""
     skip: Window | None = None
     """Data that are left out from now on."""
+    settled: list[Settled] = []
+    """Steps that are taken as they are from now on, by every attempt that replays them."""
     rerun: Rerun | None = None
     trial: Trial | None = None
     """What the next attempt is told."""
@@ -121,7 +125,7 @@ INCURABLE = frozenset(
 """Codes by which a worker says that the same start would end the same way. 2 is none of them: scripts use
 it for reasons of their own."""
 
-_FOUND = ("verdict", "acquit", "skip", "rerun", "trial", "readmit")
+_FOUND = ("verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial", "readmit")
 """What a judgement hands on to the decision as it is."""
 _FROM_OUTSIDE = frozenset({Cause.PREEMPTION, Cause.INFRASTRUCTURE})
 """Causes that another place or time may be free of."""
@@ -223,6 +227,7 @@ class _Case:
             avoid=self._tried.avoid,
             trial=now.trial,
             may_skip=now.skip_bad_data,
+            nan_policy=now.nan_policy,
         )
         found = judge(question)
         self._evidence += found.evidence
@@ -232,19 +237,18 @@ class _Case:
             return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, found.reason, **told)
         spent = self._budget_spent()
         if spent is not None:
+            # What was found out stays, and what was to be done next: the next launch begins with that.
+            told |= {"exclude": found.exclude, "avoid": sorted({*self._tried.avoid, *found.avoid})}
+            told["rotate_by"] = self._failed.rotation if found.rotate_by is None else found.rotate_by
             times = sum(one.rejection is not None for one in self._episode)
             if not found.verdict and times < 2:
-                return spent
-            # What was found out stays: the next launch begins without the device that is at fault.
+                return msgspec.structs.replace(spent, **told)
             why = f"{found.reason}; but {spent.reason}"
-            kept = {name: told[name] for name in ("verdict", "acquit", "grounds")} | {
-                "exclude": found.exclude
-            }
-            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, why, **kept)
+            return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, why, **told)
         chosen = found.found or self._fit
         shift, keep, avoid = found.rotate_by, found.exclude, found.avoid
         decision = self._go(found.action, found.reason, chosen, rotate_by=shift, exclude=keep, avoid=avoid)
-        decision = msgspec.structs.replace(decision, suspect=found.suspect, **told)
+        decision = msgspec.structs.replace(decision, **told)
         short = self._too_few_nodes() if chosen.missing else None
         if short is None or short.action is not Action.WAIT:
             return short or decision

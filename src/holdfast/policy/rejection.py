@@ -6,9 +6,12 @@ older release is evidence too. Losses are as `journal.events.encode_loss` gives 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
+
+from holdfast.policy.probation import LOOK_BACK
 
 
 class Kind(StrEnum):
@@ -73,6 +76,8 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     """Whether every bad result was a finite number: a spike, an outlier, a check of the user's own. Such a
     rejection never speaks against a checkpoint."""
     in_probation: bool = False
+    counters: bool = False
+    """Whether the counters of what was loaded are not those of its manifest: that has no honest cause."""
     window: Window | None = None
     """The data that it was computed from; None if the run does not own the data."""
     accused: Place | None = None
@@ -98,6 +103,11 @@ class Rerun(msgspec.Struct, frozen=True, kw_only=True):
     accept: bool = False
     """Whether the step is to be accepted although it is rejected again: it is finite, and the same on every
     device."""
+    breach: bool = False
+    """Whether it was no step that was rejected: what was loaded did not go on from where it was."""
+    settles: bool = False
+    """Whether nothing is left to compare with: if it fails again, and the fault does not follow a device, the
+    ranks settle it themselves (see `policy.replay.settle`)."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,3 +116,49 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     suspects: list[str]
     """Checkpoints by name. They are condemned if this attempt completes step `until` without a breach."""
     until: int
+
+
+class How(StrEnum):
+    """What was settled about a step."""
+
+    ACCEPTED = "accepted"
+    """It is finite, and the same everywhere: used as it is."""
+    TOLERATED = "tolerated"
+    """It is not finite, and that is not put down to what was loaded: `validation.nan_policy` applies."""
+    SHIFT = "shift"
+    """From here on the level of the loss or the gradients is another one, whatever was loaded: no breach."""
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    """A verdict on one step of the run's timeline. It is durable, and every later attempt that replays the
+    step goes by it, whichever checkpoint it comes from."""
+
+    step: int
+    how: How
+    window: Window | None = None
+    """The step's data; None if the run does not own the data."""
+    world_size: int = 0
+    """Among how many ranks they were shared out; 0 if not known."""
+    shown: bool = False
+    """Whether it was shown elsewhere too; else the step was dropped where it came up, and nothing more."""
+    why: str = ""
+
+
+SHIFT_SEEN = 64
+"""Steps after a shift in which it may be seen again: so far back reach the windows of checkpoints."""
+
+
+def settled_as(
+    settled: Iterable[Settled], how: How, step: int, window: Window | None, world_size: int
+) -> Settled | None:
+    """What was settled about this step, computed from these data; the latest that says most."""
+    found = [one for one in settled if one.how is how and _covers(one, step, window, world_size)]
+    return max(reversed(found), key=lambda one: one.shown, default=None)
+
+
+def _covers(settled: Settled, step: int, window: Window | None, world_size: int) -> bool:
+    if settled.how is How.SHIFT:
+        return settled.step - LOOK_BACK <= step <= settled.step + SHIFT_SEEN
+    if settled.step != step or (settled.world_size and world_size and settled.world_size != world_size):
+        return False
+    return settled.window is None or window is None or settled.window == window

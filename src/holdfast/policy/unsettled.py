@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.policy.budgets import PastAttempt
+from holdfast.policy.probation import LOOK_BACK
 from holdfast.policy.rejection import Kind, Rerun, Trial
 
 DEVICE, REPRODUCIBLE = "device", "reproducible"
@@ -38,7 +39,7 @@ def open_rerun(attempts: Iterable[PastAttempt]) -> Rerun | None:
     """The step that an attempt was to repeat, as long as none is known to have got past it."""
     found: Rerun | None = None
     for attempt in _in_order(attempts):
-        if found is not None and _done(attempt) >= found.step:
+        if found is not None and _done(attempt) >= found.step + (LOOK_BACK if found.breach else 0):
             found = None
         if attempt.rejection is not None and attempt.action:
             found = attempt.rerun
@@ -60,6 +61,30 @@ def open_rejections(attempts: Iterable[PastAttempt], *, forgiven: int = 0) -> li
         if attempt.verdict == DEVICE or attempt.skip is not None or attempt.outcome == "finished":
             found.clear()
     return found
+
+
+def failed_in_probation(
+    attempts: Iterable[PastAttempt], rung: str, *, forgiven: int = 0
+) -> list[PastAttempt]:
+    """The attempts that failed inside the probation of this checkpoint, oldest first, as far as no later one
+    that came from it is known to have got past that: what passes the second time is not held against it."""
+    found: list[PastAttempt] = []
+    for attempt in _in_order(attempts):
+        if attempt.number <= forgiven or attempt.rung != rung:
+            continue
+        found = [one for one in found if _done(attempt) < _step(one) + _slack(one)]
+        told = attempt.rejection
+        if told is None or told.finite or not told.in_probation:
+            continue
+        if told.kind in (Kind.STEP, Kind.PROBATION):
+            found.append(attempt)
+    return found
+
+
+def _slack(attempt: PastAttempt) -> int:
+    """A discontinuity has no one step: it may show a little later the next time."""
+    breach = attempt.rejection is not None and attempt.rejection.kind is Kind.PROBATION
+    return LOOK_BACK if breach else 0
 
 
 def lowered_for(attempts: Iterable[PastAttempt], trial: Trial | None) -> int:

@@ -1,10 +1,14 @@
 """What a rejected step turned out to be, and what to do about it. Pure.
 
-Guarantee: a device is found guilty only if the fault followed it from one rank to another; a checkpoint
-becomes suspect only inside its probation, by results that are no numbers or that do not go on from where it
-was, and only if there is a rung below it. What is suspect is acquitted as soon as a lower rung fails at the
-same step. At most `MAX_LOWER_RUNGS` rungs are left behind for one incident. A finite result, however large,
-speaks against no checkpoint. Each judgement says what it rests on.
+Guarantee: a device is found guilty only if the fault followed it from one rank to another. A checkpoint
+becomes suspect only if it failed twice inside its probation, by results that are no numbers or that do not go
+on from where it was, and only if there is a rung below it; nothing else becomes suspect but what was saved
+from it. What it was saved from itself, and a rung that fails once in a trial, is passed over and not blamed.
+What is suspect is acquitted as soon as a lower rung fails at the same step. At most `MAX_LOWER_RUNGS` rungs
+are left behind for one incident. A finite result, however large, speaks against no checkpoint. What nothing
+but the work is to blame for is settled, once and for all attempts: a finite step is accepted, a shift of the
+level too, and a step that is not finite is left to the user's `nan_policy`. Each judgement says what it rests
+on.
 """
 
 from __future__ import annotations
@@ -17,11 +21,24 @@ import msgspec
 from holdfast.policy.actions import Action
 from holdfast.policy.budgets import RERUNS, PastAttempt
 from holdfast.policy.capacity import Cluster, Exclusion, Fit, fit, keep_out, layout
-from holdfast.policy.rejection import Kind, Place, Rejection, Rerun, Trial, Window
+from holdfast.policy.rejection import How, Kind, Place, Rejection, Rerun, Settled, Trial, Window, settled_as
 from holdfast.policy.rotation import arrangements
-from holdfast.policy.unsettled import DEVICE, REPRODUCIBLE, lowered_for, open_rejections
+from holdfast.policy.unsettled import (
+    DEVICE,
+    REPRODUCIBLE,
+    failed_in_probation,
+    lowered_for,
+    open_rejections,
+)
 from holdfast.policy.variation import MAX_LOWER_RUNGS, MAX_ROTATIONS
-from holdfast.policy.whereabouts import bad_places, describe_place, list_ranks, places_of, step_of
+from holdfast.policy.whereabouts import (
+    bad_places,
+    describe_place,
+    guilty_places,
+    list_ranks,
+    places_of,
+    step_of,
+)
 
 _TWICE = "was rejected there"
 """Why a node was kept out to see whether the step passes on another one."""
@@ -48,6 +65,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     avoid: Sequence[str] = ()
     trial: Trial | None = None
     may_skip: bool = False
+    nan_policy: str = "warn"
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +87,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     suspect: list[str] = []
     acquit: list[str] = []
     skip: Window | None = None
+    settled: list[Settled] = []
     rerun: Rerun | None = None
     trial: Trial | None = None
 
@@ -98,7 +117,7 @@ class _Inquiry:
                 return self._roll_back()
             case Kind.PROBATION:
                 what = f"{self._failed.rung or 'what was loaded'} does not go on from where it was"
-                return self._on_trial() or self._suspect(what)
+                return self._on_trial() or self._once_more(what) or self._suspect(what)
         rules = (self._on_trial, self._follows_a_device, self._stays_with_the_work, self._vary)
         return next(found for rule in rules if (found := rule()) is not None)
 
@@ -109,10 +128,7 @@ class _Inquiry:
         now, bad = places_of(self._failed), bad_places(self._failed)
         for earlier in reversed(self._open):
             then = bad_places(earlier)
-            well = {rank for rank, place in then.items() if rank not in bad and now.get(rank, place) != place}
-            guilty = {place for rank, place in bad.items() if place in {then[one] for one in well}}
-            if well and set(bad.values()) == set(then.values()):
-                guilty = set(bad.values())  # several at once, and one rank went from one to the other
+            well, guilty = guilty_places(then, bad, now)
             if guilty:
                 ranks = list_ranks(rank for rank, place in bad.items() if place in guilty)
                 return self._accuse(
@@ -209,8 +225,49 @@ class _Inquiry:
         places = [(place.node, place.device) for place in bad_places(self._failed).values()]
         can = keep_out(asked.cluster, asked.wanted, places, "") is not None if places else False
         can = can and action is not Action.EXCLUDE  # they are out already
-        rerun = Rerun(step=self._rejection.step, bad=bad, can_exclude=can)
-        return self._judged(action, reason, rerun=rerun, **more)
+        since = self._saved_since() if self._rejection.in_probation else []
+        rerun = Rerun(
+            step=self._rejection.step,
+            bad=bad,
+            can_exclude=can,
+            breach=self._rejection.kind is Kind.PROBATION,
+            settles=self._settles(action, since),
+        )
+        return self._judged(action, reason, rerun=rerun, avoid=since, **more)
+
+    def _saved_since(self) -> list[str]:
+        """What was saved from what was loaded: from the same checkpoint means not from these."""
+        rung = self._failed.rung
+        return [name for name in self._group() if rung and step_of(name) > step_of(rung)]
+
+    def _settles(self, action: Action, since: Sequence[str]) -> bool:
+        """Whether nothing will be left to compare with if this fails once more."""
+        asked, rejection = self._asked, self._rejection
+        usable = [name for name in asked.rungs if name not in asked.avoid and name not in since]
+        if rejection.finite or rejection.counters:
+            return False
+        if len(usable) > 1 and not (rejection.in_probation and self._why_not_lower()):
+            return False
+        return action is Action.ROTATE or (action is Action.RESTART and self._spare() is None)
+
+    def _once_more(self, what: str) -> Judgement | None:
+        """What was loaded is tried once more, elsewhere if that can be, before it is blamed."""
+        if self._failed_before():
+            return None
+        shift = self._next_shift()
+        if shift is not None:
+            how = f"{what}: it is tried once more, with every rank on another device"
+            return self._again(Action.ROTATE, how, rotate_by=shift)
+        return self._again(Action.RESTART, f"{what}: it is tried once more, here, as no rank can move")
+
+    def _failed_before(self) -> bool:
+        """Whether what was loaded has failed like this before; a discontinuity has no one step."""
+        asked, rejection = self._asked, self._rejection
+        found = failed_in_probation(asked.before, self._failed.rung, forgiven=asked.forgiven)
+        earlier = [one.rejection for one in found if one.rejection is not None]
+        return any(
+            one.step == rejection.step or Kind.PROBATION in (one.kind, rejection.kind) for one in earlier
+        )
 
     # -- reproducible: is it what was loaded? ---------------------------------------------------------------
 
@@ -234,7 +291,8 @@ class _Inquiry:
             return self._stop(f"{why}; step {step} was to be accepted, and was rejected again", REPRODUCIBLE)
         rerun = Rerun(step=step, bad=self._rejection.bad, accept=True)
         reason = f"{why}; it is finite and the same everywhere: step {step} is to be accepted"
-        return self._judged(Action.RESTART, reason, REPRODUCIBLE, rerun=rerun)
+        settled = [self._settled(How.ACCEPTED, reason)]
+        return self._judged(Action.RESTART, reason, REPRODUCIBLE, rerun=rerun, settled=settled)
 
     def _suspect(self, why: str) -> Judgement:
         """What was loaded is in its probation: a rung below it shall replay the same steps."""
@@ -269,14 +327,18 @@ class _Inquiry:
         return sorted({*self._asked.together, self._failed.rung} - {""})
 
     def _lower(self, why: str, verdict: str) -> Judgement:
+        """Only what failed twice becomes suspect, with what was saved from it. What it was saved from itself
+        may be as bad: it is passed over."""
         group, trial = self._group(), self._asked.trial
-        suspects = sorted({*group, *(trial.suspects if trial is not None else [])})
+        blamed = [self._failed.rung, *self._saved_since()]
+        suspects = sorted({*blamed, *(trial.suspects if trial is not None else [])})
         until = max(self._rejection.step, trial.until if trial is not None else 0)
         return self._judged(
             Action.LOWER_RUNG,
-            f"{why}: {', '.join(group)} may be the cause; a lower rung replays the steps up to {until}",
+            f"{why}: {', '.join(blamed)} may be the cause; a lower rung replays the steps up to {until}",
             verdict,
-            suspect=group,
+            suspect=blamed,
+            avoid=[name for name in group if name not in blamed],
             trial=Trial(suspects=suspects, until=until),
         )
 
@@ -298,23 +360,49 @@ class _Inquiry:
             return None
         refused = self._why_not_lower()
         if not refused:
-            return self._lower(f"{rung} fails within its own probation, at step {rejection.step}", "")
+            return self._judged(
+                Action.LOWER_RUNG,
+                f"{rung} fails within its own probation, at step {rejection.step}: the trial of {others} "
+                "goes on from a lower rung",
+                avoid=self._group(),
+            )
         self._evidence.append(f"no further rung down: {refused}")
         what = f"{rung or 'a fresh start'} fails too, at step {rejection.step}"
-        return self._stop(f"{what}: {others} cannot be shown to be bad", "")
+        return self._without_blame(f"{what}: {others} cannot be shown to be bad")
 
     def _without_blame(self, why: str) -> Judgement:
-        """It comes from the data, the device or the job: leave the data out if that is allowed, or stop."""
-        asked, window = self._asked, self._rejection.window
-        if self._rejection.kind is Kind.STEP and asked.may_skip and window is not None:
+        """It comes from the data, the device or the job: leave the data out if that is allowed, or take it as
+        it is; the step that is not finite is then the user's `nan_policy`'s matter."""
+        asked, rejection, window = self._asked, self._rejection, self._rejection.window
+        a_step = rejection.kind is Kind.STEP
+        verdict = REPRODUCIBLE if a_step else ""
+        if a_step and asked.may_skip and window is not None:
             if any(one.skip == window for one in asked.before):
                 return self._stop(f"{why}; its data are left out already", REPRODUCIBLE)
             reason = f"{why}; batches {window.first} to {window.last} of epoch {window.epoch} are left out"
             return self._judged(Action.RESTART, reason, REPRODUCIBLE, skip=window, acquit=self._cleared())
-        if self._rejection.kind is Kind.STEP and not asked.may_skip:
-            self._evidence.append("validation.skip_bad_data is off, so its data are not left out")
-        verdict = REPRODUCIBLE if self._rejection.kind is Kind.STEP else ""
-        return self._stop(f"{why}; the cause is the data, the device or the job", verdict)
+        cause = f"{why}; the cause is the data, the device or the job"
+        if rejection.counters:
+            return self._stop(f"{why}; no other state is there to go on from", verdict)
+        how = How.TOLERATED if a_step else How.SHIFT
+        known = [one for past in asked.before for one in past.settled if one.shown]
+        if settled_as(known, how, rejection.step, window, self._failed.world_size) is not None:
+            return self._stop(f"{cause}; step {rejection.step} was to be taken as it is already", verdict)
+        if a_step and asked.nan_policy == "raise":
+            return self._stop(f"{cause}, and validation.nan_policy is raise", verdict)
+        then = f"validation.nan_policy = {asked.nan_policy} applies to step {rejection.step}"
+        if not a_step:
+            then = f"the shift up to step {rejection.step} is taken as it is"
+        reason = f"{cause}: {then}"
+        settled = [self._settled(how, reason)]
+        return self._judged(Action.RESTART, reason, verdict, settled=settled, acquit=self._cleared())
+
+    def _settled(self, how: How, why: str) -> Settled:
+        rejection = self._rejection
+        world = self._failed.world_size
+        return Settled(
+            step=rejection.step, how=how, window=rejection.window, world_size=world, shown=True, why=why
+        )
 
     # -- rolling back, and ends -----------------------------------------------------------------------------
 

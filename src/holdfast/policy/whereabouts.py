@@ -32,6 +32,20 @@ def places_of(attempt: PastAttempt) -> Mapping[int, Place]:
     return found
 
 
+def guilty_places(
+    then: Mapping[int, Place], bad: Mapping[int, Place], now: Mapping[int, Place]
+) -> tuple[set[int], set[Place]]:
+    """The ranks that were bad there and are well elsewhere, and the places which the fault therefore follows.
+
+    `then` and `bad`: where ranks ran whose results were bad, before and now; `now`: where each rank runs.
+    """
+    well = {rank for rank, place in then.items() if rank not in bad and now.get(rank, place) != place}
+    guilty = {place for place in bad.values() if place in {then[one] for one in well}}
+    if well and set(bad.values()) == set(then.values()):
+        guilty = set(bad.values())  # several at once, and one rank went from one to the other
+    return well, guilty
+
+
 def describe_place(place: Place) -> str:
     return f"device {place.device} of {place.node}" if place.device else place.node
 

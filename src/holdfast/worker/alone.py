@@ -27,14 +27,14 @@ import torch
 import xxhash
 
 from holdfast.checkpoint.inventory import highest_committed_step
-from holdfast.checkpoint.suspicion import rung_name, situation_of, still_open, write_down, write_findings
+from holdfast.checkpoint.suspicion import situation_of, still_open, write_down, write_findings
 from holdfast.cluster.node_name import node_name
 from holdfast.control.attempts import AttemptRecord, HeadRecord, attempt_numbers, read_attempt
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.devices import VISIBLE, visible_devices
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.control.exclusions import excluded
-from holdfast.control.history import past_attempts, refused_launch, was_kept
+from holdfast.control.history import past_attempts, refused_launch, rung_of, was_kept
 from holdfast.control.holder import started_at
 from holdfast.control.launches import digest_of
 from holdfast.control.lease import Fence
@@ -224,7 +224,7 @@ def decide(
     decided = read_record(path, Decision)
     if decided is not None:
         if not was_kept(control, number):  # who decided it died before that
-            write_findings(control, fence, journal, decided)
+            write_findings(control, fence, journal, number, decided)
         return decided
     rejection = rejection_of(control, number)
     if rejection is None:
@@ -254,7 +254,7 @@ def _failed(
 ) -> PastAttempt:
     head = read_record(control.attempt(record.number) / "head.json", HeadRecord)
     steps = max(0, rejection.step - 1 - head.step) if head is not None else None
-    found = of_rejection(Diagnosis(cause=Cause.UNKNOWN, rung=rung_name(head), steps=steps), rejection)
+    found = of_rejection(Diagnosis(cause=Cause.UNKNOWN, rung=rung_of(head), steps=steps), rejection)
     now = time.time()
     return PastAttempt(
         number=record.number,

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.group import Group
 from holdfast.errors import ValidationFailedError
-from holdfast.journal.events import StepRejected, encode_loss
+from holdfast.journal.events import StepRejected, Verdict, encode_loss
 from holdfast.policy.nonfinite import Act, Count
-from holdfast.policy.rejection import Kind, Place, RankResult, Rejection, Window
+from holdfast.policy.rejection import How, Kind, Place, RankResult, Rejection, Settled, Window
+from holdfast.policy.replay import Settling
 from holdfast.settings_validation import ValidationSettings
 from holdfast.worker.agreement import Severity
 from holdfast.worker.checking import Look
@@ -28,6 +29,7 @@ from holdfast.worker.locating import Locator
 from holdfast.worker.meter import Meter
 from holdfast.worker.probation import Probation
 from holdfast.worker.rejecting import Rejecting, Report, bad_ranks, in_words, summary
+from holdfast.worker.replayed import Replayed
 from holdfast.worker.state_mark import mark
 
 
@@ -61,6 +63,7 @@ class Judging:
         place: Place,
         rejecting: Rejecting,
         probation: Probation,
+        replayed: Replayed,
         meter: Meter,
         feed: DataFeed | None,
     ) -> None:
@@ -70,6 +73,9 @@ class Judging:
         self._place = place
         self._rejecting = rejecting
         self._probation = probation
+        self._replayed = replayed
+        self._shown = False
+        """Whether this attempt has shown that a step fails whatever was loaded."""
         self._meter = meter
         self._feed = feed
         self.count = Count(chosen.nan_policy, chosen.max_consecutive)
@@ -87,23 +93,93 @@ class Judging:
             return
         self.dropping.drop()
         self._meter.told.add(step)
-        if self._probation.active and self._rejecting.launched:
-            reports = self._rejecting.exchange(self.report(done, marked=True))
-            self.tell(reports, step, "restart")
-            self.reject(reports, severity, step, diagnostic="none: the step was not run again")
-        reports = self._rejecting.exchange(self.report(done))
+        in_doubt = self._in_doubt
+        reports = self._rejecting.exchange(self.report(done, marked=in_doubt))
+        settling = self._settle(reports, step, self.window()) if in_doubt else None
+        if in_doubt and settling is None:
+            self._ask(reports, step, "none: the step was not run again")
+        self._drop(reports, step, settling)
+
+    def judge_again(self, reports: Sequence[Report], step: int) -> bool:
+        """Not finite, also when it was run again: whether that is settled, and the step dropped."""
+        settling = self._settle(reports, step, self.window(), ran_again=True)
+        if settling is None:
+            return False
+        self.dropping.drop()
+        self._meter.told.add(step)
+        self._drop(reports, step, settling)
+        return True
+
+    @property
+    def _in_doubt(self) -> bool:
+        """Whether what was loaded may be the cause, and somebody is there to find out."""
+        return self._probation.active and self._rejecting.launched
+
+    def _settle(
+        self, reports: Sequence[Report], step: int, window: Window | None, *, ran_again: bool = False
+    ) -> Settling | None:
+        """Why no other attempt is needed for a step that is not finite; the same on every rank."""
+        probation = self._probation
+        found = self._replayed.settle(
+            step,
+            [report.result for report in reports],
+            window,
+            rung=probation.rung,
+            trial=probation.trial,
+            ran_again=ran_again,
+        )
+        if found is None and self._shown and (not ran_again or self.count.in_a_row):
+            found = Settling(why="an earlier step of this attempt failed whatever was loaded", shown=True)
+        if found is not None and found.here:
+            self._shown = True
+            evidence = [*summary(reports), found.why]
+            self._rejecting.tell(Verdict(verdict="reproducible", step=step, evidence=evidence))
+            probation.acquit(found.acquit, evidence)
+        return found
+
+    def _ask(self, reports: Sequence[Report], step: int, diagnostic: str) -> NoReturn:
+        """The launcher finds out what is at fault."""
+        self.tell(reports, step, "restart")
+        self.reject(reports, Severity.NONFINITE, step, diagnostic=diagnostic)
+
+    def _drop(self, reports: Sequence[Report], step: int, settling: Settling | None) -> None:
+        """What the user's policy says of a step that is not finite."""
         outcome = self.count.after(bad=True)
         reasons = summary(reports)
         if outcome.act is Act.ROLL_BACK:
             self.tell(reports, step, "restart")
             self.roll_back(reports, step, outcome.why)
         if outcome.act is Act.STOP:
+            if settling is not None and not settling.shown and self.count.policy != "raise":
+                # One step after the other: so it may well be what was loaded, and nobody has looked yet.
+                self._ask(reports, step, "none: the step was not run again")
             self.tell(reports, step, "stop")
             self.stop(step, reasons, outcome.why)
         self.tell(reports, step, "dropped")
+        why = settling.why if settling is not None else ""
+        self._keep(step, self.window(), why or f"it was dropped: {in_words(reasons)}", settling)
         if outcome.warn:
             self._rejecting.warn(
                 f"step {step} is dropped on all ranks, {outcome.in_a_row} in a row: {in_words(reasons)}"
+                + (f"; {why}" if why else "")
+            )
+
+    def _keep(self, step: int, window: Window | None, why: str, settling: Settling | None) -> None:
+        known = self._replayed.known(How.TOLERATED, step, window)
+        shown = settling is not None and settling.shown
+        if known is not None and known.shown >= shown:
+            return
+        world = self._group.world_size
+        self._rejecting.settle(
+            Settled(step=step, how=How.TOLERATED, window=window, world_size=world, shown=shown, why=why)
+        )
+
+    def accepted(self, step: int, why: str) -> None:
+        """A finite step that was rejected everywhere is accepted, from now on in every attempt."""
+        if self._replayed.known(How.ACCEPTED, step, self.window()) is None:
+            world, window = self._group.world_size, self.window()
+            self._rejecting.settle(
+                Settled(step=step, how=How.ACCEPTED, window=window, world_size=world, shown=True, why=why)
             )
 
     def judge_used(self, look: Look, severity: Severity, step: int) -> None:
@@ -114,9 +190,11 @@ class Judging:
         reasons = summary(reports)
         if severity is Severity.NONFINITE:
             self._meter.told.add(step)
-            if self._probation.active and self._rejecting.launched:
-                self.tell(reports, step, "restart")
-                self.reject(reports, severity, step, diagnostic="none: the state has moved on")
+            if self._in_doubt:
+                settling = self._settle(reports, step, None)
+                if settling is None:
+                    self._ask(reports, step, "none: the state has moved on")
+                self._keep(step, None, settling.why, settling)
             if self._chosen.nan_policy == "rollback":
                 self.tell(reports, step, "restart")
                 self.roll_back(reports, step, used)
@@ -141,7 +219,7 @@ class Judging:
                 reasons=[why, *summary(reports)],
                 ranks=[report.result for report in reports if report.result.reasons],
                 in_probation=self._probation.in_probation,
-                window=self._window(),
+                window=self.window(),
             )
         )
 
@@ -150,7 +228,13 @@ class Judging:
         told = self._rejecting.exchange_texts("\n".join(self._probation.observe()))
         reasons = next(text for text in told if text).split("\n")
         self._rejecting.reject(
-            Rejection(kind=Kind.PROBATION, step=self._meter.step, reasons=reasons, in_probation=True)
+            Rejection(
+                kind=Kind.PROBATION,
+                step=self._meter.step,
+                reasons=reasons,
+                in_probation=True,
+                counters=self._probation.miscounted,  # rank 0 knows, and it records this
+            )
         )
 
     def reject(
@@ -172,7 +256,7 @@ class Judging:
                 rerun=rerun,
                 finite=severity is Severity.ODD,
                 in_probation=self._probation.in_probation,
-                window=self._window(),
+                window=self.window(),
                 diagnostic=diagnostic,
             )
         )
@@ -235,5 +319,5 @@ class Judging:
             StepRejected(step=step, reasons=summary(reports), ranks=bad_ranks(reports), then=then)
         )
 
-    def _window(self) -> Window | None:
+    def window(self) -> Window | None:
         return self._feed.window() if self._feed is not None else None

@@ -2,7 +2,9 @@
 
 Guarantee: a checkpoint becomes proven only after `validation.probation_steps` accepted steps without a
 breach, and a suspect is condemned only by an attempt that began below it, completed the very step at which it
-failed, and came nowhere near a discontinuity there itself; in doubt it stays suspect. What cannot be recorded
+failed, and came nowhere near a discontinuity there itself; in doubt it stays suspect. It is acquitted, here
+and now, by an attempt from below it that fails at that step too, or shows the same discontinuity: the attempt
+then goes on. A discontinuity that was settled once is no breach in any later attempt. What cannot be recorded
 leaves a standing as it was, with a warning, and does not end the run; a lost lease does.
 
 Rank 0 alone compares and records. It compares what the loop recorded of each step with what it had recorded
@@ -22,11 +24,12 @@ from holdfast.checkpoint.manifest import Manifest, Windows
 from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
 from holdfast.control.lineage import condemned_with, descendants, read_timeline
+from holdfast.control.rejections import record_settled
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import ControlError
-from holdfast.journal.events import ProbationEnded, StandingChanged, Warned
+from holdfast.journal.events import ProbationEnded, StandingChanged, Verdict, Warned
 from holdfast.policy.probation import IN_DOUBT, Series, discontinuities, mismatches
-from holdfast.policy.rejection import Trial
+from holdfast.policy.rejection import How, Rerun, Settled, Trial, settled_as
 from holdfast.worker.membership import Membership
 from holdfast.worker.meter import WINDOW
 from holdfast.worker.throughput import Throughput
@@ -64,7 +67,17 @@ class Probation:
         self._recorded = recorded
         self._acts = launched is not None
         """Whether a breach ends the attempt: only where somebody starts another one at once."""
-        self._trial: Trial | None = launched.trial if launched is not None else member.told.trial
+        told = launched if launched is not None else member.told
+        self._trial: Trial | None = told.trial
+        self._tried: Rerun | None = told.rerun if told.rerun is not None and told.rerun.breach else None
+        """The breach after which what is loaded is tried once more."""
+        self._settled: Sequence[Settled] = ()
+        self._compares = True
+        """Rank 0: whether a discontinuity is looked for still."""
+        self._acquitted = False
+        """Rank 0: whether the trial has acquitted; it goes on, so that all ranks count alike."""
+        self.miscounted = False
+        """Rank 0: whether the breach is one of the counters."""
         self._throughput = Throughput(group, member.journal, node=node, device=device)
         self._rung: CheckpointName | None = None
         self._windows = Windows()
@@ -79,12 +92,17 @@ class Probation:
         self._tries = 0
 
     def begin(
-        self, rung: CheckpointName | None, manifest: Manifest | None, counters: Mapping[str, int]
+        self,
+        rung: CheckpointName | None,
+        manifest: Manifest | None,
+        counters: Mapping[str, int],
+        settled: Sequence[Settled] = (),
     ) -> list[str]:
         """What was loaded, as its manifest and its own counters say; the reasons of an immediate breach."""
         named = manifest is not None and rung is not None and bool(rung.id)
         self._rung = rung if named else None  # a plain DCP directory has no standing
         self._first = (rung.step if rung is not None else 0) + 1
+        self._settled = settled
         self._watched = self.in_probation = self._rung is not None and self._steps > 0
         self._admit_trial()
         self.active = self.in_probation or self._trial is not None
@@ -97,7 +115,11 @@ class Probation:
         if manifest.world.size == self._group.world_size:  # else they were shared out anew
             expected |= {"samples": manifest.samples, "tokens": manifest.tokens}
             self._throughput.before = manifest.windows.step_seconds
-        return self._breached(mismatches(counters, expected)) if self._group.is_coordinator else []
+        if not self._group.is_coordinator:
+            return []
+        wrong = mismatches(counters, expected)
+        self.miscounted = bool(wrong)
+        return self._breached(wrong)
 
     def observe(self) -> list[str]:
         """In every step, on every rank, before the group agrees: the reasons of a breach, on rank 0."""
@@ -116,7 +138,7 @@ class Probation:
             if on_probation and not self._outcome:
                 before = Series(loss=self._windows.loss, grad_norm=self._windows.grad_norm)
                 since = Series(loss=self._loss, grad_norm=self._norm)
-                self._breached(discontinuities(before, since, self._first))
+                self._discontinuous(discontinuities(before, since, self._first), step)
             self._compare_trial(step)
         if on_probation:
             self._throughput.note(seconds)
@@ -125,6 +147,24 @@ class Probation:
                 self._pass(step)
         self._settle_trial(step)
         self._record()
+
+    @property
+    def rung(self) -> str:
+        """What was loaded, by name; empty for a fresh start, and for what has no standing."""
+        return str(self._rung) if self._rung is not None else ""
+
+    @property
+    def trial(self) -> Trial | None:
+        return self._trial
+
+    def acquit(self, suspects: Sequence[str], evidence: list[str]) -> None:
+        """On every rank: this attempt, from below them, has failed as they did."""
+        if not suspects:
+            return
+        self._trial = None
+        if self._group.is_coordinator:
+            self._to_record.append(lambda: self._acquit(suspects, evidence))
+            self._record()
 
     def close(self) -> None:
         """The attempt ends: what is not settled is said to be so."""
@@ -141,10 +181,46 @@ class Probation:
         self._norm += [*dropped, norm]
 
     def _compare_trial(self, step: int) -> None:
-        if self._trial is not None and not self._breach and step <= self._trial.until:
-            found = self._as_on_trial(self._trial)
-            tried = ", ".join(self._trial.suspects)
-            self._breached([f"{reason}; as after {tried}, on trial" for reason in found], by_trial=True)
+        if self._trial is None or self._breach or not self._compares or step > self._trial.until:
+            return
+        tried = ", ".join(self._trial.suspects)
+        found = self._as_on_trial(self._trial)
+        self._discontinuous([f"{reason}; as after {tried}, on trial" for reason in found], step)
+
+    def _discontinuous(self, reasons: list[str], step: int) -> None:
+        """On rank 0: the run does not go on from where it was. Is that a breach, or known to be the
+        work's?"""
+        if not reasons:
+            return
+        known = settled_as(self._settled, How.SHIFT, step, None, 0)
+        trial, tried = self._trial, self._tried
+        if known is not None:
+            self._take_as_it_is(reasons, f"settled before: {known.why}")
+        elif trial is not None and max(name.step for name in _names(trial)) < step <= trial.until:
+            others = ", ".join(trial.suspects)
+            why = f"{self.rung or 'a fresh start'} shows it too, so {others} is not the cause"
+            self._acquitted = True
+            self._to_record.append(lambda: self._acquit(trial.suspects, [*reasons, why]))
+            self._take_as_it_is(reasons, why, step)
+        elif tried is not None and tried.settles and not self.miscounted:
+            why = f"{self.rung} shows it again, and there is no other checkpoint to compare it with"
+            self._take_as_it_is(reasons, why, step)
+        else:
+            self._breached(reasons)
+
+    def _take_as_it_is(self, reasons: list[str], why: str, step: int = 0) -> None:
+        """The level is another one from here on, and the run goes on; with a step that is settled for
+        good."""
+        self._compares = False
+        if not self._outcome:
+            self._end("unsettled", [*reasons, why])
+        told = "; ".join([*reasons, why])
+        self._warn(f"what was loaded does not go on from where it was, and the run goes on with it: {told}")
+        if step:
+            world = self._group.world_size
+            settled = Settled(step=step, how=How.SHIFT, world_size=world, shown=True, why=why)
+            member = self._member
+            self._to_record.append(lambda: record_settled(member.control, member.attempt, settled))
 
     def _as_on_trial(self, trial: Trial, strictness: float = 1.0) -> list[str]:
         """What is wrong with the very steps in which the suspect was watched, after the same window."""
@@ -156,11 +232,10 @@ class Probation:
         since = Series(loss=self._loss[at:], grad_norm=self._norm[at:])
         return discontinuities(before, since, self._first + at, strictness=strictness)
 
-    def _breached(self, reasons: list[str], *, by_trial: bool = False) -> list[str]:
-        if not reasons or not self._group.is_coordinator:
+    def _breached(self, reasons: list[str]) -> list[str]:
+        if not reasons:
             return []
-        if not by_trial:
-            self._end("breached", reasons)
+        self._end("breached", reasons)
         if self._acts:
             self._breach = reasons
             return reasons
@@ -181,6 +256,11 @@ class Probation:
             f"{self._steps} steps after attempt {self._member.attempt} loaded it, up to {step}, went well"
         ]
         self._end("passed", evidence)
+        if self._tried is not None:
+            told = f"a resume failed at step {self._tried.step}; the one from {self._rung} goes on well"
+            self._member.journal.write(
+                Verdict(verdict="transient", step=self._tried.step, evidence=[told, *evidence])
+            )
         rung = self._rung
         self._to_record.append(lambda: self._prove(rung, evidence))
 
@@ -201,10 +281,10 @@ class Probation:
 
     def _settle_trial(self, step: int) -> None:
         trial = self._trial
-        if trial is None or step < trial.until or self._breach:
+        if trial is None or step < trial.until:
             return
         self._trial = None
-        if not self._group.is_coordinator:
+        if not self._group.is_coordinator or self._breach or self._acquitted:
             return
         if step > trial.until:
             self._warn(
@@ -243,6 +323,12 @@ class Probation:
             if book.of(name.id) is not Standing.CONDEMNED:
                 with_it = [] if name in suspects else [condemned_with(str(later[name]))]
                 self._change(name, Standing.CONDEMNED, [*evidence, *with_it])
+
+    def _acquit(self, suspects: Sequence[str], evidence: list[str]) -> None:
+        book = StandingBook(self._member.control)
+        for name in map(parse_name, suspects):
+            if name is not None and book.of(name.id) is Standing.SUSPECT:
+                self._change(name, Standing.ACQUITTED, evidence)
 
     def _change(self, name: CheckpointName, standing: Standing, evidence: list[str]) -> None:
         member = self._member

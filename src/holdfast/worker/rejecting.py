@@ -15,11 +15,11 @@ import msgspec
 
 from holdfast.control.exchange import share
 from holdfast.control.group import Group
-from holdfast.control.rejections import NAME, record_rejection
+from holdfast.control.rejections import NAME, record_rejection, record_settled
 from holdfast.control.transients import count_transient
 from holdfast.errors import ControlError, RerunWantedError, ValidationFailedError
 from holdfast.journal.events import Event, Verdict, Warned
-from holdfast.policy.rejection import Kind, Place, RankResult, Rejection
+from holdfast.policy.rejection import Kind, Place, RankResult, Rejection, Settled
 from holdfast.policy.replay import Finding
 from holdfast.worker.membership import Membership
 
@@ -109,6 +109,15 @@ class Rejecting:
             self.warn(f"a transient fault of step {step} could not be counted: {error}")
             return 0
 
+    def settle(self, settled: Settled) -> None:
+        """Keep a verdict on a step for every later attempt. Without it that step is judged once more."""
+        if not self._group.is_coordinator:
+            return
+        try:
+            record_settled(self._member.control, self._member.attempt, settled)
+        except (ControlError, OSError) as error:
+            self.warn(f"what was settled about step {settled.step} could not be recorded: {error}")
+
     def reject(self, rejection: Rejection) -> NoReturn:
         """Record it, then end every rank with code 16; without the launcher with 17, if that is the end."""
         problem = then = end = ""
@@ -125,7 +134,7 @@ class Rejecting:
             raise ValidationFailedError(f"step {rejection.step}: {in_words(rejection.reasons)}. {end}")
         wanted = {
             Kind.STEP: "it has to be run again by another attempt",
-            Kind.PROBATION: "another checkpoint has to be tried",
+            Kind.PROBATION: "it has to be tried again, then another checkpoint",
             Kind.ROLLBACK: "the run has to go back past its newest checkpoint",
             Kind.DEVICE: "that device has to be kept out",
         }[rejection.kind]

@@ -173,7 +173,11 @@ def resume(
     if manifest is not None:
         meter.go_on_from(manifest.windows)
     validation.resumed(
-        name, manifest, state.own.get("validation") if state is not None and state.own else None
+        name,
+        manifest,
+        state.own.get("validation") if state is not None and state.own else None,
+        control=member.control,
+        timeout=settings.control.decision_timeout,
     )
     if feed is not None:
         follow_skips(

@@ -83,6 +83,15 @@ def make_validation(
         node=node,
         device=device,
     )
+    replayed = Replayed(
+        member.told.rerun,
+        tracked,
+        group,
+        place,
+        rejecting,
+        restarts_left=launched.restarts_left if launched is not None else None,
+        leaves_out=chosen.skip_bad_data,
+    )
     judging = Judging(
         chosen,
         tracked,
@@ -90,6 +99,7 @@ def make_validation(
         place=place,
         rejecting=rejecting,
         probation=probation,
+        replayed=replayed,
         meter=meter,
         feed=feed,
     )
@@ -112,7 +122,7 @@ def make_validation(
         injection=Injection(chosen, member.control, attempt=member.attempt, rank=group.rank, place=place),
         rejecting=rejecting,
         judging=judging,
-        replayed=Replayed(member.told.rerun, tracked, group, place, rejecting),
+        replayed=replayed,
         watch=watch,
         meter=meter,
         feed=feed,

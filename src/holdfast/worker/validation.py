@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.state import Tracked
+from holdfast.control.directory import ControlDirectory
 from holdfast.errors import UsageError, ValidationFailedError
 from holdfast.journal.events import Verdict
 from holdfast.policy.rejection import Place
@@ -199,7 +200,13 @@ class Validation:
         return found
 
     def resumed(
-        self, name: CheckpointName | None, manifest: Manifest | None, state: Mapping[str, Any] | None
+        self,
+        name: CheckpointName | None,
+        manifest: Manifest | None,
+        state: Mapping[str, Any] | None,
+        *,
+        control: ControlDirectory,
+        timeout: float,
     ) -> None:
         """What the run goes on from; `state`: what `state_dict` gave then, if it gave anything."""
         if state and "checks" in state:
@@ -208,7 +215,9 @@ class Validation:
             self._judging.count.load_state_dict(state["nonfinite"])
         if manifest is not None:
             self._checks.begin_from(manifest.windows.loss)
-        self._probation.begin(name, manifest, self._meter.state_dict())  # a breach is told in the first step
+        self._replayed.learn(control, timeout)
+        counted = self._meter.state_dict()
+        self._probation.begin(name, manifest, counted, self._replayed.settled)  # a breach is told in a step
 
     # --- one call -------------------------------------------------------------------------------------------
 
@@ -318,11 +327,16 @@ class Validation:
         severity = self._agree(second, again=True).severity
         if severity is Severity.FINE:
             self._transient(reports)
-        elif severity is Severity.ODD and self._replayed.accepts(self._step):
+        elif severity is Severity.ODD and self._replayed.accepts(self._step, self._judging.window()):
             self._accept_oddity(second)
-        else:
+        elif not (severity is Severity.NONFINITE and self._is_settled(first, second, locator)):
             self._rejected_again(first, second, severity, locator)
         return second
+
+    def _is_settled(self, first: Done, second: Done, locator: Locator) -> bool:
+        """Whether enough is known to go on without this step."""
+        report = self._judging.report_again(first, second, locator, tolerance=self.tolerance, buffers=False)
+        return self._judging.judge_again(self._rejecting.exchange(report), self._step)
 
     def _cannot_run_again(self) -> bool:
         """Whether some rank has changed a batch: what is computed from it would be something else."""
@@ -359,6 +373,7 @@ class Validation:
         reports = self._rejecting.exchange(self._judging.report(second))
         evidence = [*summary(reports), "finite, and the same on every device that it was computed on"]
         self._judging.tell(reports, self._step, "accepted")
+        self._judging.accepted(self._step, evidence[-1])
         self._rejecting.tell(Verdict(verdict="reproducible", step=self._step, evidence=evidence))
         self._rejecting.warn(f"step {self._step} is accepted although it was rejected: {in_words(evidence)}")
 
