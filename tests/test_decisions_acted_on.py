@@ -13,9 +13,9 @@ from acting import ACTS, Place, clean_place, stays
 from harness import REPO, holdfast, job, wait_until
 from holdfast.checkpoint.ladder import AVOIDED
 from holdfast.control.attempts import HeadRecord, latest_head
+from holdfast.control.history import rung_of
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
-from holdfast.launch import history
 from holdfast.policy.budgets import MOST_IDENTICAL, RERUNS
 from nodes import Cluster, cluster
 
@@ -245,4 +245,4 @@ def test_an_error_that_repeats_after_a_resume_is_met_one_rung_lower(place: Place
 )
 def test_what_an_attempt_came_from_has_its_name_on_the_ladder(head: HeadRecord | None, name: str) -> None:
     """By another name nothing below it is found, and what is to be avoided is not."""
-    assert history.rung_of(head) == name
+    assert rung_of(head) == name
