@@ -31,6 +31,7 @@ from holdfast.inprocess.messages import (
     end_key,
     fault_key,
     gone_key,
+    plan_key,
     ready_key,
     text,
 )
@@ -59,11 +60,18 @@ def conducting(
     *,
     authorise: Grants | None = None,
     nodes: Mapping[int, str] | None = None,
+    first_barrier: float = 0.0,
     **given: object,
 ) -> Iterator[tuple[Conductor, Store]]:
     chosen = store if store is not None else HashStore()
     conductor = Conductor(
-        chosen, nodes or {}, members, settings(**given), authorise or Grants(), lambda message: None
+        chosen,
+        nodes or {},
+        members,
+        settings(**given),
+        authorise or Grants(),
+        lambda message: None,
+        first_barrier=first_barrier,
     )
     try:
         yield conductor, chosen
@@ -186,12 +194,18 @@ def test_who_is_late_is_left_out() -> None:
 
 
 def test_what_a_script_does_before_it_calls_the_function_is_not_counted() -> None:
-    with conducting(2, barrier_timeout=0.3) as (conductor, store):
-        began = time.monotonic()
-        wait_until(lambda: time.monotonic() - began > 0.6, 5, "longer than barrier_timeout")
-        arrive(store, 0, 0, 1)
+    """Neither before the first of them calls it, nor, up to the initial limit, before the last one does."""
+    with conducting(2, first_barrier=60.0, barrier_timeout=0.3) as (conductor, store):
+        for member in (0, 1):
+            began = time.monotonic()
+            wait_until(lambda began=began: time.monotonic() - began > 0.6, 5, "longer than barrier_timeout")
+            assert not store.check([plan_key(0)])
+            arrive(store, 0, member)
         assert plan(store, 0).order == [0, 1]
         assert conductor.over is None
+        raised(store, 0, 1, 1)
+        arrive(store, 1, 0)
+        assert isinstance(over(store, 1), Over), "between two iterations barrier_timeout counts"
 
 
 def test_what_nobody_reads_any_more_is_taken_out_of_the_store() -> None:

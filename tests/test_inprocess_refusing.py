@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.inprocess import refusing
 from holdfast.inprocess.handed import VARIABLE as HANDED
 from holdfast.inprocess.refusing import prepare, refuse
-from holdfast.policy.restart_limits import collective_limit, first_step_limit
+from holdfast.policy.restart_limits import collective_limit, first_barrier, first_step_limit
 
 UNDER_SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
 KEPT = {LAUNCHED: "{}", HANDED: "{}"}
@@ -200,6 +200,9 @@ def test_the_first_steps_limit_is_the_launchers_but_comes_before_it() -> None:
     assert first_step_limit(1800.0, 60.0, 90.0) > 1700.0
     assert first_step_limit(30.0, 60.0, 90.0) == 60.0, "never less than for any step"
     assert first_step_limit(0.0, 60.0, 90.0) == math.inf
+    assert first_barrier(1800.0, 120.0) == 1800.0
+    assert first_barrier(30.0, 120.0) == 120.0
+    assert first_barrier(0.0, 120.0) > 1e6, "off"
 
 
 def test_a_scheduler_that_ends_all_with_the_first_is_refused() -> None:

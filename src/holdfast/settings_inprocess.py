@@ -77,8 +77,9 @@ class InProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     barrier_timeout: Annotated[
         float,
         Meta(gt=0, le=LONGEST_WAIT),
-        "Seconds for all ranks to come together before the function starts; who is late is left out. "
-        "Longer than hard_timeout.",
+        "Seconds for all ranks to come together before the function starts again; who is late is left out. "
+        "To its first start they have monitor.initial_rank_heartbeat_timeout if that is longer. Longer than "
+        "hard_timeout.",
     ] = 120.0
     completion_timeout: Annotated[
         float,

@@ -1,7 +1,8 @@
 """The conductor: says who takes part in each iteration, and when there is no further one.
 
 Guarantees: only one conductor makes plans, each plan is made once, and none before every member is at the
-barrier or known to be gone. Each of its waits is bounded: who is not at the barrier after barrier_timeout,
+barrier or known to be gone. Each of its waits is bounded: who is not at the barrier after barrier_timeout
+(at the first one, after the launcher's initial limit if that is longer),
 or whose node's keeper is silent for heartbeat_timeout, is gone for good; if too few are left, or `authorise`
 does not grant another iteration, everything is over, and that is said too. Time counts only while this
 process was awake.
@@ -100,7 +101,10 @@ class Conductor:
         chosen: InProcessSettings,
         authorise: Authorise,
         tell: Callable[[str], None],
+        *,
+        first_barrier: float = 0.0,
     ) -> None:
+        """`first_barrier`: seconds that members may take to the first iteration, if more than to others."""
         self.plan: Plan | None = None
         self.over: Over | None = None
         """The newest that was told; may be read from any thread."""
@@ -110,6 +114,7 @@ class Conductor:
         self._limits = limits_of(chosen, members)
         self._assign = assigner(chosen.assign)
         self._chosen = chosen
+        self._first_barrier = max(first_barrier, chosen.barrier_timeout)
         self._authorise = authorise
         self._tell = tell
         self._awaited = set(range(members))
@@ -174,7 +179,8 @@ class Conductor:
 
     def _gather(self, iteration: int) -> dict[int, Ready] | None:
         """Who is at the barrier, once all are there or known to be gone; None if this conductor closes."""
-        limit, began = self._chosen.barrier_timeout, time.monotonic()
+        limit = self._chosen.barrier_timeout if iteration else self._first_barrier
+        began = time.monotonic()
         seen = (-1, -1)
         for now in self._looks(QUICK):
             counters = (self._store.add(arrived_key(iteration), 0), self._lost)

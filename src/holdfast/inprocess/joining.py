@@ -98,8 +98,12 @@ def join(
     *,
     node: str = "",
     max_restarts: int = LaunchSettings().max_restarts,
+    first_barrier: float = 0.0,
 ) -> Joined:
-    """Become a member. `node` and `max_restarts` as in the settings of launch."""
+    """Become a member. `node` and `max_restarts` as in the settings of launch.
+
+    `first_barrier`: seconds that others may take to the first iteration, if more than barrier_timeout.
+    """
     ranks = Ranks.from_environment(environ)
     handed = Handed.from_environment(environ)
     if handed is not None:
@@ -108,11 +112,16 @@ def join(
         )
         joined.members, joined.keeper_path = handed.members, handed.keeper
         return joined
-    return _join_by_ourselves(chosen, environ, ranks, _node_of(environ, node), max_restarts)
+    return _join_by_ourselves(chosen, environ, ranks, _node_of(environ, node), max_restarts, first_barrier)
 
 
 def _join_by_ourselves(
-    chosen: InProcessSettings, environ: Mapping[str, str], ranks: Ranks, node: str, max_restarts: int
+    chosen: InProcessSettings,
+    environ: Mapping[str, str],
+    ranks: Ranks,
+    node: str,
+    max_restarts: int,
+    first_barrier: float,
 ) -> Joined:
     elastic = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = _address(environ, ranks)
@@ -133,6 +142,7 @@ def _join_by_ourselves(
             pid=os.getpid(),
             max_restarts=max_restarts,
             chosen=chosen,
+            first_barrier=first_barrier,
         )
         started = start(duties)
         path, port = started.path, started.port

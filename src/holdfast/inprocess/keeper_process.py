@@ -69,6 +69,8 @@ class Duties(msgspec.Struct, frozen=True, kw_only=True):
     """Its process."""
     max_restarts: int
     chosen: InProcessSettings
+    first_barrier: float = 0.0
+    """Seconds that members may take to the first iteration, if more than barrier_timeout."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +181,15 @@ def _serve(duties: Duties, directory: Path, tell: Callable[[str], None]) -> None
     try:
         if duties.conducts:
             memory = Memory(duties.max_restarts)
-            conductor = Conductor(store(), {}, duties.members, duties.chosen, memory.authorise, tell)
+            conductor = Conductor(
+                store(),
+                {},
+                duties.members,
+                duties.chosen,
+                memory.authorise,
+                tell,
+                first_barrier=duties.first_barrier,
+            )
         _answer(Started(path=keeper.path, port=port))
         _await_members(keeper)
         if conductor is not None:

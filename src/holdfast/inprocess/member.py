@@ -57,7 +57,7 @@ from holdfast.journal.base import Event
 from holdfast.journal.restart_events import FunctionRestarted
 from holdfast.policy.classify import is_symptom
 from holdfast.policy.evidence import Raised
-from holdfast.policy.restart_limits import collective_limit, first_step_limit
+from holdfast.policy.restart_limits import collective_limit, first_barrier, first_step_limit
 from holdfast.scope import RestartRequested, Scope, entered
 from holdfast.settings import Settings
 from holdfast.worker.crash import chain_of
@@ -119,7 +119,9 @@ class Member:
         self._own_timeout = not timeout and "nccl" not in backend
         soft, hard = chosen.soft_timeout, chosen.hard_timeout
         self._timeout = collective_limit(soft, hard) if self._own_timeout else timeout
-        self._first_limit = first_step_limit(settings.monitor.initial_rank_heartbeat_timeout, soft, hard)
+        initial = settings.monitor.initial_rank_heartbeat_timeout
+        self._first_limit = first_step_limit(initial, soft, hard)
+        self._first_barrier = first_barrier(initial, chosen.barrier_timeout)
         self._uses_run = False
         """Whether a run was made in the function: then it does steps, and the first of them may take long."""
         self._counted = False
@@ -201,7 +203,8 @@ class Member:
         )
         self._fix(ready_key(number, joined.member), ready)
         self._ask_store(lambda: self._store.add(arrived_key(number), 1))
-        limit = self._chosen.barrier_timeout + self._chosen.hard_timeout + SLACK
+        limit = (self._chosen.barrier_timeout if number else self._first_barrier) + self._chosen.hard_timeout
+        limit += SLACK
         watch = self._watcher.watch(plan_key(number), within=limit)
         watch.wait(limit + SLACK, self._lookout.touch)
         if watch.value is None:

@@ -28,6 +28,7 @@ from holdfast.inprocess.joining import join
 from holdfast.inprocess.member import Member
 from holdfast.inprocess.refusing import prepare, refuse
 from holdfast.inprocess.stages import Stage, Stages, default_backend
+from holdfast.policy.restart_limits import first_barrier
 from holdfast.scope import current
 from holdfast.worker.crash import CrashHook
 
@@ -111,9 +112,14 @@ def _call(
         )
     for nuisance in prepare(os.environ, backend):
         log.warning("holdfast: %s", nuisance)
-    launch = effective.settings.launch
+    launch, chosen = effective.settings.launch, effective.settings.inprocess
+    initial = effective.settings.monitor.initial_rank_heartbeat_timeout
     joined = join(
-        effective.settings.inprocess, os.environ, node=launch.node_name, max_restarts=launch.max_restarts
+        chosen,
+        os.environ,
+        node=launch.node_name,
+        max_restarts=launch.max_restarts,
+        first_barrier=first_barrier(initial, chosen.barrier_timeout),
     )
     try:
         return Member(joined, effective.settings, stages, backend=backend, timeout=timeout).run(function)

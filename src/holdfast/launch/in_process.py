@@ -45,6 +45,7 @@ from holdfast.launch.stopping import FINE
 from holdfast.launch.summary import say
 from holdfast.launch.workers import Workers
 from holdfast.policy.rejection import Rerun, Trial
+from holdfast.policy.restart_limits import first_barrier
 from holdfast.policy.rounds import Member
 from holdfast.settings_inprocess import InProcessSettings
 
@@ -153,7 +154,16 @@ class InProcess:
         self._keeper = Keeper(_connect(told), place.node, mine, chosen, directory, tell=tell)
         self._conductor: Conductor | None = None
         if place.leads:
-            self._conductor = Conductor(_connect(told), self._nodes, in_all, chosen, self._ask, tell)
+            initial = context.settings.monitor.initial_rank_heartbeat_timeout
+            self._conductor = Conductor(
+                _connect(told),
+                self._nodes,
+                in_all,
+                chosen,
+                self._ask,
+                tell,
+                first_barrier=first_barrier(initial, chosen.barrier_timeout),
+            )
         self._handed = Handed(
             host=told.master_addr,
             port=told.master_port,

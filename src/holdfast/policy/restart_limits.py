@@ -13,6 +13,7 @@ import math
 import msgspec
 
 from holdfast.policy.timeouts import STEP, Value, hides
+from holdfast.settings_limits import LONGEST_WAIT
 
 
 class RestartTimeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +66,14 @@ def first_step_limit(initial: float, soft: float, hard: float) -> float:
     comes of it; 0 switches both off.
     """
     return max(soft, initial - 2 * (hard - soft)) if initial else math.inf
+
+
+def first_barrier(initial: float, barrier: float) -> float:
+    """How many seconds the first rank that calls the function waits for the last one to do so.
+
+    What a script does before that is part of its start, which the launcher, too, allows `initial` for.
+    """
+    return max(barrier, initial or LONGEST_WAIT)
 
 
 def out_of_order(all_of: RestartTimeouts) -> list[str]:
