@@ -182,6 +182,15 @@ IBV = (
     "malloc) or external library call failed or device error. \nLast error:\nCall to ibv_modify_qp failed "
     "with error Connection timed out"
 )
+
+
+class SpeechlessError(OSError):
+    """A library's own, which does not say what it has."""
+
+    def __str__(self) -> str:
+        return "cannot read the shard"
+
+
 KILLED = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
 
@@ -200,6 +209,7 @@ KILLED = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
         (torch.AcceleratorError("whatever"), Cause.UNKNOWN),
         (OSError(errno.ETIMEDOUT, "Connection timed out"), Cause.INFRASTRUCTURE),
         (OSError(errno.EIO, "Input/output error", "/data/x"), Cause.INFRASTRUCTURE),
+        (SpeechlessError(errno.EIO, "x"), Cause.INFRASTRUCTURE),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "cfg.yaml"), Cause.JOB),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), Cause.JOB),
         (socket.gaierror(-3, "Temporary failure in name resolution"), Cause.INFRASTRUCTURE),
@@ -232,7 +242,7 @@ def test_what_an_exception_is_decides_and_then_what_it_says(error: BaseException
     shown = "[rank1]: " + "[rank1]: ".join(
         "".join(traceback.format_exception(error)).splitlines(keepends=True)
     )
-    if not isinstance(error, ExceptionGroup | ReadTimeoutError):
+    if not isinstance(error, ExceptionGroup | ReadTimeoutError | SpeechlessError):
         told = told_by_traceback(f"epoch 1\n{shown}")
         assert [one.types[0] for one in told] == [one.types[0] for one in found], shown
         assert cause_of(told) is cause, "as a traceback tells it"

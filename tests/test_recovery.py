@@ -12,7 +12,7 @@ from holdfast.exit_codes import ExitCode
 from holdfast.policy.budgets import BUDGETS, MAX_REQUEUES, RERUNS, PastAttempt
 from holdfast.policy.capacity import Cluster, Exclusion
 from holdfast.policy.classify import Cause, diagnose
-from holdfast.policy.evidence import DeviceError, Evidence
+from holdfast.policy.evidence import DeviceError, Evidence, Raised, WorkerEnd
 from holdfast.policy.recovery import (
     AT_IMPORT,
     CAPACITY_WAIT,
@@ -417,6 +417,38 @@ def test_only_what_a_checkpoint_can_cause_goes_to_an_older_one(
     fresh = [msgspec.structs.replace(attempt, rung="") for attempt in attempts]
     assert decide(*fresh, lower_rungs=1).action is Action.STOP, "there was nothing loaded"
     assert decide(*attempts, lower_rungs=0).action is Action.STOP
+
+
+def test_errors_of_the_fabric_and_of_nobody_are_tried_again_in_place_and_cost_no_rung() -> None:
+    """The same NCCL error twice, right after a resume: it had cost a checkpoint, or ended the run."""
+    said = (
+        "NCCL error in: x.cpp:1, unhandled system error\nLast error:\nCall to ibv_modify_qp failed with error"
+    )
+    fabric = WorkerEnd(
+        rank=3,
+        node="b",
+        exit_code=1,
+        message=f"DistBackendError: {said}",
+        errors=[Raised(types=["torch.distributed.DistBackendError"], message=said)],
+    )
+    nobody = WorkerEnd(rank=3, node="b", exit_code=-11, message="nobody has met this line", heard=True)
+    for end, cause in ((fabric, Cause.INFRASTRUCTURE), (nobody, Cause.UNKNOWN)):
+        found = diagnose(Evidence(ends=[end], world_size=4, rung="step_120", steps=1))
+        first = failed(**msgspec.structs.asdict(found))
+        assert first.cause is cause
+        decisions = [decide(first, lower_rungs=2), decide(first, again(first), lower_rungs=2)]
+        assert [one.action for one in decisions] == [Action.RESTART, Action.RESTART]
+        assert [one.avoid for one in decisions] == [[], []]
+    left = diagnose(Evidence(ends=[fabric, msgspec.structs.replace(fabric, rank=1, exit_code=0)]))
+    assert left.root_rank == 3, "who left is not to blame for the fabric"
+
+
+def test_a_rank_that_leaves_early_is_tried_once_more_and_costs_no_rung() -> None:
+    lost = WorkerEnd(rank=0, exit_code=1, message=GLOO)
+    found = diagnose(Evidence(ends=[lost, WorkerEnd(rank=1, exit_code=0)], rung="step_120", steps=1))
+    first = failed(**msgspec.structs.asdict(found))
+    assert decide(first, lower_rungs=2).action is Action.RESTART
+    assert stopped(decide(first, again(first), lower_rungs=2)) == ExitCode.FAILED
 
 
 def test_an_error_right_after_a_resume_is_tried_once_from_below_and_then_is_the_jobs() -> None:

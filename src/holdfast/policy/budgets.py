@@ -97,8 +97,8 @@ BUDGETS: Mapping[Cause, Budget] = {
     ),
     Cause.UNKNOWN: Budget(
         restarts=6,
-        repeats=1,
-        why="nothing is known, so one repetition tells whether it passes; after that something varies",
+        repeats=2,
+        why="nothing is known: the same place first, twice, for most of it passes; then something varies",
     ),
 }
 """Restarts without progress that each cause is given, within `launch.max_restarts`."""
