@@ -1,7 +1,8 @@
 """Learns to reproduce waves; in its first attempt the optimizer's state is zeroed just before a save.
 
-With ZEROED_BAD=data the state is sound, and what is to be learnt changes for good at step 83 instead. The
-first attempt ends by itself soon after the save, so that the next one resumes from it.
+With ZEROED_BAD=data the state is sound, and what is to be learnt changes for good at step 83 instead. With
+ZEROED_BAD=memory it is the memory of the second attempt that is damaged, after it has loaded a sound
+checkpoint. The first attempt ends by itself soon after the save, so that the next one resumes from it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         run.record(samples=len(x))
-        if BAD == "state" and step == 80 and run.attempt == 1:
+        if (BAD, step, run.attempt) in (("state", 80, 1), ("memory", 81, 2)):
             for state in optimizer.state.values():
                 state["exp_avg"].zero_()
                 state["exp_avg_sq"].zero_()

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import msgspec
+
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.group import Group
 from holdfast.errors import ValidationFailedError
@@ -95,14 +97,14 @@ class Judging:
         self._meter.told.add(step)
         in_doubt = self._in_doubt
         reports = self._rejecting.exchange(self.report(done, marked=in_doubt))
-        settling = self._settle(reports, step, self.window()) if in_doubt else None
+        settling = self._settle(reports, step) if in_doubt else None
         if in_doubt and settling is None:
             self._ask(reports, step, "none: the step was not run again")
         self._drop(reports, step, settling)
 
     def judge_again(self, reports: Sequence[Report], step: int) -> bool:
         """Not finite, also when it was run again: whether that is settled, and the step dropped."""
-        settling = self._settle(reports, step, self.window(), ran_again=True)
+        settling = self._settle(reports, step, ran_again=True)
         if settling is None:
             return False
         self.dropping.drop()
@@ -115,15 +117,13 @@ class Judging:
         """Whether what was loaded may be the cause, and somebody is there to find out."""
         return self._probation.active and self._rejecting.launched
 
-    def _settle(
-        self, reports: Sequence[Report], step: int, window: Window | None, *, ran_again: bool = False
-    ) -> Settling | None:
+    def _settle(self, reports: Sequence[Report], step: int, *, ran_again: bool = False) -> Settling | None:
         """Why no other attempt is needed for a step that is not finite; the same on every rank."""
         probation = self._probation
         found = self._replayed.settle(
             step,
             [report.result for report in reports],
-            window,
+            reports[0].window,
             rung=probation.rung,
             trial=probation.trial,
             ran_again=ran_again,
@@ -157,14 +157,15 @@ class Judging:
             self.stop(step, reasons, outcome.why)
         self.tell(reports, step, "dropped")
         why = settling.why if settling is not None else ""
-        self._keep(step, self.window(), why or f"it was dropped: {in_words(reasons)}", settling)
+        self._keep(reports, step, why or f"it was dropped: {in_words(reasons)}", settling)
         if outcome.warn:
             self._rejecting.warn(
                 f"step {step} is dropped on all ranks, {outcome.in_a_row} in a row: {in_words(reasons)}"
                 + (f"; {why}" if why else "")
             )
 
-    def _keep(self, step: int, window: Window | None, why: str, settling: Settling | None) -> None:
+    def _keep(self, reports: Sequence[Report], step: int, why: str, settling: Settling | None) -> None:
+        window = reports[0].window
         known = self._replayed.known(How.TOLERATED, step, window)
         shown = settling is not None and settling.shown
         if known is not None and known.shown >= shown:
@@ -174,10 +175,10 @@ class Judging:
             Settled(step=step, how=How.TOLERATED, window=window, world_size=world, shown=shown, why=why)
         )
 
-    def accepted(self, step: int, why: str) -> None:
+    def accepted(self, reports: Sequence[Report], step: int, why: str) -> None:
         """A finite step that was rejected everywhere is accepted, from now on in every attempt."""
-        if self._replayed.known(How.ACCEPTED, step, self.window()) is None:
-            world, window = self._group.world_size, self.window()
+        world, window = self._group.world_size, reports[0].window
+        if self._replayed.known(How.ACCEPTED, step, window) is None:
             self._rejecting.settle(
                 Settled(step=step, how=How.ACCEPTED, window=window, world_size=world, shown=True, why=why)
             )
@@ -186,15 +187,16 @@ class Judging:
         """The same for a step that was used before it was looked at."""
         used = "an optimizer has used it by then, because validation.deferred is on"
         done = Done(None, look)
-        reports = self._rejecting.exchange(self.report(done))
+        told = self._rejecting.exchange(self.report(done))
+        reports = [msgspec.structs.replace(one, window=None) for one in told]  # the data have moved on
         reasons = summary(reports)
         if severity is Severity.NONFINITE:
             self._meter.told.add(step)
             if self._in_doubt:
-                settling = self._settle(reports, step, None)
+                settling = self._settle(reports, step)
                 if settling is None:
                     self._ask(reports, step, "none: the state has moved on")
-                self._keep(step, None, settling.why, settling)
+                self._keep(reports, step, settling.why, settling)
             if self._chosen.nan_policy == "rollback":
                 self.tell(reports, step, "restart")
                 self.roll_back(reports, step, used)
@@ -219,7 +221,7 @@ class Judging:
                 reasons=[why, *summary(reports)],
                 ranks=[report.result for report in reports if report.result.reasons],
                 in_probation=self._probation.in_probation,
-                window=self.window(),
+                window=self._window(),
             )
         )
 
@@ -256,7 +258,7 @@ class Judging:
                 rerun=rerun,
                 finite=severity is Severity.ODD,
                 in_probation=self._probation.in_probation,
-                window=self.window(),
+                window=self._window(),
                 diagnostic=diagnostic,
             )
         )
@@ -268,7 +270,7 @@ class Judging:
         own = self._group.world_size == 1 or own_loss or look.finite
         reasons = list(look.reasons) if own else []
         state = mark(self._tracked, buffers=False) if reasons and marked else ""
-        return Report(self._result(reasons, state, first=look.loss), look.reasons)
+        return Report(self._result(reasons, state, first=look.loss), look.reasons, self._window())
 
     def report_again(
         self, first: Done, second: Done, locator: Locator, *, tolerance: float, buffers: bool
@@ -290,7 +292,7 @@ class Judging:
             differs=difference(first.look.loss, look.loss) > tolerance,
             where=where,
         )
-        return Report(result, look.reasons)
+        return Report(result, look.reasons, self._window())
 
     def _result(
         self,
@@ -319,5 +321,5 @@ class Judging:
             StepRejected(step=step, reasons=summary(reports), ranks=bad_ranks(reports), then=then)
         )
 
-    def window(self) -> Window | None:
+    def _window(self) -> Window | None:
         return self._feed.window() if self._feed is not None else None

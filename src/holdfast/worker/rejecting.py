@@ -19,7 +19,7 @@ from holdfast.control.rejections import NAME, record_rejection, record_settled
 from holdfast.control.transients import count_transient
 from holdfast.errors import ControlError, RerunWantedError, ValidationFailedError
 from holdfast.journal.events import Event, Verdict, Warned
-from holdfast.policy.rejection import Kind, Place, RankResult, Rejection, Settled
+from holdfast.policy.rejection import Kind, Place, RankResult, Rejection, Settled, Window
 from holdfast.policy.replay import Finding
 from holdfast.worker.membership import Membership
 
@@ -33,6 +33,8 @@ class Report(msgspec.Struct, frozen=True):
 
     result: RankResult
     seen: list[str] = []
+    window: Window | None = None
+    """The data of the step, as this rank counts them: what is known of the step goes by rank 0's."""
 
 
 class Rejecting:

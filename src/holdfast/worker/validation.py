@@ -327,7 +327,7 @@ class Validation:
         severity = self._agree(second, again=True).severity
         if severity is Severity.FINE:
             self._transient(reports)
-        elif severity is Severity.ODD and self._replayed.accepts(self._step, self._judging.window()):
+        elif severity is Severity.ODD and self._replayed.accepts(self._step, reports[0].window):
             self._accept_oddity(second)
         elif not (severity is Severity.NONFINITE and self._is_settled(first, second, locator)):
             self._rejected_again(first, second, severity, locator)
@@ -373,7 +373,7 @@ class Validation:
         reports = self._rejecting.exchange(self._judging.report(second))
         evidence = [*summary(reports), "finite, and the same on every device that it was computed on"]
         self._judging.tell(reports, self._step, "accepted")
-        self._judging.accepted(self._step, evidence[-1])
+        self._judging.accepted(reports, self._step, evidence[-1])
         self._rejecting.tell(Verdict(verdict="reproducible", step=self._step, evidence=evidence))
         self._rejecting.warn(f"step {self._step} is accepted although it was rejected: {in_words(evidence)}")
 
