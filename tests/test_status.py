@@ -280,7 +280,9 @@ def test_step_rate_loss_save_incident_and_budget(control: ControlDirectory) -> N
         "attempt 1: rank 1 on a killed by SIGKILL (infrastructure) at step 4 → restart, 2 of 3 left"
     )
     assert found.budget is not None
-    assert (found.budget.used, found.budget.max_restarts, found.budget.left) == (0, 3, 3), "step 6 is progress"
+    assert (found.budget.used, found.budget.max_restarts, found.budget.left) == (0, 3, 3), (
+        "step 6 is progress"
+    )
     text = "\n".join(f"{row.label}: {row.text}" for row in rows(found))
     assert "state: running, attempt 2 for" in text
     assert "ranks: 2 ranks on 1 node (a: 0–1)" in text
