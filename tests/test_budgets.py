@@ -5,6 +5,7 @@ from __future__ import annotations
 from harness import REPO
 from holdfast.policy.budgets import (
     BUDGETS,
+    LONG_LAUNCH,
     MAX_FAILED_LAUNCHES,
     MAX_LAUNCHES,
     MAX_REGROUPS,
@@ -148,7 +149,19 @@ def test_launches_that_were_killed_or_preempted_have_the_patience_of_preemption(
 
 def test_restarts_of_one_launch_are_one_launch() -> None:
     many = [past(number, "one", started_with="x") for number in range(1, 30)]
-    assert [one.number for one in launches_without_progress(many, "x")] == [29]
+    assert launches_without_progress(many, "x") == [many]
+
+
+def test_where_no_progress_was_ever_shown_a_launch_that_lasted_may_have_made_some() -> None:
+    """A script that saves by itself and tells nobody: ended only by what ends any launch."""
+    lasted = launches(MAX_LAUNCHES, seconds=LONG_LAUNCH)
+    assert launch_refused(lasted[:-1], "x") == ""
+    assert launch_refused(lasted, "x")
+    known = [
+        past(1, "first", step=5, started_with="x"),
+        *launches(MAX_FAILED_LAUNCHES, first=2, seconds=LONG_LAUNCH),
+    ]
+    assert launch_refused(known, "x"), "this one does tell, and got nowhere"
 
 
 def test_every_cause_has_a_budget_with_its_reason_and_the_bounds_follow_from_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -19,15 +20,27 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from harness import REPO, Job, finish, holdfast, job, wait_until
-from holdfast.control.attempts import EndRecord, FailureRecord, ends_of, failures_of
+from holdfast.control.attempts import (
+    EndRecord,
+    FailureRecord,
+    begin_attempt,
+    end_attempt,
+    ends_of,
+    failures_of,
+)
 from holdfast.control.directory import ControlDirectory, create_record
-from holdfast.control.lease import Claim, current_epoch, read_beat, read_claim
+from holdfast.control.handover import told_progress
+from holdfast.control.launches import digest_of
+from holdfast.control.lease import Claim, Fence, LeaseKeeper, claim, current_epoch, read_beat, read_claim
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.launch import attempt as attempts
 from holdfast.launch import evidence
+from holdfast.launch.options import parse
+from holdfast.policy.budgets import MAX_FAILED_LAUNCHES
 from holdfast.policy.classify import KERNEL_OOM, Cause, diagnose, end_of
 from holdfast.policy.evidence import Evidence
+from holdfast.settings import LaunchSettings, Settings
 from journals import journalled
 
 STEP = str(REPO / "tests" / "scripts" / "launch_step.py")
@@ -88,7 +101,11 @@ def test_the_script_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
         ours = json.loads((tmp_path / f"ours.{rank}.json").read_text())
         assert ours["argv"] == [STEP, "dump", "ours", *extra]
         assert [ours["file"], len(ours["argv"])] == [theirs["file"], len(theirs["argv"])]
-        assert set(ours["env"]) - set(theirs["env"]) == {"HOLDFAST_LAUNCH", "HOLDFAST_AGENT"}
+        assert set(ours["env"]) - set(theirs["env"]) == {
+            "HOLDFAST_LAUNCH",
+            "HOLDFAST_AGENT",
+            "HOLDFAST_PROGRESS",
+        }
         assert set(theirs["env"]) - set(ours["env"]) == set()
         differ = {name for name in theirs["env"] if theirs["env"][name] != ours["env"][name]}
         # Values that name this very launch; HFTEST_JOB is the harness's.
@@ -125,6 +142,82 @@ def test_gloo_works_after_each_of_three_restarts(tmp_path: Path) -> None:
     assert Path(raised.error_file).is_relative_to(tmp_path / "run" / "attempts" / "000002" / "errors")
     masters = {event.master for event in journalled(tmp_path, events.WorkersStarted)}
     assert len(masters) == 4, "every attempt has a store of its own"
+
+
+def test_a_script_without_run_earns_its_restarts_by_telling_how_far_it_is(tmp_path: Path) -> None:
+    """Three restarts with a budget of one: each told a higher step. One that is told again earns nothing."""
+    acts = "tell:3,tell:7,tell:8,tell:8,tell:8"
+    result = finish(launch("--max-restarts", "1", args=(acts, "log")), cwd=tmp_path)
+    assert result.code == ExitCode.BUDGET_SPENT, result.text
+    assert [end and end.highest_step for end in ends(tmp_path)] == [3, 7, 8, 8]
+    assert told_progress(tmp_path / "run") == 8
+
+
+def test_launches_that_nobody_watches_end_and_a_changed_script_is_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "step.py"
+    shutil.copy(STEP, script)
+    one = launch(script=str(script), args=("ok", "log"), preload=False)
+    fail_launches(one[one.index("run") + 1 :], MAX_FAILED_LAUNCHES)
+    refused = finish(one, cwd=tmp_path)
+    assert refused.code == ExitCode.BUDGET_SPENT, refused.text
+    assert f"{MAX_FAILED_LAUNCHES} launches in a row of the same script and settings" in refused.err
+    assert "holdfast control reset-budget" in refused.err
+    assert not (tmp_path / "log").exists(), "no worker was started"
+    assert len(ends(tmp_path)) == MAX_FAILED_LAUNCHES
+    assert any("was refused with code 22" in one.message for one in journalled(tmp_path, events.Warned))
+    script.write_text(script.read_text() + "# mended\n")
+    again = finish(one, cwd=tmp_path)
+    assert again.code == ExitCode.OK, again.text
+
+
+def fail_launches(argv: list[str], count: int) -> None:
+    """As if this had been launched again and again, and had failed at once."""
+    options = parse(argv)
+    run, _ = ControlDirectory.open_or_create(Path(options.settings.run.dir))
+    mark = digest_of(options.args.training_script, options.args.training_script_args, options.settings)
+    for number in range(count):
+        held = claim(run, f"launch{number}", 5.0)
+        fence = Fence(run, held.epoch)
+        begun = begin_attempt(run, fence, held.owner, 1, max_restarts=0, started_with=mark)
+        end = EndRecord(outcome="failed", exit_code=1, cause="unknown", highest_step=0, at=time.time())
+        end_attempt(run, fence, begun.number, end)
+        LeaseKeeper(run, held, print).release()
+
+
+def test_what_makes_a_launch_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script, beside = tmp_path / "train.py", tmp_path / "model" / "layers.py"
+    beside.parent.mkdir()
+    (tmp_path / "wandb" / "code").mkdir(parents=True)
+    given = tmp_path / "lr.yaml"
+    for path in (script, beside, given):
+        path.write_text("x = 1\n")
+
+    def digest(*arguments: str, name: str = "", **launched: Any) -> str:
+        settings = Settings(launch=LaunchSettings(node_name=name, **launched))
+        return digest_of(str(script), ["--config=lr.yaml", *arguments], settings)
+
+    plain = digest()
+    assert digest(name="pod-7f9c") == plain, "a pod has another name each time"
+    (tmp_path / "wandb" / "code" / "train.py").write_text("what a logger keeps of each launch")
+    (tmp_path / "out.log").write_text("what a launch leaves")
+    assert digest() == plain
+    assert digest("--lr", "2") != plain
+    assert digest(max_restarts=9) != plain
+    for path in (script, beside, given):
+        path.write_text("x = 2\n")
+        assert digest() != plain
+        path.write_text("x = 1\n")
+        assert digest() == plain
+    link = tmp_path / "link.py"
+    link.symlink_to(script)
+    linked = digest_of(str(link), [], Settings())
+    script.write_text("x = 3\n")
+    assert digest_of(str(link), [], Settings()) != linked
+    assert digest_of("", [], Settings()) == "", "somebody types"
 
 
 @pytest.mark.drill

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,18 +15,25 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch._dynamo  # an optimizer imports it: once here, and not in every fork
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.data import DataLoader
 
 import holdfast
 from checkpoints import save_stock
+from harness import finish
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.verify import verify
+from holdfast.control import operator
+from holdfast.control.attempts import attempt_numbers
+from holdfast.control.directory import ControlDirectory
+from holdfast.control.handover import told_progress
 from holdfast.errors import ConfigError, IncompleteStateError, SaveFailedError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import RunFinished, StepsDone
 from holdfast.journal.reader import read_journal
+from holdfast.policy import budgets
 from tiny import Numbers, build, checkpoints, forked, train
 
 
@@ -421,3 +430,76 @@ def test_the_per_rank_blob_is_a_plain_tensor_for_dcp(tmp_path: Path) -> None:
     kinds = {type(entry).__name__ for entry in metadata.state_dict_metadata.values()}
     assert kinds == {"TensorStorageMetadata"}
     assert "holdfast.rank_00000" in metadata.state_dict_metadata
+
+
+# --- launches that nobody watches --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "MAX_FAILED_LAUNCHES", 2)
+    monkeypatch.setattr(budgets, "MAX_LAUNCHES", 4)
+
+
+@pytest.mark.usefixtures("few_launches")
+def test_plain_starts_that_get_nowhere_end_with_22_and_whoever_fixed_it_is_let_in(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def start(fails: bool = True, **settings: object) -> int:
+        def at_step(step: int, run: holdfast.Run) -> None:
+            (tmp_path / "trained").touch()
+            if fails and step == 2:
+                error = RuntimeError("no such file: data.bin")
+                run._on_crash(error)  # what the interpreter would do
+                raise error
+
+        (tmp_path / "trained").unlink(missing_ok=True)
+        return forked(lambda: str(train(run_dir, until=4, at_step=at_step, **settings)))
+
+    assert [start() for _ in range(2)] == [70, 70]
+    assert [start() for _ in range(2)] == [ExitCode.BUDGET_SPENT] * 2
+    assert not (tmp_path / "trained").exists(), "it ends before it trains"
+    control = ControlDirectory.open(run_dir)
+    assert attempt_numbers(control) == [1, 2]
+    assert start(journal_step_flush=7) == 70, "a changed setting is let in, and counts anew"
+    operator.reset_budget(control, "the file is back", "me")
+    assert start() == 70, "so is who has fixed it elsewhere"
+    assert start(fails=False) == 0
+    assert [start(fails=False) for _ in range(5)] == [0] * 5, "what is finished may be started again"
+
+
+@pytest.mark.usefixtures("few_launches")
+def test_plain_starts_that_are_killed_but_get_on_are_never_refused(tmp_path: Path) -> None:
+    def killed(step: int, run: holdfast.Run) -> None:
+        if step == run.attempt + 1:
+            signal.raise_signal(signal.SIGKILL)
+
+    ends = [
+        forked(lambda: str(train(tmp_path / "run", until=99, at_step=killed, checkpoint_interval=1)))
+        for _ in range(6)
+    ]
+    assert ends == [-signal.SIGKILL] * 6, "each left one step more, and no end"
+
+
+def test_progress_is_told_without_torch_and_costs_nothing_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "progress" / "rank_000000"
+    path.parent.mkdir()
+    code = "import holdfast, sys; holdfast.progress(7); assert 'torch' not in sys.modules"
+    plain = {name: value for name, value in os.environ.items() if name != "HOLDFAST_PROGRESS"}
+    assert finish([sys.executable, "-c", code], cwd=tmp_path, env=plain).code == 0
+    assert not path.exists()
+    told = finish([sys.executable, "-c", code], cwd=tmp_path, env={"HOLDFAST_PROGRESS": str(path)})
+    assert told.code == 0, told.text
+    assert told_progress(tmp_path) == 7
+    for nonsense in (b"", b"9x", b"-5", b"99999999999999999999", b"\xff" * 1000):
+        (path.parent / "rank_000001").write_bytes(nonsense)
+        assert told_progress(tmp_path) == 7
+
+
+def test_nonsense_that_is_told_as_progress_is_said_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOLDFAST_PROGRESS", str(tmp_path / "nowhere" / "rank_000000"))
+    for step in (-1, 10**15, math.nan, 7):
+        holdfast.progress(step)  # type: ignore[arg-type]
+    assert caplog.text.count("could not be told to the launcher") == 4

@@ -390,3 +390,15 @@ def test_a_node_that_turned_out_innocent_is_readmitted_with_the_decision(story: 
         found = decision(action=Action.RESTART, readmit=["b"])
         write_down(story.control, story.fence, journal, failed, None, found)
     assert excluded(story.control) == []
+
+
+def test_what_an_attempt_had_committed_is_progress_whoever_saw_its_end(story: Story) -> None:
+    """A pod that is killed without notice leaves no end, however far it got."""
+    story.attempt("", 10, 20)
+    (three,) = story.attempt("", 30)
+    story.attempt("")
+    assert [(one.outcome, one.highest_step) for one in past_attempts(story.control)] == [
+        ("lost", 20), ("lost", 30), ("lost", 0),
+    ]  # fmt: skip
+    story.judge(Standing.SUSPECT, three)
+    assert [one.highest_step for one in past_attempts(story.control)] == [20, 0, 0]

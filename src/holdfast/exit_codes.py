@@ -43,7 +43,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ),
     ExitCode.RERUN_WANTED: (
         "A rejected step asks to be re-run on another device.",
-        "the launcher restarts; without it, start the run again",
+        "the launcher restarts; without it, start the run again: it varies what it can",
     ),
     ExitCode.VALIDATION_FAILED: (
         "Validation failed for a reason that a restart cannot cure.",
@@ -66,8 +66,8 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
         "the launcher restarts; look for the rank that never answered",
     ),
     ExitCode.BUDGET_SPENT: (
-        "Restarts without progress used up the budget.",
-        "fix the cause the journal names, then launch again",
+        "Restarts, or launches, without progress used up the budget.",
+        "fix the cause the journal names, then launch again; the message says what lets it in",
     ),
     ExitCode.SAVE_FAILED: (
         "Saving failed too often in a row, or the last save failed.",

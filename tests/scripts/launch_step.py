@@ -6,6 +6,7 @@ exit:N    exit with code N
 error:M   leave an error file with message M, exit 1
 torn      leave half an error file, exit 1
 commit:N  leave a committed checkpoint of step N, then as `kill`
+tell:N    say that it has got to step N, then as `kill`
 wait      ignore SIGTERM, start a child that would live on, say `ready`, and wait
 dump      write environment and arguments
 """
@@ -30,9 +31,11 @@ def main(acts: str, log: str) -> None:
         place = Path("run/checkpoints") / f"step_{int(value):08d}-0000000{attempt}"
         place.mkdir(parents=True)
         (place / "holdfast.json").write_text("{}")
-    if act in ("kill", "commit", "wait"):
+    if act == "tell":
+        Path(os.environ["HOLDFAST_PROGRESS"]).write_text(f"{value}\n")
+    if act in ("kill", "commit", "tell", "wait"):
         subprocess.Popen(["sleep", "300"])
-    if act in ("kill", "commit"):
+    if act in ("kill", "commit", "tell"):
         os.kill(os.getpid(), signal.SIGKILL)
     if act == "exit":
         sys.exit(int(value))

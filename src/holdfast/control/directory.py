@@ -7,6 +7,8 @@ attempts/000003/             attempt.json, head.json, failures/, errors/, decisi
 standing/<checkpoint id>/    one file a record (see standing.py)
 operator/, exclusions/       what people asked for (see operator.py), what is kept out (see exclusions.py)
 skips/                       data that is left out (see skips.py)
+origin/                      where the run was told to begin (see launches.py)
+progress/                    how far a script without Run says it is (see handover.py)
 journal/                     one file a writer
 ```
 Every record is created once, whole, and never changed; the newest number wins. So any process may read at

@@ -95,6 +95,7 @@ def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | Non
         exit_code=code,
         message=root.message if root else "",
         highest_step=end.highest_step,
+        seconds=max(0.0, end.at - record.started),
         at=end.at,
         nodes=record.nodes,
         node_count=len(record.nodes),

@@ -14,8 +14,8 @@ The origin is decided on: `checkpoint.resume_from` is followed once, and again o
 somebody insists. A record of it that nobody can read still counts, by its name.
 
 `digest_of` is what the bound on launches goes by (`policy.budgets`): two launches are of the same thing if
-the script, the Python files beside it, its arguments, the files that these name, and the settings are the
-same. Whoever mended one of them starts something else.
+the script, the Python files beside it, its arguments, the configuration files that these name, and the
+settings are the same. Whoever mended one of them starts something else.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ MOST_ENTRIES = 4000
 """Names that are looked at beside a script; one that lies in a heap of data costs no more than this."""
 LARGEST_FILE = 1024 * 1024
 """Bytes of a file that counts: code and settings are small, and what is larger is data."""
+CONFIGURATION = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".ini", ".cfg", ".sh"})
+"""What a file that an argument names must be called to count: others may be what the script writes."""
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.-]")
 _RELEVANT = re.compile(
     r"(HOLDFAST|NCCL|GLOO|UCX|FI|PET|MKL|TORCH|TORCHELASTIC|CUDA|HSA|ROCR|HIP|MASTER)_.*"
@@ -215,12 +217,16 @@ def digest_of(script: str, arguments: Sequence[str], settings: Settings, *, modu
     """
     if not script:
         return ""
+    try:
+        folder = Path.cwd() if module else Path(script).absolute().parent
+        name = script if module else str(Path(script).absolute())
+    except OSError:  # the directory that this was started in is gone
+        return ""
     own = msgspec.structs.replace(settings.launch, node_name="")
     mark = xxhash.xxh3_128(msgspec.json.encode(msgspec.structs.replace(settings, launch=own)))
-    name = script if module else str(Path(script).absolute())
     mark.update("\0".join([name, *arguments]).encode(errors="surrogateescape"))
-    folder = Path.cwd() if module else Path(script).absolute().parent
-    given = [Path(word.rpartition("=")[2]) for word in (*([] if module else [script]), *arguments)]
+    named = [Path(word.rpartition("=")[2]) for word in arguments]
+    given = [*([] if module else [Path(script)]), *(path for path in named if path.suffix in CONFIGURATION)]
     beside = [] if "site-packages" in folder.parts else _python_files(folder)
     for path in (*given, *beside):
         with contextlib.suppress(OSError, ValueError):

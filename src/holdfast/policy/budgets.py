@@ -36,6 +36,9 @@ MAX_REQUEUES = 5
 """Times that a job may be given back to its scheduler without progress; then it needs a person."""
 MAX_FAILED_LAUNCHES = 1 + MAX_REQUEUES
 """Launches in a row that may fail without progress: the first, and as many as a scheduler may make of it."""
+LONG_LAUNCH = 3600.0
+"""Seconds after which a launch that failed is not taken for one that fails at once, unless it is known to
+have made no progress: what a loop of such launches costs is bounded by `MAX_LAUNCHES` alone."""
 RERUNS = 2
 """Restarts without progress after exit code 16: one on other devices tells a bad device from bad work, the
 second confirms it. What is rejected still fails validation (17)."""
@@ -269,8 +272,8 @@ def may_regroup(history: Sequence[PastAttempt]) -> bool:
 
 def launches_without_progress(
     history: Sequence[PastAttempt], started_with: str, forgiven: int = 0
-) -> list[PastAttempt]:
-    """The last attempt of each launch in the present row, oldest first.
+) -> list[list[PastAttempt]]:
+    """The launches in the present row, oldest first, each with its attempts.
 
     The row is of launches of the very same thing; one that got further than any before it, or finished, ends
     it, and so does what an operator has forgiven. Without knowing what is started there is no row.
@@ -283,26 +286,34 @@ def launches_without_progress(
         if attempt.highest_step > best or attempt.outcome == "finished":
             best = max(best, attempt.highest_step)
             moved.add(attempt.launch)
-    row: list[PastAttempt] = []
+    row: list[list[PastAttempt]] = []
     for launch, attempts in reversed(launches.items()):
         same = bool(started_with) and attempts[0].started_with == started_with
         if launch in moved or not same or attempts[-1].number <= forgiven:
             break
-        row.append(attempts[-1])
+        row.append(attempts)
     return row[::-1]
 
 
 def launch_refused(history: Sequence[PastAttempt], started_with: str, forgiven: int = 0) -> str:
     """Why another launch of the same thing is not begun, in words; empty if it may be."""
     row = launches_without_progress(history, started_with, forgiven)
-    failed = [one for one in row if one.outcome == "failed" and one.cause != Cause.PREEMPTION]
+    failed = [one for one in row if _has_failed(one, known=highest_step(history) > 0)]
     if len(failed) < MAX_FAILED_LAUNCHES and len(row) < MAX_LAUNCHES:
         return ""
     told = f", {len(failed)} of which failed" if failed and len(failed) < len(row) else ""
-    last = row[-1]
+    last = row[-1][-1]
     how = last.message or (f"code {last.exit_code}" if last.exit_code else last.outcome)
     best = highest_step(history)
     return (
         f"{len(row)} launches in a row of the same script and settings{told} made no progress beyond step "
         f"{best}; the last one's attempt {last.number} ended with: {how}"
     )
+
+
+def _has_failed(launch: Sequence[PastAttempt], *, known: bool) -> bool:
+    """Whether a launch failed for nothing. `known`: whether this run has ever shown any progress. If not,
+    because its script saves by itself and tells nobody, one that lasted may have made some."""
+    if launch[-1].outcome != "failed" or launch[-1].cause == Cause.PREEMPTION:
+        return False
+    return known or sum(attempt.seconds for attempt in launch) < LONG_LAUNCH

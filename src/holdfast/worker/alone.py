@@ -26,6 +26,7 @@ import msgspec
 import torch
 import xxhash
 
+from holdfast import scope
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.checkpoint.suspicion import situation_of, still_open, write_down, write_findings
 from holdfast.cluster.node_name import node_name
@@ -124,9 +125,9 @@ def look_around(settings: Settings, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _workers(environ: Mapping[str, str]) -> int:
-    """Ranks of this node; 0 if there are others on other nodes."""
-    world = int(environ.get("WORLD_SIZE", "1"))
-    return world if int(environ.get("LOCAL_WORLD_SIZE", str(world))) == world else 0
+    """Ranks of this node; 0 if there are, or may be, others on other nodes."""
+    world, local = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "")
+    return int(world) if world.isdigit() and local in ((world, "") if world == "1" else (world,)) else 0
 
 
 def _torchrun(environ: Mapping[str, str]) -> str:
@@ -146,6 +147,8 @@ def _turn(here: Here, settings: Settings) -> Here:
     visible = visible_devices()
     if len(visible) < 2 or not here.workers:
         return here
+    if scope.current() is not None:
+        return msgspec.structs.replace(here, stays="a restart in place keeps its devices")
     if why := in_use():
         return msgspec.structs.replace(here, stays=why)
     here = msgspec.structs.replace(here, devices=visible)
@@ -275,9 +278,14 @@ def _failed(
 
 def begin(control: ControlDirectory, fence: Fence, settings: Settings, here: Here, launch: str) -> Told:
     """Before an attempt is numbered: settle what the last one left open, and whether there may be another."""
-    newest, _ = _last(control)
+    newest = max(attempt_numbers(control), default=0)
     with contextlib.closing(JournalWriter(control.journal, "rank-0", newest)) as journal:
-        told = _begin(control, fence, journal, newest, settings, here, launch)
+        try:
+            told = _begin(control, fence, journal, newest, settings, here, launch)
+        except ControlError as error:  # no reason to keep a run from starting
+            log.warning("holdfast: what earlier attempts left open counts for nothing here: %s", error)
+            journal.write(Warned(message=f"what earlier attempts left open could not be read: {error}"))
+            return Told()
         if told.refused:
             journal.write(Warned(message=f"a start was refused with code {told.code}: {told.refused}"))
     return told
