@@ -55,6 +55,8 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The step whose rejection made this attempt necessary."""
     trial: Trial | None = None
     """The checkpoints whose guilt this attempt settles."""
+    device: str = ""
+    """What the launcher calls this worker's device; empty where a node has none to tell apart."""
     monitor: str = ""
     """Path of the socket on which the agent listens for signs of life; empty if it does not."""
 
