@@ -29,6 +29,7 @@ from holdfast.control.attempts import (
     failures_of,
 )
 from holdfast.control.directory import ControlDirectory, create_record
+from holdfast.control.exclusions import exclude
 from holdfast.control.handover import told_progress
 from holdfast.control.launches import digest_of
 from holdfast.control.lease import Claim, Fence, LeaseKeeper, claim, current_epoch, read_beat, read_claim
@@ -748,6 +749,23 @@ def test_keys_of_the_rendezvous_that_torch_knows_and_nothing_here_reads_are_told
     told = parse(["--rdzv-conf", "join_timeout=5,store_type=tcp, keep_alive_interval=3,is_host=True", STEP])
     assert told.notes == ["--rdzv-conf keep_alive_interval has no effect here: use launch.node_timeout"]
     assert parse(["--rdzv-conf", "", STEP]).notes == []
+
+
+def test_with_virtual_local_ranks_each_rank_has_the_device_that_it_is_given(tmp_path: Path) -> None:
+    """A device is excluded, by the number that it has here: the second rank moves on, and alone."""
+    run, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    exclude(run, "n", "1", "ECC", "test", 0)
+    flags = ("--nproc-per-node", "2", "--virtual-local-rank", "--set", "launch.node_name=n")
+    result = finish(
+        launch(*flags, args=("dump", "ours")), cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": "0,1,2"}, timeout=60
+    )
+    assert result.code == 0, result.text
+    found = []
+    for rank in (0, 1):
+        env = json.loads((tmp_path / f"ours.{rank}.json").read_text())["env"]
+        device = json.loads(env["HOLDFAST_LAUNCH"])["device"]
+        found.append((env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"], device))
+    assert found == [("0", "0", "0"), ("0", "2", "2")]
 
 
 def test_with_run_path_the_scripts_own_modules_are_found_and_not_ours(tmp_path: Path) -> None:

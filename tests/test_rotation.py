@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.control.devices import Card, devices_seen, environment_of, index_of, own_place, read_cards
+from holdfast.control.exclusions import Exclusion as KeptOut
+from holdfast.control.handover import LaunchInfo
+from holdfast.launch.arrangement import usable_devices, why_unfit
 from holdfast.policy.capacity import Cluster, Exclusion, devices_of, fit, layout, usable
+from holdfast.policy.rejection import Place
 from holdfast.policy.rotation import NodeDevices, arrange, arrangements, describe, device_of
 
 
@@ -77,6 +85,172 @@ def test_with_equal_nodes_no_two_shifts_share_a_rank_on_a_device(
     assert all(same) if one == other else not any(same)
     texts = {describe(arrange(places, shift), devices) for shift in range(arrangements(places))}
     assert len(texts) == arrangements(places), "each arrangement has a text of its own"
+
+
+# -- how ranks see devices -----------------------------------------------------------------------------------
+
+A, B, C = (f"GPU-{one * 8}-d33d-2b2c-524d-9e3d8d2b8a77" for one in "abc")
+
+
+def card(minor: int, uuid: str = "", model: str = "H200") -> Card:
+    return Card(minor=minor, bus=f"0000:{minor + 16:02x}:00.0", uuid=uuid, model=model)
+
+
+@pytest.mark.parametrize(
+    ("environ", "cards", "seen"),
+    [
+        # A container: the host's fourth and fifth are CUDA's first two, whatever `/dev` calls them.
+        ({}, [card(4), card(5)], [("4", "0", ["0"]), ("5", "1", ["1"])]),
+        (
+            {},
+            [card(4, A), card(5, B)],
+            [("GPU-aaaaaaaa", "0", ["4", "0"]), ("GPU-bbbbbbbb", "1", ["5", "1"])],
+        ),
+        ({}, [card(1, A), card(2, B)], [("GPU-aaaaaaaa", "0", ["1", "0"]), ("GPU-bbbbbbbb", "1", ["2"])]),
+        ({"NVIDIA_VISIBLE_DEVICES": "4"}, [card(4)], [("4", "0", ["0"])]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [card(4, A), card(5, B)], [("GPU-bbbbbbbb", "1", ["1"])]),
+        # A whole machine.
+        ({}, [card(0), card(1)], [("0", "0", []), ("1", "1", [])]),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, [card(0), card(1)], [("1", "1", []), ("0", "0", [])]),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, [card(0), card(1)], [("1", "1", [])]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, [card(0)], []),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, [card(0)], []),
+        ({"CUDA_VISIBLE_DEVICES": B}, [card(0, A), card(1, B)], [("GPU-bbbbbbbb", B, [B])]),
+        ({"CUDA_VISIBLE_DEVICES": A}, [], [("GPU-aaaaaaaa", A, [A])]),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1/2/0"}, [card(0, A)], [("MIG-1/2/0", "MIG-1/2/0", [])]),
+        # Stand-ins on a CPU.
+        ({"CUDA_VISIBLE_DEVICES": "0, x"}, [], [("0", "0", []), ("x", "x", [])]),
+        # Different models: only CUDA knows its order.
+        ({}, [card(0, A), card(1, B, "T4")], [("0", "0", []), ("1", "1", [])]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [card(0, A), card(1, B, "T4")], [("1", "1", [])]),
+        (
+            {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            [card(0, A), card(1, B, "T4")],
+            [("GPU-bbbbbbbb", "1", ["1"])],
+        ),
+    ],
+)
+def test_what_devices_are_called_and_how_cuda_takes_them(
+    environ: dict[str, str], cards: list[Card], seen: list[tuple[str, str, list[str]]]
+) -> None:
+    found = devices_seen(environ, list(reversed(cards)))
+    assert [(one.name, one.handle, one.former) for one in found] == seen
+
+
+def test_what_an_older_release_excluded_by_a_number_stays_out() -> None:
+    here = devices_seen({}, [card(4, A), card(5, B)])
+    for name in ("5", "GPU-bbbbbbbb", B, "1"):
+        assert usable_devices(here, "n", [KeptOut(node="n", device=name)]) == ["GPU-aaaaaaaa"], name
+    for name in ("6", "GPU-b", C, None):
+        assert len(usable_devices(here, "n", [KeptOut(node="n", device=name)])) == 2, name
+    assert len(usable_devices(here, "n", [KeptOut(node="m", device="5")])) == 2
+    told = why_unfit(here, "n", 2, [KeptOut(node="n", device="5", reason="ECC")])
+    assert "1 devices are left for 2 workers" in told
+    assert why_unfit(here, "n", 1, [KeptOut(node="n", device="5", reason="ECC")]) == ""
+
+
+def device_given(worker: dict[str, str], inherited: dict[str, str], local_rank: int, count: int) -> int:
+    """Which physical device a worker's `cuda:LOCAL_RANK` is, of `count`; as torch and CUDA go about it."""
+    shown = {**inherited, **worker}.get("CUDA_VISIBLE_DEVICES")
+    order = list(range(count)) if shown is None else [int(one) for one in shown.split(",")]
+    return order[local_rank % len(order)]
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.data(),
+)
+def test_any_rotation_moves_the_ranks_and_puts_no_two_on_one_device(
+    count: int, workers: int, virtual: bool, uuids: bool, given_by_variable: bool, data: st.DataObject
+) -> None:
+    """With and without --virtual-local-rank, in a container or not, under any name."""
+    first = data.draw(st.integers(0, 4), label="first minor")
+    cards = [
+        card(first + one, f"GPU-{one:08d}-d33d-2b2c-524d-9e3d8d2b8a77" if uuids else "")
+        for one in range(count)
+    ]
+    order = data.draw(st.permutations(range(count)), label="the variable")
+    inherited = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, order))} if given_by_variable else {}
+    here = devices_seen(inherited, cards)
+    out = data.draw(
+        st.sets(st.sampled_from([one.name for one in here]), max_size=max(0, count - workers)),
+        label="excluded",
+    )
+    usable = usable_devices(here, "n", [KeptOut(node="n", device=one) for one in out])
+    places = [NodeDevices("n", usable)]
+    shift = data.draw(st.integers(0, arrangements(places) - 1), label="shift")
+
+    def devices(turned: int) -> list[int]:
+        arranged = arrange(places, turned)[0].devices
+        found = []
+        for rank in range(workers):
+            local = {"LOCAL_RANK": "0"} if virtual else {"LOCAL_RANK": str(rank)}
+            worker = {**local, **environment_of(arranged, here, rank, virtual=virtual)}
+            found.append(device_given(worker, inherited, int(worker["LOCAL_RANK"]), count))
+            named = device_of(arranged, rank)
+            assert usable_devices(here, "n", []).index(named) == index_of({**inherited, **worker}, here, rank)
+            plain = order if given_by_variable else list(range(count))
+            assert found[-1] == plain[[one.name for one in here].index(named)], (
+                "on the device it is said to have"
+            )
+        return found
+
+    before, after = devices(0), devices(shift)
+    assert len(set(after)) == len(set(before)) == min(workers, len(usable)), (
+        "no two share one, unless they did"
+    )
+    if shift:
+        assert all(one != other for one, other in zip(before, after, strict=True))
+
+
+INFORMATION = """\
+Model: \t\t NVIDIA H200
+IRQ:   \t\t 41
+GPU UUID: \t {uuid}
+Bus Location: \t {bus}
+Device Minor: \t {minor}
+GPU Excluded:\t No
+"""
+
+
+def test_the_kernels_files_are_read_and_the_driver_is_asked_only_for_what_they_leave_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dev, proc, programs = tmp_path / "dev", tmp_path / "gpus", tmp_path / "bin"
+    unknown = "GPU-????????-????-????-????-????????????"
+    for minor, uuid in ((4, A), (5, unknown), (6, C)):
+        place = proc / f"0000:{minor}B:00.0"
+        place.mkdir(parents=True)
+        (place / "information").write_text(INFORMATION.format(uuid=uuid, bus=place.name, minor=minor))
+    dev.mkdir()
+    programs.mkdir()
+    for name in ("nvidia4", "nvidia5", "nvidiactl", "nvidia-uvm"):
+        (dev / name).touch()
+    smi = programs / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '00000000:5B:00.0, {B}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    found = read_cards(dev, proc)
+    assert [(one.minor, one.bus, one.uuid, one.model) for one in found] == [
+        (4, "0000:4b:00.0", A, "NVIDIA H200"),
+        (5, "0000:5b:00.0", B, "NVIDIA H200"),
+    ], "what is not in /dev is not there"
+    assert read_cards(tmp_path / "none", proc) == ()
+
+
+def test_a_worker_has_the_name_that_the_launcher_gives_its_device() -> None:
+    info = LaunchInfo(
+        run_dir="/r", run_id="i", launch="l", attempt=1, epoch=1, node="n", device="GPU-aaaaaaaa"
+    )
+    # As with --virtual-local-rank: by its environment alone it would be device 0 of 1.
+    worker = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "3"}
+    assert own_place("n", {**worker, **info.to_environment()}) == Place("n", "GPU-aaaaaaaa")
+    assert own_place("n", worker) == Place("n", "3")
+    assert own_place("n", {"CUDA_VISIBLE_DEVICES": "1,0", "LOCAL_RANK": "1"}) == Place("n", "0")
 
 
 # -- capacity ------------------------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoints whose guilt this attempt settles."""
     restarts_left: int | None = None
     """Restarts without progress that are left after this one; None if that is not known."""
+    device: str = ""
+    """What the launcher calls this worker's device; empty where a node has none to tell apart."""
     monitor: str = ""
     """Path of the socket on which the agent listens for signs of life; empty if it does not."""
 

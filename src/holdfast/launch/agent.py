@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from holdfast.cluster.node_name import node_name
 from holdfast.control.attempts import FailureRecord
-from holdfast.control.devices import visible_devices
+from holdfast.control.devices import devices_here, environment_of
 from holdfast.control.exclusions import exclude
 from holdfast.control.handover import PROGRESS, progress_file
 from holdfast.control.hosted_store import reachable_address
@@ -211,7 +211,7 @@ class HoldfastAgent(LocalElasticAgent):
         assert attempt is not None
         worker_env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         told, node = attempt.told, attempt.place.node
-        handover = context.handover(told, node)
+        handover = context.handover(told, node, local_rank)
         worker_env.update(handover.to_environment())
         told_in = progress_file(context.control.path, int(worker_env["RANK"]))
         with contextlib.suppress(OSError):  # then nothing can be told, which costs no more than that
@@ -220,7 +220,9 @@ class HoldfastAgent(LocalElasticAgent):
         if self._in_process is not None:
             worker_env.update(self._in_process.environment())
         if told.arrangement.nodes:
-            worker_env.update(told.arrangement.environment(node, visible_devices()))
+            virtual = bool(getattr(spec, "virtual_local_rank", False))
+            arranged = told.arrangement.devices_of(node)
+            worker_env.update(environment_of(arranged, devices_here(), local_rank, virtual=virtual))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = self._attempt

@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from holdfast.control.devices import VISIBLE
+from holdfast.control.devices import Device
 from holdfast.control.exclusions import Exclusion
 from holdfast.policy.rotation import NodeDevices, arrange, describe, device_of
 from holdfast.policy.rounds import Member
 
 
-def usable_devices(devices: Sequence[str], node: str, excluded: Sequence[Exclusion]) -> list[str]:
-    """Pure: those that are not excluded."""
-    out = {one.device for one in excluded if one.node == node}
-    return [device for device in devices if device not in out]
+def usable_devices(devices: Sequence[Device], node: str, excluded: Sequence[Exclusion]) -> list[str]:
+    """Pure: the names of those that are not excluded, under any name that they have or had."""
+    out = [one.device for one in excluded if one.node == node]
+    return [device.name for device in devices if not any(device.is_called(name) for name in out)]
 
 
-def why_unfit(devices: Sequence[str], node: str, workers: int, excluded: Sequence[Exclusion]) -> str:
+def why_unfit(devices: Sequence[Device], node: str, workers: int, excluded: Sequence[Exclusion]) -> str:
     """Pure: why a node may not take part; empty if it may."""
     whole = next((one for one in excluded if one.node == node and one.device is None), None)
     if whole is not None:
@@ -47,11 +47,6 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
 
     def devices_of(self, node: str) -> list[str]:
         return self.nodes[self.place_of(node)].devices
-
-    def environment(self, node: str, visible: Sequence[str]) -> dict[str, str]:
-        """What a worker's environment needs; nothing where the devices are in their plain order."""
-        devices = self.devices_of(node)
-        return {VISIBLE: ",".join(devices)} if devices != list(visible) else {}
 
     def devices_of_ranks(self, node: str, ranks: Mapping[int, int]) -> dict[int, str]:
         """Global rank → device, of a node's workers; `ranks`: global rank → local rank."""

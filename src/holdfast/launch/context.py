@@ -81,7 +81,7 @@ class LaunchContext:
         """Whole nodes that are kept out, for whoever chooses the nodes of the next start."""
         return sorted({one.node for one in self.exclusions() if one.device is None})
 
-    def handover(self, told: Announcement, node: str) -> LaunchInfo:
+    def handover(self, told: Announcement, node: str, local_rank: int) -> LaunchInfo:
         return LaunchInfo(
             run_dir=str(self.control.path),
             run_id=self.control.run_id,
@@ -96,5 +96,6 @@ class LaunchContext:
             rerun=told.rerun,
             trial=told.trial,
             restarts_left=told.restarts_left,
+            device=told.arrangement.devices_of_ranks(node, {0: local_rank}).get(0, ""),
             monitor=str(self.monitor.path),
         )

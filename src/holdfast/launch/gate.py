@@ -19,7 +19,7 @@ from holdfast.cluster.node_name import node_name
 from holdfast.config import Settings
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.device_errors import record_device_errors
-from holdfast.control.devices import visible_devices
+from holdfast.control.devices import devices_here, visible_devices
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import excluded
 from holdfast.exit_codes import ExitCode
@@ -151,8 +151,8 @@ class Gate:
         at, last = self._asked
         # What was asked for as evidence, after the workers' end, need not be asked again: it takes a while.
         gpus = last if last is not None and time.monotonic() - at < FRESH else ask_gpus()
-        self._asked, visible = (0.0, None), visible_devices()
-        names = names_of(gpus.devices, visible)
+        self._asked = (0.0, None)
+        names = names_of(gpus.devices, visible_devices())
         for gpu in gpus.devices:
             if gpu.bus:
                 known = self._device_at.get(gpu.bus, "")  # with one device less its name may not be clear
@@ -161,7 +161,7 @@ class Gate:
                 self._uncorrected[gpu.uuid or str(gpu.index)] = gpu.uncorrected
         # An excluded device is no reason to keep its node out; and what `/dev` shows may be closed to this
         # job, so that a count that differs is no proof that one is lost.
-        usable = usable_devices(visible, self.node, excluded(self._control))
+        usable = usable_devices(devices_here(), self.node, excluded(self._control))
         ours = [gpu for gpu in gpus.devices if names.get(gpu.index) in usable]
         return judge_gpus(msgspec.structs.replace(gpus, devices=ours), usable, insist=False)
 

@@ -35,7 +35,7 @@ from torch.distributed.run import config_from_args
 from holdfast.cluster.node_name import node_name
 from holdfast.cluster.slurm import current_job
 from holdfast.control.attempts import attempt_numbers
-from holdfast.control.devices import visible_devices
+from holdfast.control.devices import devices_here
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import VARIABLE
 from holdfast.control.history import LAUNCHER_ENDED
@@ -273,9 +273,9 @@ def _make_handler(
         join_timeout=float(parameters.get_as_int("join_timeout", 600) or 600),
         last_call=float(parameters.get_as_int("last_call_timeout", 30) or 0),
         node_timeout=launch.node_timeout,
-        devices=lambda: usable_devices(visible_devices(), name, context.exclusions()),
+        devices=lambda: usable_devices(devices_here(), name, context.exclusions()),
         unfit=lambda: (
-            why_unfit(visible_devices(), name, config.nproc_per_node, context.exclusions())
+            why_unfit(devices_here(), name, config.nproc_per_node, context.exclusions())
             or context.gate.why_unfit()
         ),
         say=say,

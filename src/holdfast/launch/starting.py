@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from holdfast.control.devices import devices_here, index_of
 from holdfast.launch.forked_worker import may_differ, processors_matter
 from holdfast.launch.orphan_guard import guarded
 from holdfast.launch.output import Logs
@@ -255,14 +256,15 @@ class Starter:
         """None: they have to start cold."""
         if self._parent is None:
             return None
-        requests = {}
+        requests, here = {}, devices_here() if numa_options is not None else []
         try:
             for rank, command in commands.items():
+                environment = {**os.environ, **envs[rank]}
                 requests[rank] = Request(
                     Script.of(command),
-                    {**os.environ, **envs[rank]},
+                    environment,
                     logs.streams(rank),
-                    processors=_processors(rank, numa_options),
+                    processors=_processors(index_of(environment, here, rank), numa_options),
                     note=str(self._note) if self._note is not None else "",
                 )
             forked = self._parent.fork(requests)
@@ -295,8 +297,8 @@ class _Handler(SubprocessHandler):
         return subprocess.Popen(args, env=env, stdout=out, stderr=err, start_new_session=True)
 
 
-def _processors(rank: int, numa_options: Any) -> list[int]:
-    """Those that torch would have `numactl` bind this worker to; none without such a wish."""
+def _processors(index: int, numa_options: Any) -> list[int]:
+    """Those near this device, to which torch would have `numactl` bind its worker; none if not asked for."""
     if numa_options is None:
         return []
     from torch.numa import binding
@@ -305,11 +307,11 @@ def _processors(rank: int, numa_options: Any) -> list[int]:
     if choose is None:
         raise ColdStart("this torch binds workers to NUMA nodes in a way of its own", lasting=True)
     try:
-        found = sorted(choose(gpu_index=rank, numa_options=numa_options))
+        found = sorted(choose(gpu_index=index, numa_options=numa_options))
     except Exception as error:  # whatever torch's own start makes of it, it is told there
-        raise ColdStart(f"the processors near the device of worker {rank} are not known: {error}") from error
+        raise ColdStart(f"the processors near device {index} are not known: {error}") from error
     if not found:
-        raise ColdStart(f"there are no processors near the device of worker {rank}")
+        raise ColdStart(f"there are no processors near device {index}")
     return found
 
 
@@ -317,6 +319,7 @@ def _start_cold(
     commands: Mapping[int, list[str]], envs: Mapping[int, dict[str, str]], logs: Logs, numa_options: Any
 ) -> Started:
     handlers: dict[int, SubprocessHandler] = {}
+    here = devices_here() if numa_options is not None else []
     try:
         for rank, command in commands.items():
             program, *arguments = guarded(command)
@@ -327,7 +330,8 @@ def _start_cold(
                 env=envs[rank],
                 stdout=None,
                 stderr=None,
-                local_rank_id=rank,
+                # Used for the choice of processors only; they are to be near the device that the rank has.
+                local_rank_id=index_of(envs[rank], here, rank),
                 numa_options=numa_options,
             )
     except BaseException:
