@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,3 +66,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run_dir(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "run"))
+
+
+@pytest.fixture
+def a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process runs a script, as far as anybody can tell; one of pytest-xdist runs none."""
+    script = tmp_path / "script" / "train.py"
+    script.parent.mkdir()
+    script.touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)

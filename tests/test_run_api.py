@@ -436,7 +436,7 @@ def test_the_per_rank_blob_is_a_plain_tensor_for_dcp(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_launches(a_script: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "MAX_FAILED_LAUNCHES", 2)
     monkeypatch.setattr(budgets, "MAX_LAUNCHES", 4)
 

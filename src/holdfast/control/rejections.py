@@ -54,7 +54,7 @@ def diagnosed(control: ControlDirectory, *, since: int, before: int) -> set[str]
 def record_settled(control: ControlDirectory, attempt: int, settled: Settled) -> None:
     """Keep a verdict on a step, durably; what is kept already is not added again."""
     path = control.attempt(attempt) / SETTLED
-    before = _settled_in(control, attempt)
+    before = settled_in(control, attempt)
     if settled in before:
         return
     record = SettledRecord(settled=[*before, settled][-MOST_SETTLED:])
@@ -68,13 +68,14 @@ def settled_steps(control: ControlDirectory) -> list[Settled]:
     """All that was settled about steps, in the order in which it was; of very many the latest."""
     found: list[Settled] = []
     for number in reversed(attempt_numbers(control)):
-        found = [*_settled_in(control, number), *found]
+        found = [*settled_in(control, number), *found]
         if len(found) >= MOST_READ:
             break
     return found
 
 
-def _settled_in(control: ControlDirectory, attempt: int) -> list[Settled]:
+def settled_in(control: ControlDirectory, attempt: int) -> list[Settled]:
+    """What one attempt settled."""
     try:
         record = read_record(control.attempt(attempt) / SETTLED, SettledRecord)
     except ControlError as error:

@@ -127,6 +127,8 @@ class How(StrEnum):
     """It is not finite, and that is not put down to what was loaded: `validation.nan_policy` applies."""
     SHIFT = "shift"
     """From here on the level of the loss or the gradients is another one, whatever was loaded: no breach."""
+    FATAL = "fatal"
+    """It is not finite, whatever was loaded, and `validation.nan_policy` ends the run for it."""
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):

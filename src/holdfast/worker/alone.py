@@ -32,7 +32,7 @@ from holdfast.checkpoint.suspicion import situation_of, still_open, write_down, 
 from holdfast.cluster.node_name import node_name
 from holdfast.control.attempts import AttemptRecord, HeadRecord, attempt_numbers, read_attempt
 from holdfast.control.decisions import RECOVERY, decision_path
-from holdfast.control.devices import VISIBLE, visible_devices
+from holdfast.control.devices import VISIBLE, devices_here, environment_of
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.control.exclusions import excluded
 from holdfast.control.history import past_attempts, refused_launch, rung_of, was_kept
@@ -40,7 +40,7 @@ from holdfast.control.holder import started_at
 from holdfast.control.launches import digest_of
 from holdfast.control.lease import Fence
 from holdfast.control.operator import budget_reset
-from holdfast.control.rejections import rejection_of
+from holdfast.control.rejections import rejection_of, settled_in
 from holdfast.errors import BudgetSpentError, ControlError, HoldfastError, ValidationFailedError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import Warned
@@ -50,8 +50,9 @@ from holdfast.policy.budgets import PastAttempt, episode
 from holdfast.policy.capacity import Cluster, Exclusion, devices_of
 from holdfast.policy.classify import Cause, Diagnosis, of_rejection
 from holdfast.policy.recovery import Decision, recover
-from holdfast.policy.rejection import Rejection, Rerun, Trial
+from holdfast.policy.rejection import How, Rejection, Rerun, Trial
 from holdfast.policy.rotation import NodeDevices, arrange, describe
+from holdfast.policy.unsettled import REPRODUCIBLE
 from holdfast.settings import Settings
 
 log = logging.getLogger("holdfast")
@@ -144,7 +145,8 @@ def _torchrun(environ: Mapping[str, str]) -> str:
 
 def _turn(here: Here, settings: Settings) -> Here:
     """Take the devices as the last decision wants them, and without those that are excluded."""
-    visible = visible_devices()
+    seen = devices_here()
+    visible = [device.name for device in seen]
     if len(visible) < 2 or not here.workers:
         return here
     if scope.current() is not None:
@@ -167,11 +169,12 @@ def _turn(here: Here, settings: Settings) -> Here:
     except ControlError as error:
         log.warning("holdfast: the devices stay as they are: %s", error)
         return here
-    if devices != visible:
-        os.environ[VISIBLE] = ",".join(devices)
+    if changed := environment_of(devices, seen, 0, virtual=False):
+        before = os.environ.get(VISIBLE, "not set")
+        os.environ.update(changed)
         log.warning(
             "holdfast: %s was %s and is %s in this process, by what was decided after attempt %d",
-            VISIBLE, ",".join(visible), os.environ[VISIBLE], number,
+            VISIBLE, before, changed[VISIBLE], number,
         )  # fmt: skip
     return msgspec.structs.replace(here, shift=shift)
 
@@ -302,7 +305,10 @@ def _begin(
 ) -> Told:
     decided = decide(control, fence, journal, newest, settings, here) if newest else None
     if decided is not None and _is_the_end(decided) and not _forgiven(control, newest, here):
-        return Told(refused=_verdict(control, newest, decided), code=int(ExitCode.VALIDATION_FAILED))
+        return _refuse(control, newest, decided.reason, decided.verdict)
+    fatal = next((one for one in settled_in(control, newest) if one.how is How.FATAL), None)
+    if fatal is not None and not _forgiven(control, newest, here):
+        return _refuse(control, newest, f"step {fatal.step} is not finite: {fatal.why}", REPRODUCIBLE)
     if why := refused_launch(control, here.started_with, [launch]):
         return Told(refused=why, code=int(ExitCode.BUDGET_SPENT))
     history = past_attempts(control)
@@ -316,12 +322,16 @@ def _is_the_end(decision: Decision) -> bool:
     return decision.action is Action.STOP and decision.exit_code == ExitCode.VALIDATION_FAILED
 
 
-def _verdict(control: ControlDirectory, number: int, decided: Decision) -> str:
+def _refuse(control: ControlDirectory, number: int, reason: str, verdict: str) -> Told:
+    return Told(refused=_end(control, number, reason, verdict), code=int(ExitCode.VALIDATION_FAILED))
+
+
+def _end(control: ControlDirectory, number: int, reason: str, verdict: str) -> str:
     """The end, in words, and how to go on from it."""
-    verdict = f"verdict: {decided.verdict}. " if decided.verdict else ""
+    verdict = f"verdict: {verdict}. " if verdict else ""
     return (
-        f"validation has failed, and a start would end the same way: {decided.reason}. {verdict}Evidence: "
-        f"`holdfast journal {control.path}`, attempt {number}. Look at the data and the diagnostic save; a "
+        f"validation has failed, and a start would end the same way: {reason}. {verdict}Evidence: "
+        f"`holdfast journal {control.path}`, attempt {number}. Look at that step's data; a "
         "start is let in again when the script, a Python file beside it, its arguments or a setting has "
         f'changed, or after `holdfast control reset-budget {control.path} --reason "what was fixed"`'
     )
@@ -351,5 +361,5 @@ class Deciding:
         if decided is None:
             return "", ""
         if _is_the_end(decided):
-            return "", _verdict(control, self._given[3], decided)
+            return "", _end(control, self._given[3], decided.reason, decided.verdict)
         return f"the next start: {decided.reason}", ""

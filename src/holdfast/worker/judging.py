@@ -154,6 +154,8 @@ class Judging:
                 # One step after the other: so it may well be what was loaded, and nobody has looked yet.
                 self._ask(reports, step, "none: the step was not run again")
             self.tell(reports, step, "stop")
+            if settling is not None and settling.shown:
+                self._end(reports, step, f"{settling.why}; {outcome.why}")
             self.stop(step, reasons, outcome.why)
         self.tell(reports, step, "dropped")
         why = settling.why if settling is not None else ""
@@ -173,6 +175,13 @@ class Judging:
         world = self._group.world_size
         self._rejecting.settle(
             Settled(step=step, how=How.TOLERATED, window=window, world_size=world, shown=shown, why=why)
+        )
+
+    def _end(self, reports: Sequence[Report], step: int, why: str) -> None:
+        """Whoever starts the run again would come to the same end."""
+        world, window = self._group.world_size, reports[0].window
+        self._rejecting.settle(
+            Settled(step=step, how=How.FATAL, window=window, world_size=world, shown=True, why=why)
         )
 
     def accepted(self, reports: Sequence[Report], step: int, why: str) -> None:
