@@ -386,6 +386,11 @@ def test_without_an_error_file_the_last_lines_tell(
     assert bool(found.message) == bool(message)
     assert diagnose(Evidence(ends=[end_of(found)])).cause is cause
     assert (Path(found.stderr_file).read_text() if found.stderr_file else "") == written
+    added = [("data", "epoch 3")]
+    own = end_of_rank(tmp_path, code, last_lines=lambda _: f"Epoch 3\n{written}", causes=added)
+    if code in (1, -signal.SIGSEGV) and not own.errors:
+        assert own.message.lower() == "epoch 3", "what the configuration adds is looked for first"
+        assert diagnose(Evidence(ends=[end_of(own)], causes=added)).cause is Cause.DATA
     told = end_of_rank(tmp_path, code, {"message": "ValueError: x"}, last_lines=lambda _: written)
     assert told.message == "ValueError: x", "an error file comes first"
 

@@ -179,6 +179,19 @@ def test_one_that_begins_anew_is_shown_from_its_beginning(caught: Caught) -> Non
     assert caught.read() == b"after\n"
 
 
+@pytest.mark.drill
+def test_a_burst_is_handed_on_whole_to_one_who_reads_it(tmp_path: Path) -> None:
+    """Far more than a pipe holds, and faster than anybody looks for it."""
+    (tmp_path / "burst.py").write_text(
+        "import sys\nfor _ in range(400000):\n    print('x' * 99, file=sys.stderr)\n"
+    )
+    argv = holdfast("run", "--run-dir", "run", "--no-preload", "--nproc-per-node", "1", "burst.py")
+    done = subprocess.run(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert done.stderr.count("x" * 99 + "\n") == 400_000
+    assert "left out" not in done.stderr
+
+
 ENDS = str(REPO / "tests" / "scripts" / "launch_ends.py")
 
 

@@ -69,6 +69,7 @@ from holdfast.launch.vigil import Vigil
 from holdfast.launch.workers import Workers
 from holdfast.policy.inprocess import limits_of
 from holdfast.policy.rounds import Member
+from holdfast.settings import parse_failure_causes
 from holdfast.worker.stop_file import StopFile
 
 if TYPE_CHECKING:
@@ -460,6 +461,7 @@ class HoldfastAgent(LocalElasticAgent):
             last_lines=lambda rank: started.last_lines(local[rank]) if started is not None else "",
             seen=workers.seen,
             steps=self._context.monitor.last_steps(),
+            causes=parse_failure_causes(self._settings.launch.failure_causes),
         )
         ranks = self._in_process.ranks() if self._in_process is not None else {}
         return [msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank)) for one in found]

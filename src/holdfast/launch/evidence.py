@@ -7,10 +7,11 @@ shape costs its message, not the decision.
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -82,19 +83,23 @@ def code_of(path: Path) -> int:
     return code if 0 < code < 128 else 1
 
 
-def heard_in(last_lines: str, exit_code: int) -> tuple[list[Raised], str]:
+def heard_in(
+    last_lines: str, exit_code: int, added: Sequence[tuple[str, str]] = ()
+) -> tuple[list[Raised], str]:
     """What a rank without an error file said at its end: its exceptions, and in one line what it was about.
 
     An exception counts only if it ended the process, a line only if it is near the end. Of one that was
-    killed the last line says nothing.
+    killed the last line says nothing. `added`: causes and patterns of the configuration, looked for first.
     """
     if exit_code == 0 or -exit_code in _SAYS_NOTHING:
         return [], ""
     lines = [line.strip() for line in last_lines.splitlines() if line.strip()]
     if exit_code > 0 and (errors := told_by_traceback("\n".join(last_lines.splitlines()[-LAST_LINES:]))):
         return _clipped(errors), _on_one_line(in_words(errors[0]))
-    telling = next((line for line in reversed(lines[-LAST_LINES:]) if tells(line)), "")
-    return [], (telling or next(reversed(lines), ""))[:MESSAGE_LIMIT]
+    near = lines[: -LAST_LINES - 1 : -1]
+    own = (line for line in near if any(re.search(one, line, re.IGNORECASE) for _, one in added))
+    telling = next(own, "") or next(filter(tells, near), "") or next(iter(near), "")
+    return [], telling[:MESSAGE_LIMIT]
 
 
 def written_at(path: Path) -> float | None:
@@ -196,10 +201,12 @@ def gather(
     last_lines: Callable[[int], str] = lambda _: "",
     seen: Mapping[int, float] = MappingProxyType({}),
     steps: Mapping[int, int] = MappingProxyType({}),
+    causes: Sequence[tuple[str, str]] = (),
 ) -> list[FailureRecord]:
     """One record for each worker in `exit_codes` (by global rank) that ended by itself.
 
     By global rank too: `last_lines` of standard error, when each was `seen` to have ended, the last `steps`.
+    `causes`: what the configuration adds.
     """
     records = []
     for rank, code in sorted(exit_codes.items()):
@@ -207,7 +214,7 @@ def gather(
         message, errors = message_of(source), errors_of(source)
         written = last_lines(rank) if code else ""
         if not message:
-            errors, message = heard_in(written, code)
+            errors, message = heard_in(written, code, causes)
         if oom_kills > 0 and code == -signal.SIGKILL:
             message = KERNEL_OOM
         elif oom_kills > 0 and any(LOADER_KILLED in one.message for one in errors):

@@ -32,12 +32,12 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 LAST = 16 * 1024
 """Bytes of a rank's standard error that are kept: an abort writes its stack after what it has to say."""
-MOST_WAITING = 16 * 1024 * 1024
+MOST_WAITING = 64 * 1024 * 1024
 """Bytes of a rank that may wait for whoever reads our standard error."""
 PAUSE = 0.05
 """Seconds between two looks at what was written."""
 PARTING = 5.0
-"""Seconds at the end for whoever reads our standard error to take the rest."""
+"""Seconds at the end for whoever reads our standard error to take some more of what is left."""
 AT_ONCE = 4096
 """Bytes that a pipe takes without blocking if it takes any."""
 FREED = 1024 * 1024
@@ -132,8 +132,17 @@ class Logs:
 
     def _hand_on(self) -> None:
         while not self._closing.wait(PAUSE):
-            for caught in self._caught.values():
-                caught.hand_on()
+            while self._hand_on_all() and not self._closing.is_set():
+                self._await_reader()
+
+    def _hand_on_all(self) -> bool:
+        """Whether some is left of any of them."""
+        left = [caught.hand_on() for caught in self._caught.values()]
+        return any(left)
+
+    def _await_reader(self) -> None:
+        """Until whoever reads our standard error takes more, for a moment at most."""
+        next(caught for caught in self._caught.values() if caught.shown).await_reader(PAUSE)
 
     def _pause(self) -> None:
         self._closing.set()
@@ -151,10 +160,12 @@ class Logs:
         for file in [*self._files, *self._handed]:
             file.close()
         self._pause()
-        deadline = time.monotonic() + PARTING
-        for caught in self._caught.values():
-            while caught.hand_on() and time.monotonic() < deadline:
-                time.sleep(PAUSE)
+        before, deadline = -1, time.monotonic() + PARTING
+        while self._hand_on_all() and time.monotonic() < deadline:
+            done = sum(caught.done for caught in self._caught.values())
+            if done != before:
+                before, deadline = done, time.monotonic() + PARTING
+            self._await_reader()
         self._begin()
 
     def finish(self) -> None:
@@ -179,7 +190,9 @@ class _Caught:
         self.shown = sink is not None
         self._rank = local_rank
         self._sink = sink
-        self._done = self._freed = self._omitted = 0
+        self.done = 0
+        """Bytes that were handed on, or left out."""
+        self._freed = self._omitted = 0
         self._last = b""
 
     def hand_on(self) -> bool:
@@ -187,23 +200,26 @@ class _Caught:
         if self.fd < 0:
             return False
         size = os.fstat(self.fd).st_size
-        if size < self._done:
-            self._done = self._freed = 0  # somebody opened it anew, to begin with nothing
+        if size < self.done:
+            self.done = self._freed = 0  # somebody opened it anew, to begin with nothing
         if self._sink is None:
-            self._done = size
-        while self._done < size and _takes(self._sink):
+            self.done = size
+        while self.done < size and _takes(self._sink):
             self._tell_omitted()
-            data = os.pread(self.fd, min(AT_ONCE, size - self._done), self._done)
+            data = os.pread(self.fd, min(AT_ONCE, size - self.done), self.done)
             if not data:
                 break
             written = self._write(data)
-            self._done += written
+            self.done += written
             if not written:
                 break
-        if size - self._done > MOST_WAITING:
-            self._leave_out(size - self._done - MOST_WAITING // 2)
+        if size - self.done > MOST_WAITING:
+            self._leave_out(size - self.done - MOST_WAITING // 2)
         self._free()
-        return self._done < size
+        return self.done < size
+
+    def await_reader(self, timeout: float) -> None:
+        _takes(self._sink, timeout)
 
     def _write(self, data: bytes) -> int:
         """How much of it is dealt with: all, if nobody will ever take it."""
@@ -215,7 +231,7 @@ class _Caught:
             return len(data)
 
     def _leave_out(self, count: int) -> None:
-        self._done += count
+        self.done += count
         self._omitted += count
 
     def _tell_omitted(self) -> None:
@@ -227,7 +243,7 @@ class _Caught:
 
     def _free(self) -> None:
         """Give back what was handed on, but for the last of it."""
-        end = (self._done - LAST) // FREED * FREED
+        end = (self.done - LAST) // FREED * FREED
         if end > self._freed:
             libc = ctypes.CDLL(None, use_errno=True)
             begin, length = ctypes.c_int64(self._freed), ctypes.c_int64(end - self._freed)
@@ -277,10 +293,10 @@ def _same_place(one: int, other: int) -> bool:
         return False
 
 
-def _takes(sink: int | None) -> bool:
-    """Whether some bytes may be written now without waiting; also if writing would fail at once."""
+def _takes(sink: int | None, timeout: float = 0.0) -> bool:
+    """Whether some bytes may be written without waiting, within so long; also if that would fail at once."""
     if sink is None:
         return False
     poll = select.poll()
     poll.register(sink, select.POLLOUT)
-    return bool(poll.poll(0))
+    return bool(poll.poll(1000 * timeout))
