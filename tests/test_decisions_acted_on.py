@@ -12,10 +12,10 @@ import pytest
 from acting import ACTS, Place, clean_place, stays
 from harness import REPO, holdfast, job, wait_until
 from holdfast.checkpoint.ladder import AVOIDED
+from holdfast.checkpoint.suspicion import rung_name
 from holdfast.control.attempts import HeadRecord, latest_head
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
-from holdfast.launch import incident
 from holdfast.policy.budgets import MOST_IDENTICAL, RERUNS
 from nodes import Cluster, cluster
 
@@ -245,4 +245,4 @@ def test_an_error_that_repeats_after_a_resume_is_met_one_rung_lower(place: Place
 )
 def test_what_an_attempt_came_from_has_its_name_on_the_ladder(head: HeadRecord | None, name: str) -> None:
     """By another name nothing below it is found, and what is to be avoided is not."""
-    assert incident._rung(head) == name
+    assert rung_name(head) == name
