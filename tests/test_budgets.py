@@ -108,6 +108,18 @@ def test_an_attempt_that_finished_refunds_everything() -> None:
     assert [attempt.number for attempt in episode(again)] == [5, 6]
 
 
+def test_a_run_that_was_sent_back_is_measured_by_what_it_reached_since() -> None:
+    """Going back to step 11 of 1000 must not make all the way up again count for nothing."""
+    before = [past(1, step=1000, saved=1000), past(2, step=1000)]
+    ways = [past(n, f"l{n}", step=1000, saved=10 * n, started_with="x") for n in range(3, 60)]
+    back = [*before, past(3, "l3", step=1000, saved=30, sent=True, started_with="x"), *ways[1:]]
+    assert launch_refused(back, "x") == ""
+    assert restarts_without_progress(back) == 0
+    assert launch_refused([*before, *ways], "x"), "nobody has sent it: a lower rung's replay earns nothing"
+    stuck = [*back, *launches(MAX_FAILED_LAUNCHES, first=60, step=1000, saved=590)]
+    assert launch_refused(stuck, "x"), "it does not get on from there either"
+
+
 def launches(count: int, outcome: str = "failed", **more: object) -> list[PastAttempt]:
     first = int(str(more.pop("first", 1)))
     told = {"started_with": "x", **more}

@@ -24,6 +24,7 @@ from holdfast.checkpoint.verify import verify
 from holdfast.control import operator
 from holdfast.control.attempts import HeadRecord, attempt_numbers, ends_of, read_attempt
 from holdfast.control.directory import read_record
+from holdfast.control.exclusions import excluded
 from holdfast.control.rejections import SETTLED, record_settled, settled_steps
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.control.transients import transients_of
@@ -392,6 +393,19 @@ def test_a_plain_start_moves_to_another_device_where_it_sees_more_than_one(tmp_p
     assert [one.rotation for one in placed] == [0, 1]
     assert [one.placement.partition("[")[2] for one in placed] == ["0]", "1]"]
     assert "device" in [one.verdict for one in place.events(Verdict)]
+
+
+def test_plain_ranks_find_a_bad_device_by_moving_and_then_do_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    place = Place(tmp_path)
+    training = Training("ddp", settings=injected("persistent_error", checkpoint_interval=0))
+    ended = [codes(place.train(training, 2, devices="0,1,2")) for _ in range(3)]
+    assert ended == [{16}, {16}, {0}]
+    assert [one.device for one in excluded(place.control)] == ["1"]
+    placed = [read_attempt(place.control, number).placement.partition("[")[2] for number in (1, 2, 3)]
+    assert placed == ["0,1]", "1,2]", "2,0]"]
 
 
 def test_devices_that_were_asked_for_before_the_run_was_made_stay_and_that_is_said(

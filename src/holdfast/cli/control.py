@@ -67,7 +67,8 @@ def unpause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False)
 
 @app.command(name="reset-budget")
 def reset_budget(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
-    """Count restarts from 0 again: those up to now no longer stand against launch.max_restarts.
+    """Count from 0 again: restarts up to now no longer stand against launch.max_restarts, nor launches and
+    verdicts against the next launch.
 
     Exits with 0 if it was recorded.
     """

@@ -15,8 +15,9 @@ import msgspec
 from holdfast.control.attempts import AttemptRecord, EndRecord, HeadRecord, ends_of, failures_of
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, create_record, read_record
-from holdfast.control.lineage import saved_by
-from holdfast.control.operator import budget_reset
+from holdfast.control.launches import origin_attempts
+from holdfast.control.lineage import Saved, saved_by
+from holdfast.control.operator import budget_reset, pin_attempts
 from holdfast.control.rejections import rejection_of
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.exit_codes import ExitCode
@@ -57,20 +58,37 @@ def was_kept(control: ControlDirectory, number: int) -> bool:
 def past_attempts(control: ControlDirectory, *, before: int | None = None) -> list[PastAttempt]:
     """The attempts with a lower number than `before`, or all of them, oldest first."""
     known = [(record, end) for record, end in ends_of(control) if before is None or record.number < before]
-    return [_past(control, record, end) for record, end in known]
+    sent = origin_attempts(control) | pin_attempts(control)
+    return [_past(control, record, end, sent) for record, end in known]
 
 
-def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | None) -> PastAttempt:
+def own_measure(control: ControlDirectory, failed: PastAttempt) -> PastAttempt:
+    """An attempt with what its progress is measured by: what it saved, and whether it was sent somewhere."""
+    sent = origin_attempts(control) | pin_attempts(control)
+    saved = _committed(control, saved_by(control, failed.number))
+    return msgspec.structs.replace(failed, saved=saved, sent=failed.number in sent)
+
+
+def _past(
+    control: ControlDirectory, record: AttemptRecord, end: EndRecord | None, sent: Collection[int]
+) -> PastAttempt:
+    saved = saved_by(control, record.number)
+    past = _as_known(control, record, end, saved)
+    own = {"saved": _committed(control, saved), "sent": record.number in sent}
+    return msgspec.structs.replace(past, started_with=record.started_with, **own)
+
+
+def _as_known(
+    control: ControlDirectory, record: AttemptRecord, end: EndRecord | None, saved: list[Saved]
+) -> PastAttempt:
     known = read_record(control.attempt(record.number) / INCIDENT, PastAttempt)
     if known is not None:
-        return msgspec.structs.replace(known, started_with=record.started_with)
-    saved = saved_by(control, record.number)
+        return known
     last_step = max((step for step, _, _ in saved), default=None)
     if end is None:
         lost = PastAttempt(
             number=record.number,
             launch=record.launch,
-            started_with=record.started_with,
             outcome="lost",
             highest_step=_committed(control, saved),
             last_step=last_step,
@@ -89,7 +107,6 @@ def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | Non
     return PastAttempt(
         number=record.number,
         launch=record.launch,
-        started_with=record.started_with,
         outcome=end.outcome,
         cause=end.cause,
         exit_code=code,
@@ -107,7 +124,7 @@ def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | Non
     )
 
 
-def _committed(control: ControlDirectory, saved: list[tuple[int, str, bool]]) -> int:
+def _committed(control: ControlDirectory, saved: list[Saved]) -> int:
     """The highest step that is known to have been committed and is not under suspicion; 0 if none is."""
     book = StandingBook(control)
     refused = (Standing.SUSPECT, Standing.CONDEMNED)

@@ -192,6 +192,12 @@ def record_origin(control: ControlDirectory, fence: Fence, origin: Origin) -> No
         append(control.path / ORIGIN, _word(origin.value), record)
 
 
+def origin_attempts(control: ControlDirectory) -> set[int]:
+    """The attempts that began where they were told to."""
+    told = [contents(one, Origin) for one in entries(control.path / ORIGIN)]
+    return {one.attempt for one in told if one is not None and one.value != "auto"}
+
+
 def last_fresh(control: ControlDirectory) -> int:
     """The last attempt that began anew because it was told to; 0 if none was."""
     word = _word("fresh")

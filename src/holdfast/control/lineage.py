@@ -95,9 +95,12 @@ def commits_of(control: ControlDirectory, attempt: int) -> list[CommitRecord]:
     return sorted(once.values(), key=lambda record: (record.step, record.id))
 
 
-def saved_by(control: ControlDirectory, attempt: int) -> list[tuple[int, str, bool]]:
-    """Step, id and whether its rename is known, of what an attempt saved, by the names of its records alone;
-    lowest step first."""
+Saved = tuple[int, str, bool]
+"""A checkpoint that an attempt saved: its step, its id, and whether its rename is known to have happened."""
+
+
+def saved_by(control: ControlDirectory, attempt: int) -> list[Saved]:
+    """What an attempt saved, by the names of its records alone, lowest step first."""
     names = list_names(_folder(control, attempt))
     found = [name.removesuffix(".json").partition("-") for name in names if name.endswith(".json")]
     known = {(int(step), id) for step, _, id in found if step.isdigit()}

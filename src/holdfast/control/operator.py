@@ -126,6 +126,13 @@ def pinned(control: ControlDirectory) -> Pin | None:
     return None
 
 
+def pin_attempts(control: ControlDirectory) -> set[int]:
+    """The attempts that resumed from a checkpoint that was pinned for them."""
+    there = entries(_folder(control, "pin"))
+    used = [contents(entry, Request) for entry in there if entry.word.startswith(f"{USED}-")]
+    return {request.attempt for request in used if request is not None}
+
+
 def stop_asked(control: ControlDirectory, launches: Collection[str]) -> Request | None:
     """Why one of these launches is to stop; None if nobody asked. An earlier launch's is no other's."""
     wanted = {f"{ASKED}-{launch}" for launch in launches}

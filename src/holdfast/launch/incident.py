@@ -31,7 +31,7 @@ from holdfast.control.attempts import (
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.device_errors import device_errors_of
 from holdfast.control.directory import ControlDirectory, create_record, read_record
-from holdfast.control.history import past_attempts, rung_of
+from holdfast.control.history import own_measure, past_attempts, rung_of
 from holdfast.control.lease import Claim, Fence
 from holdfast.control.rejections import rejection_of
 from holdfast.errors import ControlError
@@ -267,7 +267,7 @@ def _judge(
         told = [*known.facts, notice.detail if notice is not None else ""]
         found = msgspec.structs.replace(found, message=told[0])
     now = time.time()
-    return PastAttempt(
+    failed = PastAttempt(
         number=record.number,
         launch=record.launch,
         outcome="failed",
@@ -284,6 +284,7 @@ def _judge(
         rejection=rejection if found.exit_code == ExitCode.RERUN_WANTED else None,
         **msgspec.structs.asdict(found),
     )
+    return own_measure(control, failed)
 
 
 def _situation(

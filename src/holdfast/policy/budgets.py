@@ -1,7 +1,8 @@
 """How many restarts a run may still make, and how many launches.
 
 Guarantee: restarts are counted over the run's whole durable history, across launches, and refunded only
-when the highest-ever committed step rises, when an attempt finishes, or when an operator resets them. So
+when the highest-ever committed step rises, when an attempt finishes, or when an operator resets them; a run
+that somebody has sent elsewhere (`checkpoint.resume_from`, a pin) is measured by what it reached since. So
 neither a quick rejoin nor a new launch buys restarts, and a run that makes progress is never stopped for the
 number of faults it survived.
 
@@ -129,6 +130,10 @@ class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Of the root cause."""
     highest_step: int = 0
     """Highest step committed by anyone when it ended; 0 if that is not known."""
+    saved: int = 0
+    """Highest step that it committed itself; 0 if none, or not known."""
+    sent: bool = False
+    """Whether somebody told it where to begin: what the run had reached before is no measure for it."""
     section: str = ""
     """In which a rank hung."""
     culprit_node: str = ""
@@ -191,11 +196,10 @@ def since_progress(
     Those up to number `forgiven` do not count: an operator reset the budget after them.
     """
     found: list[tuple[PastAttempt | None, PastAttempt]] = []
-    best = 0
+    moved = _moved(history)
     for before, attempt in _pairs(history):
         found.append((before, attempt))
-        if attempt.highest_step > best or attempt.outcome == "finished":
-            best = max(best, attempt.highest_step)
+        if attempt.number in moved or attempt.outcome == "finished":
             found.clear()
     return [(before, attempt) for before, attempt in found if attempt.number > forgiven]
 
@@ -206,14 +210,28 @@ def episode(history: Sequence[PastAttempt], forgiven: int = 0) -> list[PastAttem
     These are the ones after the last progress and the one that made it: it, too, failed at that step; but
     not one that finished.
     """
-    ordered = [attempt for _, attempt in _pairs(history)]
-    best, start = 0, 0
+    ordered, moved = [attempt for _, attempt in _pairs(history)], _moved(history)
+    start = 0
     for index, attempt in enumerate(ordered):
-        if attempt.highest_step > best:
-            best, start = attempt.highest_step, index
+        if attempt.number in moved:
+            start = index
         if attempt.outcome == "finished":
             start = index + 1
     return [attempt for attempt in ordered[start:] if attempt.number > forgiven]
+
+
+def _moved(history: Sequence[PastAttempt]) -> set[int]:
+    """The attempts that made progress: got further than any before them, or, once somebody has sent the run
+    elsewhere, further than any since. Going back by a decision of recovery's own is no such thing."""
+    found: set[int] = set()
+    best, reached, sent = 0, 0, False
+    for _, attempt in _pairs(history):
+        if attempt.sent:
+            reached, sent = 0, True
+        if attempt.highest_step > best or (sent and attempt.saved > reached):
+            found.add(attempt.number)
+        best, reached = max(best, attempt.highest_step), max(reached, attempt.saved)
+    return found
 
 
 def _pairs(history: Sequence[PastAttempt]) -> Iterator[tuple[PastAttempt | None, PastAttempt]]:
@@ -279,17 +297,14 @@ def launches_without_progress(
     it, and so does what an operator has forgiven. Without knowing what is started there is no row.
     """
     launches: dict[str, list[PastAttempt]] = {}
-    moved: set[str] = set()
-    best = 0
+    moved = _moved(history)
     for _, attempt in _pairs(history):
         launches.setdefault(attempt.launch, []).append(attempt)
-        if attempt.highest_step > best or attempt.outcome == "finished":
-            best = max(best, attempt.highest_step)
-            moved.add(attempt.launch)
     row: list[list[PastAttempt]] = []
-    for launch, attempts in reversed(launches.items()):
+    for attempts in reversed(launches.values()):
         same = bool(started_with) and attempts[0].started_with == started_with
-        if launch in moved or not same or attempts[-1].number <= forgiven:
+        got_on = any(one.number in moved or one.outcome == "finished" for one in attempts)
+        if got_on or not same or attempts[-1].number <= forgiven:
             break
         row.append(attempts)
     return row[::-1]

@@ -35,7 +35,7 @@ from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.devices import VISIBLE, devices_here, environment_of
 from holdfast.control.directory import ControlDirectory, create_record, read_record
 from holdfast.control.exclusions import excluded
-from holdfast.control.history import past_attempts, refused_launch, rung_of, was_kept
+from holdfast.control.history import own_measure, past_attempts, refused_launch, rung_of, was_kept
 from holdfast.control.holder import started_at
 from holdfast.control.launches import digest_of
 from holdfast.control.lease import Fence
@@ -262,7 +262,7 @@ def _failed(
     steps = max(0, rejection.step - 1 - head.step) if head is not None else None
     found = of_rejection(Diagnosis(cause=Cause.UNKNOWN, rung=rung_of(head), steps=steps), rejection)
     now = time.time()
-    return PastAttempt(
+    failed = PastAttempt(
         number=record.number,
         launch=record.launch,
         outcome="failed",
@@ -277,6 +277,7 @@ def _failed(
         rejection=rejection,
         **msgspec.structs.asdict(found),
     )
+    return own_measure(control, failed)
 
 
 def begin(control: ControlDirectory, fence: Fence, settings: Settings, here: Here, launch: str) -> Told:
