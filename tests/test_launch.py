@@ -144,12 +144,18 @@ def test_the_budget_is_durable_and_refunded_by_progress_only(tmp_path: Path) -> 
 def test_a_repeated_job_error_stops_the_run(tmp_path: Path) -> None:
     """Scenario 13."""
     args = ("--log", "log", "--fail", "raise,raise,raise", "--rank", "1")
-    flags = ("--nproc-per-node", "2", "--max-restarts", "50")
-    result = finish(launch(*flags, script=GLOO, args=args), cwd=tmp_path, timeout=120)
+    result = finish(launch("--nproc-per-node", "2", script=GLOO, args=args), cwd=tmp_path, timeout=120)
     assert result.code == ExitCode.FAILED, result.text
     assert {line[0] for line in lines(tmp_path / "log")} == {1, 2}
     for told in ("error file: ", "the same error repeated", "next: "):
         assert told in result.err
+
+
+def test_a_script_without_a_run_is_restarted_as_often_as_max_restarts_says(tmp_path: Path) -> None:
+    """It may have made progress that nobody here knows of."""
+    result = finish(launch("--max-restarts", "2", args=("error:ValueError: bad", "log")), cwd=tmp_path)
+    assert result.code == ExitCode.FAILED, result.text
+    assert len(lines(tmp_path / "log")) == 3, "the first attempt and two restarts"
 
 
 @pytest.mark.drill

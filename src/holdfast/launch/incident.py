@@ -65,6 +65,8 @@ class Circumstances:
     """What else was seen, in words."""
     stopping: str = ""
     """The request to stop the run that came before the failure, in words."""
+    restarts_chosen: bool = False
+    """Whether somebody gave launch.max_restarts."""
     can_requeue: Callable[[], bool] = lambda: False
     """Whether a scheduler would start the job again; it may have to be asked."""
 
@@ -260,6 +262,7 @@ def _situation(
     return Situation(
         attempt=failed,
         max_restarts=settings.launch.max_restarts,
+        restarts_chosen=known.restarts_chosen,
         facts=facts,
         cluster=known.cluster,
         lower_rungs=sum(step < rungs[failed.rung] for step in rungs.values()) if failed.rung in rungs else 0,

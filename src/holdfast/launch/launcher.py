@@ -102,6 +102,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             settings=options.settings,
             config=options.config,
             command_line=options.command_line,
+            restarts_chosen=options.effective.sources["launch.max_restarts"] != "default",
             launch=uuid.uuid4().hex[:12],
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
