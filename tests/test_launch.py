@@ -205,6 +205,38 @@ def test_a_second_launcher_is_refused_and_a_dead_ones_run_is_taken_over(tmp_path
     assert [end and end.outcome for end in ends(tmp_path)] == [None, "finished"]
 
 
+def test_the_default_run_directory_is_one_scripts_only(tmp_path: Path) -> None:
+    """Another script would go on with what the first one left there, and be restarted on its account."""
+    other = tmp_path / "other.py"
+    other.write_text("raise SystemExit('started')\n")
+    command = holdfast("run", "--standalone", "--no-preload", STEP, "ok", "log")
+    assert finish(command, cwd=tmp_path).code == 0
+    refused = finish(holdfast("run", "--standalone", "--no-preload", "other.py"), cwd=tmp_path)
+    assert refused.code == ExitCode.USAGE, refused.text
+    for told in (STEP, "those of other.py", "--run-dir holdfast-run-other", "started"):
+        assert (told in refused.err) == (told != "started"), refused.text
+    assert len([*(tmp_path / "holdfast-run" / "attempts").iterdir()]) == 1
+    assert finish(command, cwd=tmp_path).code == 0, "the same script goes on there"
+
+
+@pytest.mark.parametrize(
+    ("argv", "found"),
+    [
+        (["train.py", "-m"], "train.py"),
+        (["/here/b/train.py"], "b/train.py"),
+        (["--nproc-per-node"], ""),
+        (["--nproc-per-node", "2", "--standalone", "../a/train.py"], "/a/train.py"),
+        (["-m", "pkg.train", "x"], "-m pkg.train"),
+        (["--no-python", "train"], "program train"),
+        (["--standalone"], ""),
+    ],
+)
+def test_what_a_command_line_runs(argv: list[str], found: str) -> None:
+    from holdfast.launch.options import script_of
+
+    assert script_of(argv, "/here") == found
+
+
 @pytest.mark.drill
 def test_sigterm_stops_everything_cleanly_within_the_grace(tmp_path: Path) -> None:
     """Case pytorch#119856: the grace is the configured one, also for workers that ignore SIGTERM."""

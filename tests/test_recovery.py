@@ -51,7 +51,7 @@ def decide(*attempts: PastAttempt, max_restarts: int = 100, **more: object) -> D
 
 def again(attempt: PastAttempt, **more: object) -> PastAttempt:
     """The next attempt, which ended the same way unless told otherwise."""
-    return msgspec.structs.replace(attempt, number=attempt.number + 1, **more)
+    return msgspec.structs.replace(attempt, **{"number": attempt.number + 1, **more})
 
 
 def stopped(decision: Decision) -> int:
@@ -126,6 +126,8 @@ def test_a_script_without_a_run_is_restarted_as_often_as_somebody_said() -> None
         assert (decision.action, decision.restarts_left) == (Action.RESTART, left)
         attempts.append(again(attempts[-1]))
     assert stopped(decide(*attempts, max_restarts=5, restarts_chosen=True)) == ExitCode.FAILED
+    anew = decide(*attempts, again(first, number=7, launch="another"), max_restarts=5, restarts_chosen=True)
+    assert (anew.action, anew.restarts_left) == (Action.RESTART, 4), "each launch has as many"
     for otherwise in (
         {"began": True, "alike": False, "number": 2},  # a Run tells of progress, or of none
         {"message": "ModuleNotFoundError: No module named 'x'"},

@@ -6,8 +6,9 @@ Every `holdfast run` leaves a record, one file a node, replaced in one step by t
 launches/<node>.json
 ```
 Guarantee: a launch is never held up or ended by this; what cannot be written is a warning. The record tells
-people and `holdfast recover` what to run; nothing is decided on it. Of the environment only names are kept,
-because values may be secrets; a command line is kept as it was given, as every process listing shows it.
+people and `holdfast recover` what to run, and the launcher whose run the default run directory holds. Of the
+environment only names are kept, because values may be secrets; a command line is kept as it was given, as
+every process listing shows it.
 """
 
 from __future__ import annotations

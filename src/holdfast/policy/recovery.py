@@ -7,8 +7,8 @@ something varies that has not been tried against it, or the run stops. What is e
 Every decision says what it rests on. Nobody else decides.
 
 The errors of a script without a Run are the exception: nobody sees its progress, so nobody can say that it
-repeats itself. If somebody chose launch.max_restarts, that number holds for them, as under torchrun, and is
-their only bound.
+repeats itself. If somebody chose launch.max_restarts, that number holds for them in each launch, as under
+torchrun, and is their only bound.
 """
 
 from __future__ import annotations
@@ -151,6 +151,9 @@ class _Case:
         self._all = [*past, failed]
         self._forgiven = situation.budget_reset
         self._left = restarts_left(self._all, situation.max_restarts, self._forgiven)
+        here = [attempt for attempt in self._all if attempt.launch == self._failed.launch]
+        self._left_here = restarts_left(here, situation.max_restarts, self._forgiven)
+        """In this launch, as torchrun would count."""
         self._episode = episode(self._all, self._forgiven)
         self._tried = Tried(self._episode, failed)
         self._cluster = cluster = situation.cluster or Cluster()
@@ -183,6 +186,7 @@ class _Case:
                 "as often as launch.max_restarts says, because the script has no Run that shows its progress"
             )
             self._evidence.append(f"not decisive without a Run: {decision.reason}")
+            self._left = self._left_here
             decision = self._too_few_nodes() or self._go(Action.RESTART, why, self._fit)
         if self._failed.rejection is None and decision.action is not Action.STOP:
             told = {"rerun": self._now.rerun, "trial": self._now.trial}
@@ -200,7 +204,7 @@ class _Case:
 
     def _counts_only(self, code: int) -> bool:
         """Whether nothing but the number of restarts that somebody chose may stop the run with this code."""
-        if not self._now.restarts_chosen or self._left == 0 or self._cause is not Cause.JOB:
+        if not self._now.restarts_chosen or self._left_here == 0 or self._cause is not Cause.JOB:
             return False
         if any(attempt.began for attempt in self._all) or highest_step(self._all) > 0:
             return False
