@@ -244,12 +244,18 @@ def test_the_budget_is_durable_and_refunded_by_progress_only(tmp_path: Path) -> 
 def test_a_repeated_job_error_stops_the_run(tmp_path: Path) -> None:
     """Scenario 13."""
     args = ("--log", "log", "--fail", "raise,raise,raise", "--rank", "1")
-    flags = ("--nproc-per-node", "2", "--max-restarts", "50")
-    result = finish(launch(*flags, script=GLOO, args=args), cwd=tmp_path, timeout=120)
+    result = finish(launch("--nproc-per-node", "2", script=GLOO, args=args), cwd=tmp_path, timeout=120)
     assert result.code == ExitCode.FAILED, result.text
     assert {line[0] for line in lines(tmp_path / "log")} == {1, 2}
     for told in ("error file: ", "the same error repeated", "next: "):
         assert told in result.err
+
+
+def test_a_script_without_a_run_is_restarted_as_often_as_max_restarts_says(tmp_path: Path) -> None:
+    """It may have made progress that nobody here knows of."""
+    result = finish(launch("--max-restarts", "2", args=("error:ValueError: bad", "log")), cwd=tmp_path)
+    assert result.code == ExitCode.FAILED, result.text
+    assert len(lines(tmp_path / "log")) == 3, "the first attempt and two restarts"
 
 
 @pytest.mark.drill
@@ -480,6 +486,38 @@ def test_a_second_launcher_is_refused_and_a_dead_ones_run_is_taken_over(tmp_path
     claimed = journalled(tmp_path, events.LeaseClaimed)[-1]
     assert "is dead" in claimed.evidence
     assert [end and end.outcome for end in ends(tmp_path)] == [None, "finished"]
+
+
+def test_the_default_run_directory_is_one_scripts_only(tmp_path: Path) -> None:
+    """Another script would go on with what the first one left there, and be restarted on its account."""
+    other = tmp_path / "other.py"
+    other.write_text("raise SystemExit('started')\n")
+    command = holdfast("run", "--standalone", "--no-preload", STEP, "ok", "log")
+    assert finish(command, cwd=tmp_path).code == 0
+    refused = finish(holdfast("run", "--standalone", "--no-preload", "other.py"), cwd=tmp_path)
+    assert refused.code == ExitCode.USAGE, refused.text
+    for told in (STEP, "those of other.py", "--run-dir holdfast-run-other", "started"):
+        assert (told in refused.err) == (told != "started"), refused.text
+    assert len([*(tmp_path / "holdfast-run" / "attempts").iterdir()]) == 1
+    assert finish(command, cwd=tmp_path).code == 0, "the same script goes on there"
+
+
+@pytest.mark.parametrize(
+    ("argv", "found"),
+    [
+        (["train.py", "-m"], "train.py"),
+        (["/here/b/train.py"], "b/train.py"),
+        (["--nproc-per-node"], ""),
+        (["--nproc-per-node", "2", "--standalone", "../a/train.py"], "/a/train.py"),
+        (["-m", "pkg.train", "x"], "-m pkg.train"),
+        (["--no-python", "train"], "program train"),
+        (["--standalone"], ""),
+    ],
+)
+def test_what_a_command_line_runs(argv: list[str], found: str) -> None:
+    from holdfast.launch.options import script_of
+
+    assert script_of(argv, "/here") == found
 
 
 @pytest.mark.drill

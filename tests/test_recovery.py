@@ -51,7 +51,7 @@ def decide(*attempts: PastAttempt, max_restarts: int = 100, **more: object) -> D
 
 def again(attempt: PastAttempt, **more: object) -> PastAttempt:
     """The next attempt, which ended the same way unless told otherwise."""
-    return msgspec.structs.replace(attempt, number=attempt.number + 1, **more)
+    return msgspec.structs.replace(attempt, **{"number": attempt.number + 1, **more})
 
 
 def stopped(decision: Decision) -> int:
@@ -114,6 +114,32 @@ def test_a_script_that_fails_at_import_is_not_started_again() -> None:
         {"highest_step": 1},
     ):
         assert decide(msgspec.structs.replace(early, **otherwise)).action is Action.RESTART, otherwise
+
+
+def test_a_script_without_a_run_is_restarted_as_often_as_somebody_said() -> None:
+    """As under torchrun: its progress is not known, so that nothing can be said to repeat itself."""
+    first = failed(cause=Cause.JOB, message="ValueError: x", alike=True, began=False, seconds=2.0)
+    assert stopped(decide(first, max_restarts=5)) == ExitCode.FAILED, "the default is no promise"
+    attempts = [first]
+    for left in (4, 3, 2, 1, 0):
+        decision = decide(*attempts, max_restarts=5, restarts_chosen=True)
+        assert (decision.action, decision.restarts_left) == (Action.RESTART, left)
+        attempts.append(again(attempts[-1]))
+    assert stopped(decide(*attempts, max_restarts=5, restarts_chosen=True)) == ExitCode.FAILED
+    anew = decide(*attempts, again(first, number=7, launch="another"), max_restarts=5, restarts_chosen=True)
+    assert (anew.action, anew.restarts_left) == (Action.RESTART, 4), "each launch has as many"
+    for otherwise in (
+        {"began": True, "alike": False, "number": 2},  # a Run tells of progress, or of none
+        {"message": "ModuleNotFoundError: No module named 'x'"},
+        {"message": "", "exit_code": ExitCode.USAGE},
+        {"exit_code": ExitCode.VALIDATION_FAILED},
+    ):
+        hopeless = msgspec.structs.replace(first, **otherwise)
+        earlier = [msgspec.structs.replace(hopeless, number=1)] if hopeless.began else []
+        assert stopped(decide(*earlier, hopeless, max_restarts=5, restarts_chosen=True)), otherwise
+    for cause in (one for one in Cause if one is not Cause.JOB):
+        same = [failed(number, cause=cause, nodes=["a"], began=False) for number in range(1, 60)]
+        assert decide(*same, max_restarts=99, restarts_chosen=True).action is not Action.RESTART, cause
 
 
 # -- a cycle is not repeated for ever --------------------------------------------------------------------

@@ -7,8 +7,9 @@ launches/<node>.json
 origin/000001-<digest>.json   where the run was told to begin, each time it was told something else
 ```
 Guarantee: a launch is never held up or ended by its record; what cannot be written is a warning. It tells
-people and `holdfast recover` what to run; nothing is decided on it. Of the environment only names are kept,
-because values may be secrets; a command line is kept as it was given, as every process listing shows it.
+people and `holdfast recover` what to run, and the launcher whose run the default run directory holds. Of the
+environment only names are kept, because values may be secrets; a command line is kept as it was given, as
+every process listing shows it.
 
 The origin is decided on: `checkpoint.resume_from` is followed once, and again only when it has changed or
 somebody insists. A record of it that nobody can read still counts, by its name.

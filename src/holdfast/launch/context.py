@@ -31,6 +31,8 @@ class LaunchContext:
     settings: Settings
     config: str
     command_line: dict[str, str]
+    restarts_chosen: bool
+    """Whether somebody gave launch.max_restarts, which is a default otherwise."""
     launch: str
     """This agent's proposal, then what all agents of the launch agreed on."""
     min_nodes: int

@@ -69,6 +69,8 @@ class Circumstances:
     """What else was seen, in words."""
     stopping: str = ""
     """The request to stop the run that came before the failure, in words."""
+    restarts_chosen: bool = False
+    """Whether somebody gave launch.max_restarts."""
     can_requeue: Callable[[], bool] = lambda: False
     """Whether a scheduler would start the job again; it may have to be asked."""
 
@@ -301,6 +303,7 @@ def _situation(
         history,
         settings,
         max_restarts=settings.launch.max_restarts,
+        restarts_chosen=known.restarts_chosen,
         facts=facts,
         cluster=known.cluster,
         stopping=known.stopping,

@@ -39,7 +39,7 @@ from holdfast.control.devices import devices_here
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import VARIABLE
 from holdfast.control.history import LAUNCHER_ENDED
-from holdfast.control.launches import digest_of
+from holdfast.control.launches import digest_of, launches
 from holdfast.control.limits import limits_of
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
@@ -59,7 +59,7 @@ from holdfast.launch.leadership import Leadership
 from holdfast.launch.learning import Learner
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.monitor import Monitor
-from holdfast.launch.options import Options, parse
+from holdfast.launch.options import Options, parse, script_of
 from holdfast.launch.orphans import Orphans
 from holdfast.launch.preload import RUN_PATH, PreloadedParent
 from holdfast.launch.scheduler import Scheduler
@@ -77,6 +77,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
     options = parse(argv)
     for note in options.notes:
         say(f"note: {note}")
+    _refuse_anothers_run(options, argv)
     refuse_stop_file(options.settings.stop_file())
     private = tempfile.TemporaryDirectory(prefix="holdfast_", ignore_cleanup_errors=True)
     with _scratch_logs(options) as scratch, private as own:
@@ -103,6 +104,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             settings=options.settings,
             config=options.config,
             command_line=options.command_line,
+            restarts_chosen=options.effective.sources["launch.max_restarts"] != "default",
             launch=uuid.uuid4().hex[:12],
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
@@ -145,6 +147,24 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             monitor.close()
             leadership.release()
             context.scheduler.part(say)
+
+
+def _refuse_anothers_run(options: Options, argv: Sequence[str]) -> None:
+    """The default run directory is one script's only; nobody chose to share it."""
+    path = Path(options.settings.run.dir)
+    if options.effective.sources["run.dir"] != "default" or not (path / "run.json").exists():
+        return
+    before = next(reversed(launches(ControlDirectory.open(path))), None)
+    theirs = script_of(before.argv, before.directory) if before is not None else ""
+    ours = script_of(argv, str(Path.cwd()))
+    if before is None or not theirs or theirs == ours:
+        return
+    raise UsageError(
+        f"{path.absolute()}, the default run directory here, holds the run of {theirs}: its checkpoints, "
+        f"restarts and exclusions are not those of {ours}. Give this one a directory of its own, such as "
+        f"--run-dir {path}-{Path(options.args.training_script).stem}; or this one by name, if it is to go on "
+        f"there: --run-dir {path}"
+    )
 
 
 def _keep_together(context: LaunchContext) -> None:

@@ -184,6 +184,25 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(args, effective, config, command_line, notes)
 
 
+def script_of(argv: Sequence[str], directory: str) -> str:
+    """What a command line, given in this directory, runs; empty if that is not clear.
+
+    A script by its path, from there if it lies inside: the directory may be mounted elsewhere the next time.
+    """
+    parser = make_parser()
+    place = _find_script(parser, argv)
+    if place >= len(argv):
+        return ""
+    try:
+        args, _ = parser.parse_known_args(list(argv[: place + 1]))
+    except SystemExit:  # a command line of another release
+        return ""
+    if args.module or args.no_python:
+        return f"{'-m' if args.module else 'program'} {args.training_script}"
+    path, here = Path(directory, args.training_script).resolve(), Path(directory).resolve()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def _find_script(parser: ArgumentParser, argv: Sequence[str]) -> int:
     """Where the script is; what follows is its own.
 

@@ -101,6 +101,7 @@ class Recovery:
             last_step=self.last_step,
             facts=[*told, *faulted.facts],
             stopping=stopping,
+            restarts_chosen=self._context.restarts_chosen,
             can_requeue=self._can_requeue,
         )
         return decide(attempt, notice, self._settings, reported, known)
@@ -108,7 +109,12 @@ class Recovery:
     def settle_lost(self, held: Claim) -> None:
         """The last attempt's leader died with it: decide about that now, before another one begins."""
         context = self._context
-        known = Circumstances(cluster=self._cluster([]), lost=self.lost_leader, can_requeue=self._can_requeue)
+        known = Circumstances(
+            cluster=self._cluster([]),
+            lost=self.lost_leader,
+            restarts_chosen=context.restarts_chosen,
+            can_requeue=self._can_requeue,
+        )
         incident = decide_lost(context.control, held, context.earlier_launches, self._settings, known)
         self.lost_leader = []
         if incident is None:

@@ -5,6 +5,10 @@ Guarantee: pure, and it ends. Unless the highest committed step rises, a run is 
 decision is a stop. The same failure in the same setting is met at most `budgets.MOST_IDENTICAL` times: then
 something varies that has not been tried against it, or the run stops. What is excluded is never used again.
 Every decision says what it rests on. Nobody else decides.
+
+The errors of a script without a Run are the exception: nobody sees its progress, so nobody can say that it
+repeats itself. If somebody chose launch.max_restarts, that number holds for them in each launch, as under
+torchrun, and is their only bound.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ others idle."""
 AT_IMPORT = 120.0
 """Seconds within which a script that got nowhere counts as failed at its start: importing torch on many nodes
 from a network file system takes as long."""
+CANNOT_PASS = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
+"""Errors that the next start of the same script meets again."""
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +54,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     attempt: PastAttempt
     """The attempt that just failed, with its root cause."""
     max_restarts: int
+    restarts_chosen: bool = False
+    """Whether somebody gave that number, by `--max-restarts` or otherwise; else it is the default."""
     facts: list[str] = []
     """What was seen, in words; goes into the decision's evidence as it is."""
     cluster: Cluster | None = None
@@ -147,6 +155,9 @@ class _Case:
         self._all = [*past, failed]
         self._forgiven = situation.budget_reset
         self._left = restarts_left(self._all, situation.max_restarts, self._forgiven)
+        here = [attempt for attempt in self._all if attempt.launch == self._failed.launch]
+        self._left_here = restarts_left(here, situation.max_restarts, self._forgiven)
+        """In this launch, as torchrun would count."""
         self._episode = episode(self._all, self._forgiven)
         self._tried = Tried(self._episode, failed)
         self._cluster = cluster = situation.cluster or Cluster()
@@ -174,6 +185,13 @@ class _Case:
         decision = next((found for rule in rules if (found := rule()) is not None), None)
         if decision is None:
             decision = self._give_up()
+        if decision.action is Action.STOP and self._counts_only(decision.exit_code):
+            why = (
+                "as often as launch.max_restarts says, because the script has no Run that shows its progress"
+            )
+            self._evidence.append(f"not decisive without a Run: {decision.reason}")
+            self._left = self._left_here
+            decision = self._too_few_nodes() or self._go(Action.RESTART, why, self._fit)
         if self._failed.rejection is None and decision.action is not Action.STOP:
             told = {"rerun": self._now.rerun, "trial": self._now.trial}
             decision = msgspec.structs.replace(decision, **told)  # what another failure has interrupted
@@ -187,6 +205,19 @@ class _Case:
             ExitCode.STOPPED_UNSAVED,
             f"it failed while it was being stopped, before it could save ({self._now.stopping})",
         )
+
+    def _counts_only(self, code: int) -> bool:
+        """Whether nothing but the number of restarts that somebody chose may stop the run with this code."""
+        if not self._now.restarts_chosen or self._left_here == 0 or self._cause is not Cause.JOB:
+            return False
+        if any(attempt.began for attempt in self._all) or highest_step(self._all) > 0:
+            return False
+        failed = self._failed
+        kind = failed.message.partition(":")[0].rpartition(".")[2]
+        hopeless = kind in CANNOT_PASS if failed.message else failed.exit_code == ExitCode.USAGE
+        if failed.exit_code in INCURABLE or (failed.alike and hopeless):
+            return False
+        return code in (ExitCode.FAILED, ExitCode.BUDGET_SPENT, ExitCode.NOTHING_LEFT)
 
     # -- what a restart would not cure ----------------------------------------------------------------------
 
