@@ -176,13 +176,13 @@ def highest_committed_step(root: Path, control: ControlDirectory) -> int:
 
     One that is suspect or condemned is no progress.
     """
-    checkpoints, book = CheckpointRoot(root), StandingBook(control)
+    checkpoints, book = CheckpointRoot(root), StandingBook(control, root)
     try:
         return next(
             (
                 name.step
                 for name in checkpoints.names()
-                if (checkpoints.committed(name) / MANIFEST).is_file() and book.of(name.id) not in REFUSED
+                if (checkpoints.committed(name) / MANIFEST).is_file() and book.of(str(name)) not in REFUSED
             ),
             0,
         )

@@ -80,7 +80,7 @@ def still_open(
 
 def _standing(book: StandingBook, name: str) -> Standing | None:
     parsed = parse_name(name)
-    return book.of(parsed.id) if parsed is not None else None
+    return book.of(str(parsed)) if parsed is not None else None
 
 
 def write_findings(
@@ -99,8 +99,8 @@ def write_findings(
                     events.Warned(message=f"{name} is not of this run and cannot become {standing}")
                 )
                 continue
-            now = book.of(parsed.id)
+            now = book.of(name)
             if now is standing or (standing is Standing.ACQUITTED and now is not Standing.SUSPECT):
                 continue  # ranks or an operator may have settled it meanwhile
-            book.append(fence, parsed.id, standing, evidence)
+            book.append(fence, name, standing, evidence)
             journal.write(events.StandingChanged(checkpoint=name, standing=standing, evidence=evidence))
