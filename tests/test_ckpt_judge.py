@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from harness import holdfast
 from holdfast.cli import ckpt_judge
 from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.lease import LeaseKeeper, claim, current_epoch, read_beat
-from holdfast.control.standing import StandingBook, StandingRecord
-from holdfast.errors import UsageError
+from holdfast.control.standing import RootBook, StandingBook, StandingRecord
+from holdfast.errors import NoValidRungError, UsageError
 from holdfast.journal.events import Decision
 from holdfast.journal.reader import read_journal
 from test_resume import flip_bit
@@ -175,3 +176,51 @@ def test_a_run_that_went_on_while_the_person_thought_is_not_judged(
             ckpt_judge.condemn(run_dir, "9", "why")
     assert standings(run_dir)[0] == "committed"
     assert "condemned" not in standings(run_dir)
+
+
+def test_condemned_is_condemned_also_for_another_run_that_is_given_its_path(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """Issue point 17: refused in its own run, it was loaded by another run's `resume_from` without force."""
+    nine, six, _ = checkpoints(run_dir)
+    settings = {"checkpoint_save_at_end": False, "checkpoint_interval": 0}
+    early = train(tmp_path / "early", until=10, checkpoint_resume_from=str(nine), **settings)
+    assert early.started_at == 9
+    assert ckpt("condemn", run_dir, "9", "--reason", "the loss went up", "--yes").code == 0
+    with pytest.raises(NoValidRungError, match=r"condemned: set checkpoint\.force.*the loss went up"):
+        train(tmp_path / "other", until=10, checkpoint_resume_from=str(nine), **settings)
+    with pytest.raises(NoValidRungError, match=r"condemned: used only when named, with checkpoint\.force"):
+        train(tmp_path / "early", until=11, **settings)  # its lowest rung, and it has no other
+    forced = train(
+        tmp_path / "other", until=10, checkpoint_resume_from=str(nine), checkpoint_force=True, **settings
+    )
+    assert forced.started_at == 9
+    assert train(tmp_path / "third", until=7, checkpoint_resume_from=str(six), **settings).started_at == 6
+    listed = ckpt_json("ls", nine.parent)  # without the run
+    assert [row["standing"] for row in listed["checkpoints"]] == ["condemned", "committed", "committed"]
+    moved = tmp_path / "moved"
+    shutil.copytree(nine.parent, moved)
+    with pytest.raises(NoValidRungError, match="condemned"):
+        train(tmp_path / "fourth", until=10, checkpoint_resume_from=str(moved / nine.name), **settings)
+    assert ckpt("acquit", run_dir, "9", "--reason", "the data was at fault", "--yes").code == 0
+    again = train(tmp_path / "fifth", until=10, checkpoint_resume_from=str(nine), **settings)
+    assert again.started_at == 9
+
+
+def test_records_beside_the_checkpoints_go_with_them(run_dir: Path) -> None:
+    nine, six, three = checkpoints(run_dir)
+    book = RootBook(nine.parent)
+    assert ckpt("condemn", run_dir, "3", "--reason", "bad", "--yes").code == 0
+    assert sorted(book.names()) == sorted(path.name for path in (nine, six, three))
+    assert ckpt("acquit", run_dir, "3", "--reason", "fine", "--yes").code == 0
+    train(run_dir, until=18, checkpoint_keep_last=2, checkpoint_read_back=False)
+    left = {path.name for path in checkpoints(run_dir)}
+    assert three.name not in left
+    assert set(book.names()) <= left, "and what a resume, retention and `ckpt ls` see is checkpoints alone"
+    lost = book.folder("step_00000001-0123456789abcdef")
+    lost.mkdir()
+    train(run_dir, until=19)
+    assert lost.is_dir(), "somebody may be copying a root to here"
+    os.utime(lost, (0, 0))
+    train(run_dir, until=20)
+    assert not lost.exists()

@@ -23,6 +23,8 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "run.dir": ("a", "b/c", "/d", "./e f"),
     "checkpoint.root": ("", "x", "/y", "z z"),
     "checkpoint.remote_root": ("", "s3://bucket/runs", "file:///y", "file:///z z"),
+    "checkpoint.read_back": (True, False, True, False),
+    "checkpoint.read_back_rate": (0.0, 0.5, 200.0, 1_000_000.0),
     "checkpoint.remote_retry_seconds": (0.5, 1.0, 60.0, 120.5),
     "checkpoint.interval": (0, 1, "auto", 999_999_999_999),
     "checkpoint.mtbf_hours": (0.0, 0.5, 24.0, 1000.0),

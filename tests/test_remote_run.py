@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 import holdfast
+from commands import ckpt, ckpt_json
 from harness import REPO, finish, wait_until
 from harness import holdfast as holdfast_command
-from holdfast.checkpoint.remote import open_remote
+from holdfast.checkpoint.remote import open_remote, open_store
 from holdfast.checkpoint.remote_pull import QUARANTINE
-from holdfast.checkpoint.remote_retry import RemoteRefusedError, RemoteUnavailableError
-from holdfast.errors import ConfigError, UsageError
+from holdfast.checkpoint.remote_retry import Budget, RemoteRefusedError, RemoteUnavailableError, Retrier
+from holdfast.errors import ConfigError, NoValidRungError, UsageError
 from holdfast.journal.events import (
     CopyDeleted,
     CopyDrained,
@@ -135,6 +136,34 @@ def test_a_run_directory_that_is_lost_too_can_go_on_from_a_url(tmp_path: Path, r
         train(tmp_path / "other", checkpoint_resume_from=f"{url}/step_00000009-00000000")
 
 
+@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=pytest.mark.drill)])
+def test_a_condemned_checkpoint_is_refused_by_its_url_too(
+    tmp_path: Path, request: pytest.FixtureRequest, kind: str
+) -> None:
+    """Issue point 17: standing travels to copies on object stores, with the run or without it."""
+    url = f"file://{tmp_path}/remote" if kind == "file" else request.getfixturevalue("bucket")[0]
+    run_dir = tmp_path / "run"
+    train(run_dir, until=6, checkpoint_remote_root=url)
+    six, three = there(url)
+    settings: dict[str, Any] = {"checkpoint_save_at_end": False}
+    assert ckpt("condemn", run_dir, six, "--reason", "why", "--yes").code == 0
+    with pytest.raises(NoValidRungError, match=r"condemned: set checkpoint\.force.*operator: why"):
+        train(tmp_path / "new", until=7, checkpoint_resume_from=f"{url}/{six}", **settings)
+    assert not list((tmp_path / "new" / "checkpoints" / "imported").glob("step_*")), "no byte was fetched"
+    assert [row["standing"] for row in ckpt_json("ls", url)["checkpoints"]] == ["condemned", None]
+    assert ckpt("acquit", run_dir, six, "--reason", "why", "--yes").code == 0
+    assert train(tmp_path / "new", until=7, checkpoint_resume_from=f"{url}/{six}", **settings).started_at == 6
+    # What did not reach the store is made up for at the next start.
+    assert ckpt("condemn", run_dir, three, "--reason", "bad", "--yes").code == 0
+    store = open_store(url)
+    store.remove(list(store.keys(".standing", Retrier(Budget()))), Retrier(Budget()))
+    assert open_remote(url).judged() == []
+    train(run_dir, until=1, checkpoint_remote_root=url, checkpoint_resume_from="fresh", **settings)
+    assert {str(name) for name in open_remote(url).judged()} == {six, three}
+    with pytest.raises(NoValidRungError, match="condemned"):
+        train(tmp_path / "third", until=4, checkpoint_resume_from=f"{url}/{three}", **settings)
+
+
 def test_what_retention_gives_up_is_deleted_remotely_too(tmp_path: Path) -> None:
     run_dir, url = tmp_path / "run", f"file://{tmp_path}/remote"
     first: list[str] = []
@@ -144,6 +173,7 @@ def test_what_retention_gives_up_is_deleted_remotely_too(tmp_path: Path) -> None
             first.extend(wait_until(lambda: there(url), 20, "the first copy"))
 
     settings = {"checkpoint_interval": 2, "checkpoint_keep_last": 2, "checkpoint_remote_root": url}
+    settings |= {"checkpoint_read_back": False}
     train(run_dir, until=12, at_step=at_step, **settings)
     kept = [path.name for path in checkpoints(run_dir)]
     assert first[-1] not in kept

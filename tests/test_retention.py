@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from commands import ckpt, ckpt_json
 from harness import wait_until
+from holdfast.checkpoint import read_back
 from holdfast.checkpoint import retention as effects
 from holdfast.checkpoint.identity import MANIFEST, CheckpointRoot, parse_name
 from holdfast.checkpoint.inventory import take_inventory
+from holdfast.checkpoint.read_back import ReadBack, last_read_back
 from holdfast.checkpoint.reading import reading
 from holdfast.checkpoint.retention import Item, Retention, empty
 from holdfast.checkpoint.verify import verify
@@ -26,10 +33,12 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence, LeaseKeeper, claim
 from holdfast.control.standing import Standing, StandingBook
 from holdfast.errors import LeaseLostError, NoValidRungError
-from holdfast.journal.events import CheckpointsDeleted, Warned
+from holdfast.journal.events import CheckpointsDeleted, CopyQuarantined, CopyReadBack, Warned
 from holdfast.journal.reader import read_journal
+from holdfast.journal.writer import JournalWriter
 from holdfast.policy.retention import Candidate, Condition, Rules, Verdict, retain
-from tiny import checkpoints, counting_file_operations, die, forked, train
+from test_resume import flip_bit
+from tiny import checkpoints, counting_file_operations, die, forked, let_saves_end, train
 
 HOUR = 3600.0
 
@@ -59,6 +68,7 @@ CANDIDATES = st.builds(
     on_line=st.sampled_from([True, True, True, False]),
     created=st.floats(0, 1e6),
     pinned=st.sampled_from([""] * 5 + ["the head"]),
+    read_back=st.booleans(),
 )
 
 
@@ -73,7 +83,46 @@ RULES = st.builds(
     keep_every_steps=st.sampled_from([0, 0, 0, 7, 60]),
     keep_every_hours=st.sampled_from([0.0, 0.0, 0.0, 0.5, 24.0]),
     broken=st.booleans(),
+    await_read_back=st.booleans(),
 )
+
+
+@settings(max_examples=250)
+@given(histories(), RULES)
+def test_nothing_that_was_read_back_goes_while_everything_newer_was_not(
+    history: list[Candidate], rules: Rules
+) -> None:
+    """Issue point 18: `keep_last = 2` deleted the last good one in favour of two bad ones."""
+    verdicts = {verdict.id: verdict for verdict in retain(history, rules)}
+    for gone in (one for one in history if not verdicts[one.id].keep):
+        if gone.read_back and gone.condition is Condition.SOUND and gone.standing != "condemned":
+            assert any(
+                one.step > gone.step and one.is_verified and one.counts and verdicts[one.id].keep
+                for one in history
+            )
+
+
+@settings(max_examples=250)
+@given(histories(), RULES)
+def test_what_waits_for_a_read_back_waits_within_bounds(history: list[Candidate], rules: Rules) -> None:
+    waiting = [one for one in retain(history, rules) if one.reason == "no newer one was read back yet"]
+    assert len(waiting) <= max(2, rules.keep_last)
+    assert not waiting or rules.await_read_back
+    hasty = retain(history, msgspec.structs.replace(rules, await_read_back=False))
+    assert {one.id for one in waiting} <= {one.id for one in hasty if not one.keep}, "it would go otherwise"
+
+
+def test_one_bit_flipped_in_every_newer_one_does_not_cost_the_last_good_one() -> None:
+    damaged = {"condition": Condition.BROKEN, "problem": "read back: altered"}
+    rules = Rules(keep_last=2, await_read_back=True)
+    story = [candidate(1, read_back=True), *(candidate(step, **damaged) for step in range(2, 9))]
+    assert kept(retain(story, rules)) == [8, 7, 6, 5, 4, 3, 2, 1], "what is damaged is evidence"
+    assert why(retain(story, rules), 1) == "the newest on the line"
+    unread = [candidate(1, read_back=True), *(candidate(step) for step in range(2, 9))]
+    assert kept(retain(unread, rules)) == [8, 7, 6, 5, 1]
+    assert why(retain(unread, rules), 1) == "the newest one that was read back"
+    steady = [candidate(step, read_back=step < 5) for step in range(1, 6)]
+    assert kept(retain(steady, rules)) == [5, 4], "no more than without, where reading keeps up"
 
 
 @settings(max_examples=250)
@@ -219,7 +268,12 @@ def calm(step: int, run: holdfast.Run) -> None:
 def test_a_run_deletes_after_each_commit_and_resumes_exactly(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     reference = train(tmp_path / "reference", until=9)
-    keep = {"checkpoint_interval": 1, "checkpoint_keep_last": 2, "checkpoint_keep_every_steps": 3}
+    keep = {
+        "checkpoint_interval": 1,
+        "checkpoint_keep_last": 2,
+        "checkpoint_read_back": False,
+        "checkpoint_keep_every_steps": 3,
+    }
     seen: dict[int, list[int]] = {}
 
     def look(step: int, run: holdfast.Run) -> None:
@@ -249,7 +303,14 @@ def test_without_keep_last_nothing_is_deleted(tmp_path: Path) -> None:
 
 def test_a_run_whose_other_checkpoints_were_deleted_refuses_rather_than_start_fresh(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    train(run_dir, until=4, at_step=calm, checkpoint_interval=1, checkpoint_keep_last=2)
+    train(
+        run_dir,
+        until=4,
+        at_step=calm,
+        checkpoint_interval=1,
+        checkpoint_keep_last=2,
+        checkpoint_read_back=False,
+    )
     for directory in checkpoints(run_dir):
         shutil.rmtree(directory)
     for marker in run_dir.glob("attempts/*/commits/*.done"):
@@ -268,7 +329,14 @@ def test_a_damaged_newer_checkpoint_does_not_evict_the_sound_older_one(tmp_path:
         if step > 3:
             next(checkpoints(run_dir)[0].glob("*.distcp")).unlink()
 
-    train(run_dir, until=7, at_step=damage, checkpoint_interval=1, checkpoint_keep_last=2)
+    train(
+        run_dir,
+        until=7,
+        at_step=damage,
+        checkpoint_interval=1,
+        checkpoint_keep_last=2,
+        checkpoint_read_back=False,
+    )
     assert steps_of(run_dir) == [7, 6, 5, 4, 3, 2]
     sound = [path.name[:13] for path in checkpoints(run_dir) if verify(path).sound]
     assert sound == ["step_00000007", "step_00000002"]
@@ -286,14 +354,14 @@ def test_a_retention_that_fails_is_a_warning_and_the_save_stands(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", refuse)
-    train(run_dir, until=4, checkpoint_interval=1, checkpoint_keep_last=2)
+    train(run_dir, until=4, checkpoint_interval=1, checkpoint_keep_last=2, checkpoint_read_back=False)
     assert steps_of(run_dir) == [4, 3, 2, 1]
     warned = [event.message for event in events(run_dir, Warned) if "retention" in event.message]
     assert len(warned) == 2
     assert all("Permission denied" in message for message in warned)
     assert events(run_dir, CheckpointsDeleted) == []
     monkeypatch.undo()
-    train(run_dir, until=5, checkpoint_interval=1, checkpoint_keep_last=2)
+    train(run_dir, until=5, checkpoint_interval=1, checkpoint_keep_last=2, checkpoint_read_back=False)
     assert steps_of(run_dir) == [5, 4, 3], "the head and its parent stay"
 
 
@@ -302,7 +370,7 @@ def test_training_does_not_wait_for_a_slow_deletion(tmp_path: Path, monkeypatch:
     go_on = threading.Event()
     monkeypatch.setattr(effects, "empty", lambda trashed: go_on.wait(20) and empty(trashed))
     monkeypatch.setattr(effects, "CLOSE_WAIT", 0.1)
-    train(run_dir, until=6, checkpoint_interval=1, checkpoint_keep_last=2)
+    train(run_dir, until=6, checkpoint_interval=1, checkpoint_keep_last=2, checkpoint_read_back=False)
     trash = run_dir / "checkpoints" / ".trash"
     assert [path.name[:13] for path in trash.iterdir()] == ["step_00000001"]
     assert steps_of(run_dir) == [6, 5, 4, 3, 2], "one deletion at a time; the rest is decided again"
@@ -478,7 +546,7 @@ def test_a_pass_looks_again_at_the_newest_and_at_what_it_would_delete(run_dir: P
 
 def test_abandoned_checkpoints_go_once_the_new_line_is_past_them(run_dir: Path) -> None:
     """Scenario 27: after a rollback the former line is deleted, but not before the new one is long enough."""
-    keep = {"checkpoint_interval": 1, "checkpoint_keep_last": 2}
+    keep = {"checkpoint_interval": 1, "checkpoint_keep_last": 2, "checkpoint_read_back": False}
     train(run_dir, until=4, checkpoint_resume_from="3", **keep)
     assert sorted(steps_of(run_dir)) == [2, 3, 4, 4, 5], "4 and 5 of the former line are newer than all but 4"
     train(run_dir, until=8, at_step=calm, **keep)
@@ -486,3 +554,141 @@ def test_abandoned_checkpoints_go_once_the_new_line_is_past_them(run_dir: Path) 
     told = reasons(open_retention(run_dir)[1].plan())
     assert told[4] == "attempt 3 came from it"
     assert told[3] == "the parent of the one that attempt 3 came from"
+
+
+# --- reading back -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.drill)])
+def test_with_one_bit_flipped_after_each_commit_the_last_good_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Issue point 18, from flip to resume: two bad ones had cost the last good one."""
+    monkeypatch.setattr(read_back, "SETTLE", 0.0)
+    run_dir = tmp_path / "run"
+    root = CheckpointRoot(run_dir / "checkpoints")
+
+    def flipped_and_read(step: int, run: holdfast.Run) -> None:
+        """Before steps 4, 7, 10 …: what was saved last is settled, as if much time had passed."""
+        if step % 3 != 1 or step == 1:
+            return
+        let_saves_end(run)
+        name = root.names()[0]
+        if step > 4:
+            flip_bit(root.committed(name), root.path)
+        assert run._saving is not None
+        run._saving.at_boundary()
+        wait_until(lambda: last_read_back(root, name) is not None, 20, f"{name} is read back")
+
+    settings: dict[str, Any] = {"checkpoint_keep_last": 2, "checkpoint_async_save": asynchronous}
+    outcome = train(run_dir, until=13, at_step=flipped_and_read, checkpoint_save_at_end=False, **settings)
+    assert set(outcome.losses) == set(range(1, 14)), "training went on"
+    found = {name.step: last_read_back(root, name) for name in root.names()}
+    assert sorted(found) == [3, 6, 9, 12], "bad ones are evidence, and push nothing out"
+    assert {step: record.sound for step, record in found.items() if record is not None} == {
+        3: True, 6: False, 9: False, 12: False,
+    }  # fmt: skip
+    bad = [body.checkpoint for body in events_of(run_dir) if isinstance(body, CopyQuarantined)]
+    assert bad == [str(name) for name in reversed(root.names()[:-1])]
+    assert [body.step for body in events_of(run_dir) if isinstance(body, CopyReadBack)] == [3]
+    rows = {row["step"]: row for row in ckpt_json("ls", run_dir)["checkpoints"]}
+    assert (rows[3]["read_back"]["sound"], rows[6]["read_back"]["sound"]) == (True, False)
+    assert "altered" in ckpt("ls", run_dir).out
+    assert train(run_dir, until=4, checkpoint_save_at_end=False).started_at == 3
+
+
+def events_of(run_dir: Path) -> list[Any]:
+    return [line.body for line in read_journal(run_dir / "journal")]
+
+
+class Trainer:
+    """The trainer's end alone, with a run that was trained before."""
+
+    def __init__(self, run_dir: Path, **more: Any) -> None:
+        self.control = ControlDirectory.open(run_dir)
+        self.root = CheckpointRoot(run_dir / "checkpoints")
+        held = claim(self.control, "launch", 5.0)
+        self.fence = Fence(self.control, held.epoch)
+        self.journal = JournalWriter(self.control.journal, "rank-0", 9)
+        chosen = {"rate": 0.0, "settle": 0.0} | more
+        self.reader = ReadBack(
+            control=self.control, root=self.root, epoch=held.epoch, attempt=9, journal=self.journal, **chosen
+        )
+
+    def read(self) -> dict[int, bool]:
+        return {
+            name.step: found.sound
+            for name in self.root.names()
+            if (found := last_read_back(self.root, name)) is not None
+        }
+
+
+def test_reading_back_is_modest_paced_and_over_with_its_trainer(run_dir: Path) -> None:
+    """Lowest priority, no faster than told, newest first; killed it is replaced, and it outlives nobody."""
+    trainer = Trainer(run_dir, rate=20_000.0)
+    try:
+        trainer.reader.poll()
+        assert trainer.reader.pid is None, "nothing was committed: nothing runs"
+        trainer.reader.committed()
+        trainer.reader.poll()
+        first = trainer.reader.pid
+        assert first is not None
+        wait_until(lambda: os.getpriority(os.PRIO_PROCESS, first) == 19, 10, "it has stepped back")
+        assert not trainer.read(), "a few tens of kilobytes take more than a second at this rate"
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: not alive(first), 10, "it is dead")
+        trainer.reader._order = msgspec.structs.replace(trainer.reader._order, rate=0.0)
+        trainer.reader.committed()
+        trainer.reader.poll()
+        wait_until(lambda: trainer.read() == dict.fromkeys(range(1, 6), True), 20, "another reads all")
+        second = trainer.reader.pid
+        assert second not in (None, first)
+    finally:
+        trainer.reader.close()
+    assert second is not None
+    assert not alive(second)
+    times = [found.at for name in trainer.root.names() if (found := last_read_back(trainer.root, name))]
+    assert times == sorted(times), "the newest first"
+    copied = CheckpointRoot(run_dir.parent / "copied")
+    shutil.copytree(trainer.root.path, copied.path)
+    assert last_read_back(copied, trainer.root.names()[0]) is None, "what was read is the other copy"
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_trainer_that_is_killed_takes_its_reader_with_it(run_dir: Path) -> None:
+    told, tell = os.pipe()
+
+    def work() -> None:
+        trainer = Trainer(run_dir, rate=1000.0)
+        trainer.reader.committed()
+        trainer.reader.poll()
+        os.write(tell, str(trainer.reader.pid).encode())
+        time.sleep(0.5)  # as a training step would take
+        die()
+
+    assert forked(work) == -signal.SIGKILL
+    pid = int(os.read(told, 32))
+    wait_until(lambda: not alive(pid), 10, "it is gone too")
+
+
+def test_a_reader_that_keeps_dying_is_given_up_and_told_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(run_dir)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    for _ in range(6):
+        trainer.reader.committed()
+        trainer.reader.poll()
+        process = trainer.reader._process
+        if process is not None:
+            process.wait(10)
+    assert trainer.reader.pid is None
+    told = [body.message for body in events_of(run_dir) if isinstance(body, Warned)]
+    assert [text for text in told if "reads checkpoints back ended" in text] != []
+    assert len([text for text in told if "reads checkpoints back ended" in text]) == 1

@@ -6,11 +6,21 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.control import standing as standing_module
 from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.lease import Fence, claim
-from holdfast.control.standing import Standing, StandingBook, StandingRecord
+from holdfast.control.standing import (
+    JUDGED,
+    RootBook,
+    Standing,
+    StandingBook,
+    StandingRecord,
+    Word,
+    merged,
+)
 from holdfast.errors import ControlError, LeaseLostError
 
 CHECKPOINT = "3fa9c1d2"
@@ -158,3 +168,139 @@ def test_a_stale_epoch_cannot_change_a_standing(
     assert book.of(CHECKPOINT) is Standing.SUSPECT
     book.append(newer, CHECKPOINT, Standing.CONDEMNED, [])
     assert book.of(CHECKPOINT) is Standing.CONDEMNED
+
+
+# --- beside the checkpoints ---------------------------------------------------------------------------------
+
+NAME = "step_00000120-3fa9c1d25be07461"
+
+
+def root_of(control: ControlDirectory, name: str = NAME) -> Path:
+    root = control.path / "checkpoints"
+    (root / name).mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def other_run(tmp_path: Path) -> tuple[ControlDirectory, Fence]:
+    control = ControlDirectory.open_or_create(tmp_path / "other")[0]
+    return control, Fence(control, claim(control, "other", 5.0).epoch)
+
+
+def test_what_was_judged_lies_beside_the_checkpoint_and_nothing_else_does(
+    control: ControlDirectory, fence: Fence, book: StandingBook
+) -> None:
+    root = root_of(control)
+    for standing in (Standing.VERIFIED, Standing.ABANDONED, Standing.SUSPECT, Standing.CONDEMNED):
+        book.append(fence, NAME, standing, ["seen"])
+    assert RootBook(root).files(NAME) == ["000001-suspect.json", "000002-condemned.json"]
+    assert (RootBook(root).of(NAME), RootBook(root).evidence_of(NAME)) == (Standing.CONDEMNED, ["seen"])
+    assert book.of(NAME) is book.of("3fa9c1d25be07461") is Standing.CONDEMNED
+
+
+def test_another_run_that_looks_there_sees_it_and_an_acquittal_too(
+    tmp_path: Path, control: ControlDirectory, fence: Fence, book: StandingBook
+) -> None:
+    root = root_of(control)
+    theirs = StandingBook(other_run(tmp_path)[0], root)
+    book.append(fence, NAME, Standing.CONDEMNED, ["bad"])
+    assert (theirs.of(NAME), theirs.evidence_of(NAME)) == (Standing.CONDEMNED, ["bad"])
+    book.append(fence, NAME, Standing.ACQUITTED, ["operator: it was the data"])
+    book.append(fence, NAME, Standing.PROVEN, [])
+    assert theirs.of(NAME) is Standing.ACQUITTED
+    assert book.of(NAME) is Standing.PROVEN, "a run's own way goes on"
+
+
+def test_the_owner_obeys_what_another_run_has_found_and_may_overrule_it(
+    tmp_path: Path, control: ControlDirectory, fence: Fence, book: StandingBook
+) -> None:
+    root = root_of(control)
+    book.append(fence, NAME, Standing.PROVEN, [])
+    other, their_fence = other_run(tmp_path)
+    StandingBook(other, root).append(their_fence, NAME, Standing.CONDEMNED, ["it diverges"])
+    assert book.of(NAME) is Standing.CONDEMNED
+    book.append(fence, NAME, Standing.ACQUITTED, ["operator: their data was bad"])
+    assert book.of(NAME) is StandingBook(other, root).of(NAME) is Standing.ACQUITTED
+    StandingBook(other, root).append(their_fence, NAME, Standing.CONDEMNED, ["again"])
+    assert book.of(NAME) is Standing.CONDEMNED, "who spoke last knew of all the others"
+
+
+def test_an_operator_may_overrule_records_beside_a_root_that_cannot_be_written(
+    tmp_path: Path, control: ControlDirectory, fence: Fence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = root_of(control)
+    StandingBook(control).append(fence, NAME, Standing.CONDEMNED, ["bad"])
+    other, their_fence = other_run(tmp_path)
+
+    def refuses(self: RootBook, name: str, record: StandingRecord) -> None:
+        raise ControlError("read-only")
+
+    monkeypatch.setattr(RootBook, "add", refuses)
+    mine = StandingBook(other, root)
+    mine.append(their_fence, NAME, Standing.ACQUITTED, ["operator: fine"])
+    assert mine.of(NAME) is Standing.ACQUITTED
+    assert StandingBook(control).of(NAME) is RootBook(root).of(NAME) is Standing.CONDEMNED
+    assert "read-only" in mine.publish(their_fence, NAME)
+
+
+def test_what_could_not_be_written_beside_it_is_made_up_for(
+    control: ControlDirectory, fence: Fence, book: StandingBook
+) -> None:
+    book.append(fence, "3fa9c1d25be07461", Standing.CONDEMNED, ["by an older release"])
+    root = root_of(control)
+    assert RootBook(root).names() == []
+    for _ in range(2):  # the second time there is nothing to do
+        assert book.publish_all(fence, [NAME, "step_00000130-00000000"]) == []
+    assert RootBook(root).files(NAME) == ["000001-condemned.json"]
+    assert RootBook(root).evidence_of(NAME) == ["by an older release"]
+
+
+@pytest.mark.parametrize("damage", ["contents", "name", "folder"])
+def test_a_record_beside_it_that_cannot_be_read_counts_as_a_condemnation(
+    tmp_path: Path, control: ControlDirectory, fence: Fence, book: StandingBook, damage: str
+) -> None:
+    root = root_of(control)
+    book.append(fence, NAME, Standing.CONDEMNED, [])
+    folder = RootBook(root).folder(NAME)
+    (record,) = folder.iterdir()
+    if damage == "contents":
+        record.write_bytes(b"\0\0")
+    elif damage == "name":
+        record.rename(folder / "acquitted.json")
+    else:
+        record.unlink()
+        folder.rmdir()
+        folder.touch()
+    assert StandingBook(other_run(tmp_path)[0], root).of(NAME) is Standing.CONDEMNED
+
+
+WORDS = st.lists(
+    st.tuples(st.sampled_from(sorted(Standing)), st.booleans(), st.booleans()), min_size=1, max_size=12
+)
+
+
+@given(WORDS)
+def test_who_speaks_last_having_heard_all_decides(story: list[tuple[Standing, bool, bool]]) -> None:
+    """Two runs in turn; each publishes, or cannot. Where both heard each other, the last judgement counts."""
+    books: dict[bool, list[Word]] = {True: [], False: []}
+    beside: list[Word] = []
+    last: dict[bool, Standing] = {}
+    heard = True
+    for standing, who, published in story:
+        own = books[who]
+        seen = frozenset(word.origin for word in beside)
+        said = Word(len(own) + 1, standing, f"{who}:{len(own) + 1:06d}-{standing}", None, seen)
+        own.append(said)
+        if standing in JUDGED:
+            last[who] = standing
+            if published:
+                beside.append(said._replace(number=len(beside) + 1))
+            heard = published
+        for one in (True, False):
+            found = merged(books[one], beside)
+            refused = {Standing.CONDEMNED, Standing.SUSPECT}
+            if standing in JUDGED and one == who:
+                assert found is not None
+                assert found.standing is standing, "a run always hears itself"
+            if standing in JUDGED and heard and standing in refused:
+                assert found is not None
+                assert found.standing in refused, "what was condemned is condemned everywhere"

@@ -58,6 +58,18 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "URL of an object store (or `file://`) that gets a verified copy of every checkpoint; empty means "
         "none. Set it when the checkpoint root can be lost with its machine.",
     ] = ""
+    read_back: Annotated[
+        bool,
+        "Read each committed checkpoint back once, beside training and at the lowest priority, and compare "
+        "every digest; retention then keeps what was read back. Turn it off when the storage has no "
+        "bandwidth to spare.",
+    ] = True
+    read_back_rate: Annotated[
+        float,
+        Meta(ge=0, le=1_000_000),
+        "Megabytes a second that reading back takes at most; 0 means as fast as it can. Lower it when it "
+        "disturbs others, raise it when checkpoints are saved faster than they are read.",
+    ] = 200.0
     remote_retry_seconds: Annotated[
         float,
         Meta(gt=0, le=LONGEST_WAIT),

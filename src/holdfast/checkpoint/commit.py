@@ -29,6 +29,7 @@ from holdfast.checkpoint.manifest import FileEntry, Manifest
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence
 from holdfast.control.lineage import CommitRecord, record_commit, record_done
+from holdfast.control.standing import RootBook
 from holdfast.errors import SaveFailedError
 from holdfast.files import fsync_dir, make_dirs, read_regular, replace_atomic, write_durable
 
@@ -315,6 +316,12 @@ def sweep_staging(root: CheckpointRoot, run: str, fence: Fence, *, now: float | 
     for left in root.staging.glob(".*.tmp"):  # by a kill inside the write of an owner file
         if _is_stale(left, left, now or time.time()):
             left.unlink(missing_ok=True)
+    book = RootBook(root.path)
+    for name in book.names():  # of checkpoints that somebody has taken away by hand, long ago
+        if not (root.path / name).is_dir() and _is_stale(
+            book.folder(name), book.folder(name), now or time.time()
+        ):
+            book.forget(name)
     for entry in root.trash.iterdir() if root.trash.is_dir() else ():
         fence.check(f"delete {entry.name}")
         shutil.rmtree(entry, ignore_errors=True)

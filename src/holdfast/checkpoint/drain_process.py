@@ -31,6 +31,7 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence
 from holdfast.control.lineage import CommitRecord, deleted_names, find_commit, read_timeline
 from holdfast.control.marks import leave_stopping_to_the_trainer
+from holdfast.control.standing import RootBook
 from holdfast.errors import HoldfastError, LeaseLostError
 from holdfast.journal.events import CopyDeleted, CopyDrained, DrainFailed, Warned
 from holdfast.journal.writer import JournalWriter
@@ -57,6 +58,9 @@ class DrainProcess:
         """Jobs that failed for want of the store; tried again once it is seen to work."""
         self._unsaid: collections.deque[bytes] = collections.deque()
         """Outcomes for which there was no room in the trainer's inbox."""
+        self._judged: dict[str, set[str]] = {}
+        """Records of standing that the remote has, by checkpoint."""
+        self._told = ""
         self._began = time.time()
         self._made_up = False
         self._last_message = False
@@ -66,6 +70,8 @@ class DrainProcess:
         threading.Thread(target=self._keep_time, name="holdfast-drain-time", daemon=True).start()
         try:
             self._make_up()
+            if self._made_up:
+                self._push_standings()
             while self._jobs or not self._last_message:
                 self._listen(wait=not self._jobs)
                 if self._jobs:
@@ -181,6 +187,7 @@ class DrainProcess:
             self._tell_failure(kind, name, error)
         else:
             self._make_up()
+            self._push_standings()
             retry, self._later = self._later, []
             self._jobs.extend(retry)
         self._say(outcome)
@@ -217,6 +224,27 @@ class DrainProcess:
             )
         )
         return Outcome(job="push", name=str(name), bytes=copied.bytes, seconds=copied.seconds)
+
+    def _push_standings(self) -> None:
+        """What was judged of checkpoints goes where their copies are."""
+        book = RootBook(self._root.path)
+        try:
+            here = {one: set(book.files(one)) for one in book.names()}
+            new = [one for one, files in here.items() if files - self._judged.get(one, set())]
+            there = {str(name) for name in self._remote.names()} if new else set()
+            for name in map(parse_name, sorted(there.intersection(new))):
+                assert name is not None
+                self._remote.push_standing(name, book, stop=self._stop)
+                self._judged[str(name)] = here[str(name)]
+        except (LeaseLostError, _OutOfTimeError):
+            raise
+        except (HoldfastError, OSError) as error:
+            text = (
+                f"what was judged of checkpoints is not in {self._remote.url} yet; it is tried again: {error}"
+            )
+            if text != self._told:
+                self._told = text
+                self._journal.write(Warned(message=text))
 
     def _delete(self, name: CheckpointName) -> Outcome:
         started = time.monotonic()

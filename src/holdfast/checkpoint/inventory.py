@@ -9,12 +9,13 @@ from pathlib import Path
 from holdfast.checkpoint import local_manifest
 from holdfast.checkpoint.identity import MANIFEST, METADATA, CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.ladder import REFUSED, Ladder, Rung, build_ladder
+from holdfast.checkpoint.problems import printable
 from holdfast.checkpoint.structure import Inspection, check_structure
 from holdfast.checkpoint.verify import verify
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import told_progress
-from holdfast.control.lineage import Timeline, deleted_names, read_timeline, was_committed
-from holdfast.control.standing import Standing, StandingBook
+from holdfast.control.lineage import CommitRecord, Timeline, deleted_names, read_timeline, was_committed
+from holdfast.control.standing import StandingBook
 from holdfast.errors import UsageError
 from holdfast.journal.events import RejectedOption
 
@@ -38,13 +39,13 @@ def take_inventory(
         return Ladder([], [], True)
     timeline = read_timeline(control)
     if resume_from == "auto" or resume_from.isdigit():
-        book = StandingBook(control)
+        book = StandingBook(control, root.path)
         records = timeline.on_line + timeline.abandoned
         deleted = deleted_names(control)
         known = {CheckpointName(record.step, record.id) for record in records} - deleted
         ladder = build_ladder(
             timeline,
-            {(record.step, record.id): book.of(record.id) for record in records},
+            {(record.step, record.id): book.of(_name(record)) for record in records},
             sorted({*root.names(), *known.intersection(copies)}, reverse=True),
             frozenset((record.step, record.id) for record in records if was_committed(control, record)),
             deleted=deleted,
@@ -53,7 +54,7 @@ def take_inventory(
             step=int(resume_from) if resume_from.isdigit() else None,
             force=force,
         )
-        return _with_origin(ladder, timeline) if resume_from == "auto" else ladder
+        return _with_origin(ladder, timeline, control) if resume_from == "auto" else ladder
     return _named(Path(resume_from), control, force=force)
 
 
@@ -80,7 +81,7 @@ def take_pinned(
             [], [RejectedOption(pinned, ["unknown: this run has no record of having saved it"])], False
         )
     name = CheckpointName(record.step, record.id)
-    standing = StandingBook(control).of(record.id)
+    standing = StandingBook(control, root.path).of(str(name))
     why = ""
     if standing in REFUSED and not force:
         why = f"{standing}: pin it with --force to use it all the same"
@@ -92,22 +93,50 @@ def take_pinned(
     return Ladder([Rung(name=pinned, step=record.step, id=record.id, manifest=record.manifest)], [], False)
 
 
-def _with_origin(ladder: Ladder, timeline: Timeline) -> Ladder:
+def _name(record: CommitRecord) -> str:
+    return str(CheckpointName(record.step, record.id))
+
+
+def _with_origin(ladder: Ladder, timeline: Timeline, control: ControlDirectory) -> Ladder:
     """A run that began from somebody else's checkpoint has that one as its lowest rung."""
     if timeline.origin is None or not timeline.origin.source:
         return ladder
     rung = _rung_at(Path(timeline.origin.source))
+    if why := _refused(rung, control):
+        rejected = RejectedOption(rung.name, [f"{why}: used only when named, with checkpoint.force"])
+        return Ladder(ladder.rungs, [*ladder.rejected, rejected], False)
     return Ladder([*ladder.rungs, rung], ladder.rejected, False)
+
+
+def _refused(rung: Rung, control: ControlDirectory) -> str:
+    """The standing for which a checkpoint that was named by its path is refused; whoever recorded it."""
+    if not rung.id:
+        return ""
+    path, name = Path(rung.path), str(CheckpointName(rung.step, rung.id))
+    standing = StandingBook(control, path.parent).of(name)
+    if standing not in REFUSED:
+        # It may be a copy in another place of what this run judged, or was told of, in its own root.
+        standing = StandingBook(control).of(name)
+    return str(standing) if standing in REFUSED else ""
+
+
+def refuse_named(rung: Rung, control: ControlDirectory) -> Ladder | None:
+    """The empty ladder of a checkpoint that was named and may not be used; None if it may."""
+    standing = _refused(rung, control)
+    if not standing:
+        return None
+    name = str(CheckpointName(rung.step, rung.id))
+    why = f"{standing}: set checkpoint.force to use it all the same"
+    told = StandingBook(control, Path(rung.path).parent).evidence_of(name)
+    return Ladder([], [RejectedOption(rung.name, [why, *(printable(line, 500) for line in told)])], False)
 
 
 def _named(path: Path, control: ControlDirectory, *, force: bool) -> Ladder:
     if not path.is_dir():
         raise UsageError(f"checkpoint.resume_from = {str(path)!r}: no such directory")
     rung = _rung_at(path.absolute())
-    standing = StandingBook(control).of(rung.id) if rung.id else Standing.COMMITTED
-    if standing in REFUSED and not force:
-        why = f"{standing}: set checkpoint.force to use it all the same"
-        return Ladder([], [RejectedOption(rung.name, [why])], False)
+    if not force and (refused := refuse_named(rung, control)) is not None:
+        return refused
     return Ladder([rung], [], False)
 
 
@@ -138,12 +167,12 @@ def highest_committed_step(root: Path, control: ControlDirectory) -> int:
     One that is suspect or condemned is no progress. A run that has no checkpoints at all, because its script
     saves by itself, is believed what it tells (`handover.progress`); beside checkpoints that counts nothing.
     """
-    checkpoints, book = CheckpointRoot(root), StandingBook(control)
+    checkpoints, book = CheckpointRoot(root), StandingBook(control, root)
     try:
         names = checkpoints.names()
         if not names:
             return told_progress(control.path)
         there = (name for name in names if (checkpoints.committed(name) / MANIFEST).is_file())
-        return next((name.step for name in there if book.of(name.id) not in REFUSED), 0)
+        return next((name.step for name in there if book.of(str(name)) not in REFUSED), 0)
     except OSError:
         return 0

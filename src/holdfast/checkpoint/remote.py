@@ -3,6 +3,7 @@
 ```
 <remote_root>/step_00000120-3fa9c1d2/__0_0.distcp …     every file of the checkpoint, byte for byte
 <remote_root>/step_00000120-3fa9c1d2/holdfast.json      the marker: written last, removed first
+<remote_root>/.standing/step_00000120-3fa9c1d2/…        what was judged of it, as it lies beside the root
 ```
 Guarantee: a copy counts when its marker is there, and the marker is there only when every file was stored
 whole and its bytes were confirmed, by the store's own checksum or by reading them back. Nothing is renamed. A
@@ -39,8 +40,10 @@ from holdfast.checkpoint.remote_retry import (
     Retrier,
 )
 from holdfast.checkpoint.remote_store import LocalStore, Store, part_size
+from holdfast.control.directory import MAX_RECORD_BYTES
+from holdfast.control.standing import BESIDE, RootBook, Standing, newest, words_in
 from holdfast.errors import ConfigError, UsageError
-from holdfast.files import read_regular
+from holdfast.files import create_exclusive, make_dirs, read_regular
 
 SETTING = "checkpoint.remote_root"
 START_SECONDS = 30.0
@@ -255,6 +258,48 @@ class Remote:
             problems.append(Problem(Reason.UNLISTED, printable(key), "the manifest does not list it"))
         return manifest, problems
 
+    # --- what was judged of them ----------------------------------------------------------------------------
+
+    def judged(self) -> list[CheckpointName]:
+        """Checkpoints that have records of their standing here."""
+        keys = self._store.keys(BESIDE, self._tries())
+        found = {parse_name(key.split("/")[1]) for key in keys if key.count("/") >= 2}
+        return sorted(name for name in found if name is not None)
+
+    def standing(self, name: CheckpointName) -> Standing:
+        """What was judged of it, by the names of the records here; COMMITTED if nothing was."""
+        keys = self._store.keys(f"{BESIDE}/{name}", self._tries())
+        word = newest(words_in((key.rpartition("/")[2] for key in keys), Path(BESIDE)))
+        return word.standing if word is not None else Standing.COMMITTED
+
+    def pull_standing(self, name: CheckpointName, book: RootBook, deadline: float | None = None) -> int:
+        """Bring the records of a checkpoint's standing here; how many there are. What is here stays."""
+        tries = self._tries(deadline)
+        under = f"{BESIDE}/{name}"
+        found = self._store.keys(under, tries)
+        folder = book.folder(str(name))
+        for key, size in sorted(found.items()):
+            entry = key.removeprefix(f"{under}/")
+            if "/" in entry or not entry.endswith(".json"):
+                continue
+            # One that cannot be read is kept by its name, which is what counts.
+            data = self._store.read(key, 0, min(size, MAX_RECORD_BYTES), tries)
+            make_dirs(folder)
+            create_exclusive(folder / entry, data)
+        return len(found)
+
+    def push_standing(self, name: CheckpointName, book: RootBook, *, stop: Stop = _never) -> int:
+        """Copy the records beside a checkpoint that are not there yet; how many were."""
+        tries = self._tries()
+        under = f"{BESIDE}/{name}"
+        there = self._store.keys(under, tries)
+        missing = [entry for entry in book.files(str(name)) if f"{under}/{entry}" not in there]
+        for entry in missing:
+            stop()
+            data = read_regular(book.folder(str(name)) / entry, MAX_RECORD_BYTES)
+            self._store.upload(f"{under}/{entry}", [data], len(data), tries)
+        return len(missing)
+
     # --- changing -------------------------------------------------------------------------------------------
 
     def push(
@@ -328,6 +373,7 @@ class Remote:
         if had_marker:
             self._store.remove([_marker(name)], tries)
         rest = sorted(self._store.keys(str(name), tries))
+        rest += sorted(self._store.keys(f"{BESIDE}/{name}", tries))
         stop()
         self._store.remove(rest, tries)
         return len(rest) + had_marker

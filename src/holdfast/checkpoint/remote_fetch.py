@@ -14,7 +14,7 @@ from holdfast.checkpoint.commit import Owner
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.ladder import Rung
 from holdfast.checkpoint.remote import Remote, open_remote
-from holdfast.checkpoint.remote_pull import pull, pull_named
+from holdfast.checkpoint.remote_pull import pull, pull_named, pull_standing_of
 from holdfast.checkpoint.remote_retry import RemoteError, RemoteUnavailableError
 from holdfast.control.lease import Fence
 from holdfast.journal.events import CopyFetched, Warned
@@ -120,6 +120,19 @@ class Fetcher:
             )
         )
         return None
+
+    @property
+    def url(self) -> str:
+        """Of the remote; empty if there is none, or it was not opened yet."""
+        return self._remote.url if self._remote is not None else ""
+
+    def standing_of(self, url: str) -> Path:
+        """Learn what was judged of the checkpoint that a URL names; where it would come to."""
+        started = time.monotonic()
+        try:
+            return pull_standing_of(url, self._root, timeout=self._left, retry_seconds=self._retry_seconds)
+        finally:
+            self._left -= time.monotonic() - started
 
     def named(self, url: str) -> Path:
         """The checkpoint that a URL names, as a local directory."""

@@ -27,6 +27,7 @@ from holdfast.checkpoint.remote import Copied, Remote, open_remote, split_copy_u
 from holdfast.checkpoint.remote_retry import BadCopyError, RemoteError
 from holdfast.checkpoint.structure import check_structure
 from holdfast.control.lease import Fence
+from holdfast.control.standing import RootBook
 from holdfast.errors import UsageError
 from holdfast.files import fsync_dir, make_dirs, replace_atomic, write_durable
 
@@ -127,6 +128,21 @@ def _forget_older(root: CheckpointRoot, newest: Path | None) -> None:
             if path != newest:
                 root.trash.mkdir(exist_ok=True)
                 os.rename(path, root.trash / path.name)
+
+
+def pull_standing_of(url: str, root: CheckpointRoot, *, timeout: float, retry_seconds: float) -> Path:
+    """Bring only what was judged of the checkpoint that a URL names; where that checkpoint would come to."""
+    parent, name = split_copy_url(url)
+    place = CheckpointRoot(root.path / IMPORTED)
+    try:
+        remote = open_remote(parent, retry_seconds=retry_seconds)
+        remote.pull_standing(name, RootBook(place.path), time.monotonic() + timeout)
+    except (RemoteError, OSError) as error:
+        raise UsageError(
+            f"checkpoint.resume_from = {url!r} cannot be used: what was judged of it cannot be read, which "
+            f"counts as a condemnation; set checkpoint.force to go on without ({error})"
+        ) from error
+    return place.committed(name)
 
 
 def pull_named(

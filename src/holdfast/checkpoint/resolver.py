@@ -119,7 +119,7 @@ class _Resolver:
         self._url = remote if remote is not None else started.remote if started is not None else ""
         self._quick = quick
         self._progress = progress
-        self._book = StandingBook(control)
+        self._book = StandingBook(control, self._root.path)
         self._unseen: list[str] = []
         self._remote: Remote | None = None
         self._in_remote: set[CheckpointName] = set()
@@ -223,8 +223,8 @@ class _Resolver:
         rejected = []
         for option in ladder.rejected:
             name, why = parse_name(option.option), []
-            if name is not None and self._book.of(name.id) in REFUSED_STANDINGS:
-                why = [f"{self._book.of(name.id)}: {line}" for line in self._book.evidence_of(name.id)]
+            if name is not None and self._book.of(str(name)) in REFUSED_STANDINGS:
+                why = [f"{self._book.of(str(name))}: {line}" for line in self._book.evidence_of(str(name))]
             rejected.append(RejectedOption(option.option, [*option.why, *why]))
         return Ladder(ladder.rungs, rejected, ladder.may_start_fresh)
 
@@ -312,7 +312,7 @@ class _Resolver:
             name=printable(row.name),
             path=printable(row.path, 4096) if row.path is not None else None,
             reasons=[printable(reason, 2000) for reason in row.reasons],
-            standing=str(self._book.of(name.id)) if name is not None else "",
+            standing=str(self._book.of(str(name))) if name is not None else "",
             local=recorded.get(row.name),
         )
 

@@ -23,8 +23,8 @@ import msgspec
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.assembled import AssembledShards
 from holdfast.checkpoint.commit import open_root
-from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot, is_url
-from holdfast.checkpoint.inventory import look_at, take_inventory, take_pinned
+from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot, is_url, parse_name
+from holdfast.checkpoint.inventory import look_at, refuse_named, take_inventory, take_pinned
 from holdfast.checkpoint.ladder import AVOIDED, Ladder, Rung, leave_out
 from holdfast.checkpoint.load import LoadedState, load, load_stock
 from holdfast.checkpoint.local_inventory import LocalInventory
@@ -40,9 +40,9 @@ from holdfast.control.group import Group
 from holdfast.control.lease import Fence
 from holdfast.control.lineage import read_timeline
 from holdfast.control.operator import Pin, pinned, use_up
-from holdfast.control.standing import Standing, StandingBook
+from holdfast.control.standing import Standing, StandingBook, note_root
 from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
-from holdfast.journal.events import Decision, RejectedOption, Resumed, RungRejected
+from holdfast.journal.events import Decision, RejectedOption, Resumed, RungRejected, Warned
 from holdfast.journal.render import plural, size
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.assembly import Assembly
@@ -254,12 +254,15 @@ class Resumer:
         try:
             open_root(self._root)
             self._fetcher.open()
+            self._note_root()
             self._claims = self._local.claims() if self._local is not None else set()
             self._pin = pinned(self._control)
             if self._pin is not None:
                 name, there = self._pin.checkpoint, {*self._fetcher.names(), *self._claims}
                 return take_pinned(self._control, self._root, name, force=self._pin.force, copies=there)
             if is_url(resume_from):
+                if not force and (ladder := self._refuse_url(resume_from)) is not None:
+                    return ladder
                 resume_from = str(self._fetcher.named(resume_from))
             copies = {*self._fetcher.names(), *self._claims} if resume_from != "fresh" else ()
             ladder = take_inventory(
@@ -276,6 +279,22 @@ class Resumer:
                 f"the checkpoint root {self._root.path} cannot be used: {error}. "
                 "Set checkpoint.root to a directory that this job can write"
             ) from error
+
+    def _refuse_url(self, url: str) -> Ladder | None:
+        """The empty ladder of a remote copy that was condemned; found out before its bytes are fetched."""
+        path = self._fetcher.standing_of(url)
+        name = parse_name(path.name)
+        assert name is not None
+        return refuse_named(
+            Rung(name=str(name), step=name.step, id=name.id, manifest="", path=str(path)), self._control
+        )
+
+    def _note_root(self) -> None:
+        """From now on whoever judges a checkpoint finds its root; what was judged before is made up for."""
+        note_root(self._control, self._root.path, self._fetcher.url)
+        book = StandingBook(self._control, self._root.path)
+        for problem in book.publish_all(self._fence, map(str, self._root.names())):
+            self._journal.write(Warned(message=problem))
 
     def _without_avoided(self, ladder: Ladder) -> Ladder:
         for rung in ladder.rungs:
@@ -332,16 +351,18 @@ class Resumer:
 
     def _record_standing(self, rung: Rung | None) -> None:
         """What was loaded is verified; what the new head has left behind is abandoned."""
-        book = StandingBook(self._control)
+        book = StandingBook(self._control, self._root.path)
         if rung is not None and rung.id and rung.manifest:
+            name = str(CheckpointName(rung.step, rung.id))
             why = f"every digest matched when attempt {self._attempt} loaded it"
-            if book.of(rung.id) in (Standing.COMMITTED, Standing.ABANDONED):
-                book.append(self._fence, rung.id, Standing.VERIFIED, [why])
+            if book.of(name) in (Standing.COMMITTED, Standing.ABANDONED):
+                book.append(self._fence, name, Standing.VERIFIED, [why])
         source = f"step {rung.step}" if rung else "nothing"
         for record in read_timeline(self._control).abandoned:
-            if book.of(record.id) in (Standing.COMMITTED, Standing.VERIFIED, Standing.PROVEN):
+            name = str(CheckpointName(record.step, record.id))
+            if book.of(name) in (Standing.COMMITTED, Standing.VERIFIED, Standing.PROVEN):
                 why = f"attempt {self._attempt} went on from {source}, on another way"
-                book.append(self._fence, record.id, Standing.ABANDONED, [why])
+                book.append(self._fence, name, Standing.ABANDONED, [why])
 
     def _evidence(self, rung: Rung | None, resume_from: str) -> list[str]:
         asked = "" if resume_from == "auto" else f"resume_from = {resume_from!r}; "

@@ -28,6 +28,7 @@ import msgspec
 from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.manifest import MAX_MANIFEST_BYTES, digest_bytes
 from holdfast.checkpoint.problems import Reason
+from holdfast.checkpoint.read_back import ReadBackRecord, last_read_back
 from holdfast.checkpoint.reading import unread
 from holdfast.checkpoint.structure import check_structure
 from holdfast.control.attempts import latest_head
@@ -41,12 +42,12 @@ from holdfast.control.lineage import (
     record_deleted,
 )
 from holdfast.control.operator import pinned
-from holdfast.control.standing import StandingBook
+from holdfast.control.standing import RootBook, StandingBook
 from holdfast.errors import HoldfastError
 from holdfast.files import fsync_dir, make_dirs, read_regular
 from holdfast.journal.events import CheckpointsDeleted, Warned
 from holdfast.journal.writer import JournalWriter
-from holdfast.policy.retention import LEAST, Candidate, Condition, Rules, Verdict, retain
+from holdfast.policy.retention import LEAST, WAITS, Candidate, Condition, Rules, Verdict, retain
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -94,10 +95,11 @@ class Retention:
         self._control = control
         self._root = root
         self._rules = rules
-        self._book = StandingBook(control)
+        self._book = StandingBook(control, root.path)
         self._records: dict[CheckpointName, CommitRecord] | None = None
         self._off_line: set[CheckpointName] = set()
         self._looks: dict[CheckpointName, _Look] = {}
+        self._read_backs: dict[CheckpointName, ReadBackRecord] = {}
 
     # --- deciding -------------------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class Retention:
         """What would be kept and deleted now, and why; changes nothing. `attempt` is the one that runs."""
         present = self._root.names()
         records = self._known(present, attempt)
-        standings = {name: str(self._book.of(name.id)) for name in present}
+        standings = {name: str(self._book.of(str(name))) for name in present}
         pins = self._pins(records)
         fresh = self._refresh(present)
         while True:
@@ -155,16 +157,28 @@ class Retention:
 
     def _candidate(self, name: CheckpointName, standing: str, pins: dict[str, str]) -> Candidate:
         look = self._looks[name]
+        read = self._read_back(name) if look.condition is Condition.SOUND else None
+        bad = read is not None and not read.sound
         return Candidate(
             id=str(name),
             step=name.step,
             created=look.created,
             standing=standing,
-            condition=look.condition,
+            condition=Condition.BROKEN if bad else look.condition,
             on_line=self._is_on_line(name),
             pinned=pins.get(name.id, ""),
-            problem=look.problem,
+            problem=f"read back: {read.problems[0]}" if read is not None and bad else look.problem,
+            read_back=read is not None and read.sound,
         )
+
+    def _read_back(self, name: CheckpointName) -> ReadBackRecord | None:
+        """What came of reading it back, as this run committed it; found once, it is remembered."""
+        if name not in self._read_backs:
+            found, record = last_read_back(self._root, name), (self._records or {}).get(name)
+            if found is None or record is None or found.manifest != record.manifest:
+                return None
+            self._read_backs[name] = found
+        return self._read_backs[name]
 
     def _is_on_line(self, name: CheckpointName) -> bool:
         return self._records is not None and name in self._records and name not in self._off_line
@@ -172,6 +186,7 @@ class Retention:
     def _refresh(self, present: list[CheckpointName]) -> set[CheckpointName]:
         """Look again at the newest of the line, until enough were seen to be sound, and at what was not."""
         self._looks = {name: look for name, look in self._looks.items() if name in set(present)}
+        self._read_backs = {name: one for name, one in self._read_backs.items() if name in set(present)}
         fresh: set[CheckpointName] = set()
         wanted = min(max(LEAST, self._rules.keep_last), LOOKED_AT_AGAIN)
         for name in present:
@@ -179,7 +194,9 @@ class Retention:
             if again or name not in self._looks or self._looks[name].condition is not Condition.SOUND:
                 self._looks[name] = self._look(name)
                 fresh.add(name)
-            wanted -= again and self._looks[name].condition is Condition.SOUND
+            read = self._read_back(name)
+            bad = read is not None and not read.sound
+            wanted -= again and self._looks[name].condition is Condition.SOUND and not bad
         return fresh
 
     def _look(self, name: CheckpointName) -> _Look:
@@ -217,6 +234,7 @@ class Retention:
                 try:
                     if self._move(item, place, fence):
                         trashed.append(place)
+                        RootBook(self._root.path).forget(str(item.name))
                     else:
                         kept = "somebody reads it"
                 except (OSError, HoldfastError) as error:
@@ -268,10 +286,15 @@ class Retainer:
         attempt: int,
         journal: JournalWriter,
         on_deleted: Callable[[list[str]], None] | None = None,
+        on_waiting: Callable[[], None] | None = None,
     ) -> None:
-        """`on_deleted` is told the names of what was taken away, so that their other copies can go too."""
+        """`on_deleted` is told the names of what was taken away, so that their other copies can go too.
+
+        `on_waiting` is called when something could go but for a newer one to be read back.
+        """
         self._retention = Retention(control, root, rules)
         self._on_deleted = on_deleted
+        self._on_waiting = on_waiting
         self._idle = rules.keep_last == 0
         self._fence = fence
         self._attempt = attempt
@@ -289,6 +312,8 @@ class Retainer:
             return
         if outcome.error is not None:
             self._warn(outcome.error)
+        if self._on_waiting is not None and any(item.reason == WAITS for item in outcome.items):
+            self._on_waiting()
         if not all(item.keep for item in outcome.items):
             event = deletion_event(outcome.items)
             self._journal.write(event)

@@ -89,7 +89,7 @@ def still_open(
 
 def _standing(book: StandingBook, name: str) -> Standing | None:
     parsed = parse_name(name)
-    return book.of(parsed.id) if parsed is not None else None
+    return book.of(str(parsed)) if parsed is not None else None
 
 
 def write_findings(
@@ -113,10 +113,10 @@ def write_findings(
                     events.Warned(message=f"{name} is not of this run and cannot become {standing}")
                 )
                 continue
-            now = book.of(parsed.id)
+            now = book.of(name)
             if now is standing or (standing is Standing.ACQUITTED and now is not Standing.SUSPECT):
                 continue  # ranks or an operator may have settled it meanwhile
-            book.append(fence, parsed.id, standing, evidence)
+            book.append(fence, name, standing, evidence)
             journal.write(events.StandingChanged(checkpoint=name, standing=standing, evidence=evidence))
 
 
@@ -127,6 +127,7 @@ def situation_of(
     settings: Settings,
     *,
     max_restarts: int,
+    restarts_chosen: bool = False,
     facts: list[str],
     cluster: Cluster | None,
     stopping: str = "",
@@ -142,6 +143,7 @@ def situation_of(
     return Situation(
         attempt=failed,
         max_restarts=max_restarts,
+        restarts_chosen=restarts_chosen,
         facts=facts,
         cluster=cluster,
         lower_rungs=sum(step < rungs[failed.rung] for step in rungs.values()) if failed.rung in rungs else 0,

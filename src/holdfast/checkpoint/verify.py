@@ -43,10 +43,12 @@ def verify(
     world: int | None = None,
     files: Iterable[str] | None = None,
     progress: Progress | None = None,
+    cold: bool = False,
 ) -> Inspection:
     """The full check: the structure, then the digest of every listed file (or only of `files` among them).
 
-    With `files`, several ranks can share the reading; each still checks the whole structure.
+    With `files`, several ranks can share the reading; each still checks the whole structure. `cold`: what
+    this node has in its page cache is dropped first, as far as the kernel does that, and again afterwards.
     """
     inspection = check_structure(directory, run=run, world=world)
     if inspection.manifest is None:
@@ -57,7 +59,7 @@ def verify(
     if unknown:
         raise UsageError(f"{directory}: asked to verify {unknown[0]!r}, which its manifest does not list")
     broken = {problem.path for problem in inspection.problems}
-    reader = _Reader(inspection, progress)
+    reader = _Reader(inspection, progress, cold=cold)
     for path in wanted:
         # A file that is missing, short or no file at all has been named already.
         if path not in broken and reader.matches(entries[path]) and path == METADATA:
@@ -80,9 +82,10 @@ def _open_beneath(directory: Path, path: str) -> OpenFile:
 class _Reader:
     """Reads files of one checkpoint through one reused buffer."""
 
-    def __init__(self, inspection: Inspection, progress: Progress | None) -> None:
+    def __init__(self, inspection: Inspection, progress: Progress | None, *, cold: bool) -> None:
         self._inspection = inspection
         self._progress = progress
+        self._cold = cold
         self._buffer = memoryview(bytearray(READ_SIZE))
 
     def matches(self, entry: FileEntry) -> bool:
@@ -103,7 +106,13 @@ class _Reader:
                 if not stat.S_ISREG(os.fstat(file.number).st_mode):
                     inspection.add(Reason.NOT_A_FILE, entry.path, "expected a regular file")
                     return False
-                return self._compare(file.number, entry)
+                if not self._cold:
+                    return self._compare(file.number, entry)
+                os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
+                try:
+                    return self._compare(file.number, entry)
+                finally:
+                    os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             inspection.add(Reason.UNREADABLE, entry.path, f"cannot be read: {error.strerror or error}")
             return False

@@ -16,7 +16,7 @@ from holdfast.cli.output import Bar, print_columns, print_json, show_bytes, show
 if TYPE_CHECKING:
     from holdfast.checkpoint.structure import Inspection
     from holdfast.control.directory import ControlDirectory
-    from holdfast.control.standing import StandingBook
+    from holdfast.control.standing import RootBook, StandingBook
 
 app = typer.Typer(help="List, verify, compare, judge and export checkpoints.", no_args_is_help=True)
 JUDGED = ("suspect", "condemned", "acquitted")
@@ -53,7 +53,7 @@ def list_checkpoints(
     if is_url(path):
         _list_remote(path, as_json=as_json)
     folder, control = _resolve(_existing(Path(path)), root, local_will_do=True)
-    standings = _standings(control)
+    standings = _standings(control, folder)
     rows: list[dict[str, Any]] = []
     latest = _latest(folder)
     for directory in _checkpoints(folder) if folder.is_dir() else ():
@@ -147,7 +147,7 @@ def _list_remote(url: str, *, as_json: bool) -> NoReturn:
     if as_json:
         print_json({"root": url, "latest": None, "digests_read": False, "checkpoints": rows})
     else:
-        _print_rows(url, rows, None, show_standing=False)
+        _print_rows(url, rows, None, show_standing=any(row["standing"] for row in rows))
     raise typer.Exit(1 if any(row["problems"] for row in rows) else 0)
 
 
@@ -203,10 +203,19 @@ def _resolve(
     return there, control
 
 
-def _standings(control: ControlDirectory | None) -> StandingBook | None:
-    from holdfast.control.standing import StandingBook
+def _standings(control: ControlDirectory | None, folder: Path) -> StandingBook | RootBook | None:
+    """What a run knows of its checkpoints; without a run, what was judged of any that lie here."""
+    from holdfast.control.standing import RootBook, StandingBook
+    from holdfast.errors import ControlError
 
-    return StandingBook(control) if control is not None else None
+    if control is not None:
+        return StandingBook(control, folder)
+    root = folder.absolute().parent if (folder / "holdfast.json").exists() else folder
+    book = RootBook(root)
+    try:
+        return book if book.names() else None
+    except ControlError:
+        return book  # what cannot be listed counts against all of them
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -249,7 +258,7 @@ def _latest(folder: Path) -> str | None:
 # --- rows --------------------------------------------------------------------------------------------------
 
 
-def _row(directory: Path, standings: StandingBook | None) -> dict[str, Any]:
+def _row(directory: Path, standings: StandingBook | RootBook | None) -> dict[str, Any]:
     from holdfast.checkpoint.identity import parse_name
     from holdfast.checkpoint.problems import printable
     from holdfast.checkpoint.structure import check_structure
@@ -271,10 +280,30 @@ def _row(directory: Path, standings: StandingBook | None) -> dict[str, Any]:
         "world": manifest.world.size if manifest else None,
         "digests_missing": inspection.digests_missing,
         "problems": _problems(inspection),
+        "read_back": _read_back(directory),
     }
     if standings is not None:
-        row |= ckpt_copies.standing_of(standings, row["id"])
+        row |= ckpt_copies.standing_of(standings, str(name) if name else row["id"])
     return row
+
+
+def _read_back(directory: Path) -> dict[str, Any] | None:
+    """When and where this copy was read back after its commit, and what was wrong; None if it was not."""
+    from holdfast.checkpoint.identity import CheckpointRoot, parse_name
+    from holdfast.checkpoint.problems import printable
+    from holdfast.checkpoint.read_back import last_read_back
+
+    name = parse_name(directory.name)
+    found = last_read_back(CheckpointRoot(directory.absolute().parent), name) if name is not None else None
+    if found is None:
+        return None
+    return {
+        "at": found.at,
+        "node": printable(found.node),
+        "attempt": found.attempt,
+        "sound": found.sound,
+        "problems": [printable(problem, 2000) for problem in found.problems],
+    }
 
 
 def _staged_row(directory: Path) -> dict[str, Any]:
@@ -323,6 +352,8 @@ def _print_rows(
         return
     show_copies = any(row.get("copies", {}).get("local") for row in rows)
     header = ["step", "id", "parent", "attempt", "created", "size", "files", "world", "state"]
+    show_read = any(row.get("read_back") for row in rows)
+    header += ["read back"] if show_read else []
     header += ["standing"] if show_standing else []
     header += ["copies"] if show_copies else []
     lines = [[*header, ""]]
@@ -335,6 +366,7 @@ def _print_rows(
             show_time(row["created"]),
         ]
         own += [show_bytes(row["size"]), row["files"], row["world"], _state(row)]
+        own += [_read_back_cell(row.get("read_back"))] if show_read else []
         own += [row.get("standing")] if show_standing else []
         own += [ckpt_copies.summary(row)] if show_copies else []
         lines.append(["-" if cell is None else str(cell) for cell in own] + ["latest" * row["latest"]])
@@ -342,11 +374,21 @@ def _print_rows(
     for row in rows:
         for problem in row["problems"]:
             typer.echo(f"{row['name']}: {problem['reason']}: {problem['path']}: {problem['detail']}")
+        if (read := row.get("read_back")) and not read["sound"]:
+            told = f"{read['problems'][0]} (attempt {read['attempt']}, on {read['node']})"
+            typer.echo(f"{row['name']}: bad when it was read back: {told}")
         if row.get("standing") in JUDGED:
-            typer.echo(f"{row['name']}: {row['standing']}: {'; '.join(row['standing_evidence'])}")
+            why = "; ".join(row["standing_evidence"]) or "as recorded beside it"
+            typer.echo(f"{row['name']}: {row['standing']}: {why}")
     if latest is not None and not any(row["latest"] for row in rows):
         typer.echo(f"latest names {latest!r}, which is not here; no resume relies on it")
     typer.echo("Digests were not read: `holdfast ckpt verify` does that.")
+
+
+def _read_back_cell(found: dict[str, Any] | None) -> str | None:
+    if found is None:
+        return None
+    return show_time(found["at"]) if found["sound"] else f"bad, {show_time(found['at'])}"
 
 
 def _state(row: dict[str, Any]) -> str:

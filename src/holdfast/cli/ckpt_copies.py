@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.identity import CheckpointName
     from holdfast.control.directory import ControlDirectory
     from holdfast.control.lineage import CommitRecord
-    from holdfast.control.standing import StandingBook
+    from holdfast.control.standing import RootBook, StandingBook
 
 
 def with_local(
-    control: ControlDirectory, standings: StandingBook | None, rows: list[dict[str, Any]]
+    control: ControlDirectory, standings: StandingBook | RootBook | None, rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The rows of the checkpoint root with where else they are, and those that only the local tier has."""
     from holdfast.checkpoint import local_manifest
@@ -40,7 +40,7 @@ def with_local(
     )
 
 
-def standing_of(standings: StandingBook, id: str | None) -> dict[str, Any]:
+def standing_of(standings: StandingBook | RootBook, id: str | None) -> dict[str, Any]:
     """A row's standing and what that rests on."""
     from holdfast.checkpoint.problems import printable
 
@@ -52,7 +52,7 @@ def standing_of(standings: StandingBook, id: str | None) -> dict[str, Any]:
 
 def _row(
     control: ControlDirectory,
-    standings: StandingBook | None,
+    standings: StandingBook | RootBook | None,
     name: CheckpointName,
     commit: CommitRecord | None,
 ) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _row(
     row |= {"digests_missing": False, "problems": [], "latest": False}
     row["copies"] = {"global": False, "local": None}
     if standings is not None:
-        row |= standing_of(standings, name.id)
+        row |= standing_of(standings, str(name))
     if commit is None:
         return row | {"state": "not committed"}
     try:

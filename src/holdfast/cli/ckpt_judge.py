@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from holdfast.control.lineage import CommitRecord
     from holdfast.control.standing import Standing
 
+REMOTE_SECONDS = 30.0
+"""For recording it in an object store too."""
 LEASE_TTL = 10.0
 """Seconds. The lease is given back at once; this only bounds the wait after an operator's crash."""
 
@@ -66,6 +68,7 @@ def _judge(
     run_dir: Path, which: str, reason: str, root: Path | None, verdict: Standing, *, yes: bool, as_json: bool
 ) -> None:
     from holdfast.checkpoint.problems import printable
+    from holdfast.control.standing import known_root
     from holdfast.errors import UsageError
 
     control = open_run(run_dir)
@@ -73,6 +76,8 @@ def _judge(
     if not reason.strip():
         raise UsageError("--reason must say why: it is all that a later reader of the journal has")
     reason = printable(reason.strip(), 2000)
+    if root is None:
+        where = known_root(control)
     chosen = _choose(control, where, which, verdict)
     if not as_json:
         _show(control, chosen, verdict)
@@ -84,12 +89,17 @@ def _judge(
         # Nobody held the lease while a person was thinking: what they agreed to must still be what is there.
         if _choose(control, where, which, verdict) != chosen:
             raise UsageError("the run went on meanwhile; nothing was changed. Look again with `ckpt locate`")
-        _record(control, fence, chosen, verdict, reason)
+        untold = _record(control, fence, chosen, verdict, reason, where)
+    untold += _tell_remote(control, where, chosen)
     names = [_name(record) for record in chosen]
+    for problem in untold:
+        typer.echo(problem, err=True)
     if as_json:
         import json
 
-        typer.echo(json.dumps({"standing": str(verdict), "checkpoints": names, "reason": reason}))
+        typer.echo(
+            json.dumps({"standing": str(verdict), "checkpoints": names, "reason": reason, "not_told": untold})
+        )
     else:
         typer.echo(
             f"recorded {_count(chosen)} as {verdict}; `holdfast ckpt locate` says what a resume would use"
@@ -108,11 +118,11 @@ def _choose(control: ControlDirectory, root: Path, which: str, verdict: Standing
     timeline = read_timeline(control)
     records = timeline.on_line + timeline.abandoned
     target = find_checkpoint(control, root, records, which)
-    book = StandingBook(control)
+    book = StandingBook(control, root)
     later = _descendants(target, records)
     if verdict is Standing.CONDEMNED:
-        return [target, *(record for record in later if book.of(record.id) is not Standing.CONDEMNED)]
-    standing = book.of(target.id)
+        return [target, *(record for record in later if book.of(_name(record)) is not Standing.CONDEMNED)]
+    standing = book.of(_name(target))
     if standing not in (Standing.CONDEMNED, Standing.SUSPECT):
         raise UsageError(f"{_name(target)} is {standing}: there is nothing to acquit it of")
     return [target, *(record for record in later if _condemned_with(control, record, target))]
@@ -193,15 +203,40 @@ def _lease(control: ControlDirectory) -> Iterator[Fence]:
         keeper.release()
 
 
+def _tell_remote(control: ControlDirectory, root: Path, chosen: list[CommitRecord]) -> list[str]:
+    """Put the records beside remote copies too, where the run has any; what could not be told, in words."""
+    from holdfast.checkpoint.identity import CheckpointName
+    from holdfast.checkpoint.remote import open_remote
+    from holdfast.control.standing import RootBook, known_remote
+    from holdfast.errors import HoldfastError
+
+    url = known_remote(control)
+    if not url:
+        return []
+    try:
+        remote, book = open_remote(url, retry_seconds=REMOTE_SECONDS), RootBook(root)
+        for record in chosen:
+            remote.push_standing(CheckpointName(record.step, record.id), book)
+    except (HoldfastError, OSError) as error:
+        return [f"not recorded in {url} yet; the run's next start makes up for that: {error}"]
+    return []
+
+
 def _record(
-    control: ControlDirectory, fence: Fence, chosen: list[CommitRecord], verdict: Standing, reason: str
-) -> None:
+    control: ControlDirectory,
+    fence: Fence,
+    chosen: list[CommitRecord],
+    verdict: Standing,
+    reason: str,
+    root: Path,
+) -> list[str]:
+    """Write it down; what could not be written beside the checkpoints."""
     from holdfast.control.attempts import attempt_numbers
     from holdfast.control.standing import Standing, StandingBook
     from holdfast.journal.events import Decision
     from holdfast.journal.writer import JournalWriter
 
-    book = StandingBook(control)
+    book = StandingBook(control, root)
     target, *others = chosen
     said = f"operator: {reason}"
     # Condemning goes from the youngest back, so that a cut leaves nothing usable that descends from what is
@@ -213,7 +248,7 @@ def _record(
             evidence.append(_with(target))
         elif record is not target:
             evidence.append(f"acquitted with {_name(target)}, with which it was condemned")
-        book.append(fence, record.id, verdict, evidence)
+        book.append(fence, _name(record), verdict, evidence)
     journal = JournalWriter(control.journal, "operator", max(attempt_numbers(control), default=0))
     names = [_name(record) for record in chosen]
     evidence = [said]
@@ -228,6 +263,7 @@ def _record(
         )
     )
     journal.close()
+    return book.publish_all(fence, names)
 
 
 # --- showing -----------------------------------------------------------------------------------------------
@@ -239,19 +275,19 @@ def _show(control: ControlDirectory, chosen: list[CommitRecord], verdict: Standi
 
     book = StandingBook(control)
     target, *others = chosen
-    typer.echo(f"{_name(target)} is {book.of(target.id)}; it would be {verdict}")
+    typer.echo(f"{_name(target)} is {book.of(_name(target))}; it would be {verdict}")
     for record in others:
         why = "saved from it" if verdict is Standing.CONDEMNED else "condemned with it"
-        typer.echo(f"  and {_name(record)}, {book.of(record.id)}, {why}")
+        typer.echo(f"  and {_name(record)}, {book.of(_name(record))}, {why}")
     if verdict is not Standing.ACQUITTED:
         return
     timeline = read_timeline(control)
     records = timeline.on_line + timeline.abandoned
     for record in _descendants(target, records):
-        if record not in chosen and book.of(record.id) is Standing.CONDEMNED:
+        if record not in chosen and book.of(_name(record)) is Standing.CONDEMNED:
             typer.echo(f"  {_name(record)}, saved from it, stays condemned: it has evidence of its own")
     for record in records:
-        if target in _descendants(record, records) and book.of(record.id) is Standing.CONDEMNED:
+        if target in _descendants(record, records) and book.of(_name(record)) is Standing.CONDEMNED:
             typer.echo(f"  {_name(record)}, from which it was saved, stays condemned")
 
 

@@ -18,11 +18,12 @@ def rows(url: str) -> list[dict[str, Any]]:
 
     remote = _open(url)
     found: list[dict[str, Any]] = []
-    finished = set(remote.names())
+    finished, judged = set(remote.names()), set(remote.judged())
     for name in remote.folders():
         row: dict[str, Any] = dict.fromkeys(("parent", "run", "attempt", "created", "size", "files", "world"))
         row |= {"path": f"{remote.url}/{name}", "name": str(name), "step": name.step, "id": name.id}
         row |= {"state": "unfinished", "digests_missing": True, "problems": [], "latest": False}
+        row |= {"standing": str(remote.standing(name)) if name in judged else None, "standing_evidence": []}
         if name in finished:
             try:
                 row |= _described(remote, name)

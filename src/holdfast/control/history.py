@@ -46,8 +46,12 @@ def rung_of(head: HeadRecord | None) -> str:
         return ""
     if head.source:
         return Path(head.source).name
-    # As `checkpoint.identity` writes it, which this room is below.
-    return f"step_{head.step:08d}-{head.checkpoint}" if head.checkpoint is not None else ""
+    return _name(head.step, head.checkpoint) if head.checkpoint is not None else ""
+
+
+def _name(step: int, id: str) -> str:
+    """As `checkpoint.identity` writes it, which this room is below."""
+    return f"step_{step:08d}-{id}"
 
 
 def was_kept(control: ControlDirectory, number: int) -> bool:
@@ -128,7 +132,7 @@ def _committed(control: ControlDirectory, saved: list[Saved]) -> int:
     """The highest step that is known to have been committed and is not under suspicion; 0 if none is."""
     book = StandingBook(control)
     refused = (Standing.SUSPECT, Standing.CONDEMNED)
-    good = (step for step, id, done in reversed(saved) if done and book.of(id) not in refused)
+    good = (step for step, id, done in reversed(saved) if done and book.of(_name(step, id)) not in refused)
     return next(good, 0)
 
 

@@ -234,6 +234,15 @@ class ReplicaFailed(Event, tag="replica_failed"):
     error: str
 
 
+class CopyReadBack(Event, tag="copy_read_back"):
+    """A committed checkpoint was read from the checkpoint root, beside training: every byte is right."""
+
+    checkpoint: str
+    step: int
+    bytes: int
+    seconds: float
+
+
 class CopyQuarantined(Event, tag="copy_quarantined"):
     """A copy whose bytes are wrong: it is never read again. Says nothing about the checkpoint."""
 
@@ -435,6 +444,7 @@ AnyEvent = (
     | ReplicaFailed
     | CopyReplaced
     | CopyQuarantined
+    | CopyReadBack
     | CopiesDropped
     | StorageAlarm
     | CadenceChosen

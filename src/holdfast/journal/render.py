@@ -22,6 +22,7 @@ from holdfast.journal.events import (
     CopyDrained,
     CopyFetched,
     CopyQuarantined,
+    CopyReadBack,
     CopyReplaced,
     DataSkipped,
     Decision,
@@ -235,6 +236,9 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             what = f"rank {body.rank}'s part of {printable(body.checkpoint)}"
             text = f"no replica on {printable(body.node)} of {what}"
             return Rendered(text, "warning", [printable(body.error)])
+        case CopyReadBack():
+            text = f"read back: {printable(body.checkpoint)}, {size(body.bytes)} in {duration(body.seconds)}"
+            return Rendered(f"{text}, every byte is right", "plain")
         case CopyQuarantined():
             kind = f"{printable(body.kind)} copy on {printable(body.node)}"
             details = [printable(item) for item in body.reasons]

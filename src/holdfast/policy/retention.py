@@ -6,6 +6,11 @@ parent, a suspect one (it is under investigation), one that is damaged or cannot
 one that this run did not save. At least two sound ones on the line stay. Deciding again after the deletions
 deletes nothing more.
 
+Nothing whose bytes were read back and found right is deleted while everything newer is not: the newest such
+one on the line stays. While read-backs go on, one that could be deleted waits until a newer one is known to
+be right; but not without end: at most twice as many as asked for are kept for want of that, because a full
+disk would end the run.
+
 Only checkpoints that a resume could use count: on the line, of sound structure, neither suspect nor
 condemned. A damaged newer one therefore never pushes out a sound older one.
 """
@@ -23,6 +28,7 @@ LEAST = 2
 PROVEN = "proven"
 TRUSTED = frozenset({"verified", PROVEN, "acquitted"})
 USABLE = frozenset({"committed", *TRUSTED})
+WAITS = "no newer one was read back yet"
 SUSPECT, CONDEMNED, ABANDONED = "suspect", "condemned", "abandoned"
 
 
@@ -51,6 +57,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Why the run still needs it, if it does: it is the head, or the head's parent."""
     problem: str = ""
     """What is wrong, unless it is sound."""
+    read_back: bool = False
+    """After its commit all of its bytes were read from the storage, and were those that were saved."""
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether its bytes are known to have been right after they were stored."""
+        return self.read_back or self.standing in TRUSTED
 
     @property
     def counts(self) -> bool:
@@ -67,6 +80,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     keep_every_hours: float = 0.0
     broken: bool = False
     """Delete damaged ones too; only a person asks for that."""
+    await_read_back: bool = False
+    """Checkpoints are being read back: what is older waits for that, within bounds."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -110,12 +125,15 @@ def _judge(
         return True, "not damaged" if rules.broken else "keep_last is 0: nothing is deleted"
     if chosen:
         return True, chosen
+    newer = [other for other in line if other.step > candidate.step]
     if candidate.counts:
+        if rules.await_read_back and len(newer) < 2 * last and not any(one.is_verified for one in newer):
+            return True, WAITS
         return False, f"older than the last {last}"
-    return _judge_unusable(candidate, line, last)
+    return _judge_unusable(candidate, newer, last)
 
 
-def _judge_unusable(candidate: Candidate, line: Sequence[Candidate], last: int) -> tuple[bool, str]:
+def _judge_unusable(candidate: Candidate, newer: Sequence[Candidate], last: int) -> tuple[bool, str]:
     """Sound, and yet no resume would take it: it goes as soon as the run is well past it."""
     if candidate.standing == CONDEMNED:
         why = "condemned"
@@ -123,10 +141,11 @@ def _judge_unusable(candidate: Candidate, line: Sequence[Candidate], last: int) 
         why = "abandoned"
     else:
         return True, f"of a standing that is not known here: {candidate.standing}"
-    newer = sum(other.step > candidate.step for other in line)
-    if newer < last:
-        return True, f"{why}, but only {newer} of {last} newer sound ones are on the line"
-    return False, f"{why}, and {newer} newer sound ones are on the line"
+    if len(newer) < last:
+        return True, f"{why}, but only {len(newer)} of {last} newer sound ones are on the line"
+    if candidate.read_back and candidate.standing != CONDEMNED and not any(one.is_verified for one in newer):
+        return True, f"{why}, but it was read back, and no newer one was"
+    return False, f"{why}, and {len(newer)} newer sound ones are on the line"
 
 
 def _chosen(line: Sequence[Candidate], rules: Rules, last: int) -> dict[str, str]:
@@ -138,6 +157,8 @@ def _chosen(line: Sequence[Candidate], rules: Rules, last: int) -> dict[str, str
         reasons.setdefault(proven[0].id, "the newest proven one")
     if trusted := [candidate for candidate in line if candidate.standing in TRUSTED]:
         reasons.setdefault(trusted[0].id, "the newest verified one")
+    if read := [candidate for candidate in line if candidate.read_back]:
+        reasons.setdefault(read[0].id, "the newest one that was read back")
     if every := rules.keep_every_steps:
         for candidate in _first_of_each((c.step // every, c) for c in line if c.step >= every):
             multiple = candidate.step // every * every

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.checkpoint.drain import Drain
 from holdfast.checkpoint.identity import CheckpointRoot
+from holdfast.checkpoint.read_back import ReadBack
 from holdfast.checkpoint.retention import Retainer
 from holdfast.checkpoint.save import SaveContext
 from holdfast.checkpoint.state import Tracked
@@ -34,7 +35,8 @@ def make_saving(
 ) -> Saving:
     """What saves for this rank; on rank 0 with what deletes, and what copies to a remote if there is one."""
     drain = _drain(settings, root, member) if group.is_coordinator else None
-    retainer = _retainer(settings, root, member, drain) if group.is_coordinator else None
+    read_back = _read_back(settings, root, member) if group.is_coordinator else None
+    retainer = _retainer(settings, root, member, drain, read_back) if group.is_coordinator else None
     return Saving(
         SaveContext(
             root=root, control=member.control, fence=member.fence, group=group, attempt=member.attempt
@@ -48,6 +50,7 @@ def make_saving(
         step_seconds=step_seconds,
         retainer=retainer,
         drain=drain,
+        read_back=read_back,
         journal=member.journal,
         local=places.saving(settings.checkpoint, group.rank) if places is not None else None,
     )
@@ -76,7 +79,27 @@ def _drain(settings: Settings, root: CheckpointRoot, member: Membership) -> Drai
     )
 
 
-def _retainer(settings: Settings, root: CheckpointRoot, member: Membership, drain: Drain | None) -> Retainer:
+def _read_back(settings: Settings, root: CheckpointRoot, member: Membership) -> ReadBack | None:
+    chosen = settings.checkpoint
+    if not chosen.read_back:
+        return None
+    return ReadBack(
+        control=member.control,
+        root=root,
+        epoch=member.fence.epoch,
+        attempt=member.attempt,
+        rate=chosen.read_back_rate * 1e6,
+        journal=member.journal,
+    )
+
+
+def _retainer(
+    settings: Settings,
+    root: CheckpointRoot,
+    member: Membership,
+    drain: Drain | None,
+    read_back: ReadBack | None,
+) -> Retainer:
     chosen = settings.checkpoint
     return Retainer(
         control=member.control,
@@ -85,9 +108,11 @@ def _retainer(settings: Settings, root: CheckpointRoot, member: Membership, drai
             keep_last=chosen.keep_last,
             keep_every_steps=chosen.keep_every_steps,
             keep_every_hours=chosen.keep_every_hours,
+            await_read_back=chosen.read_back,
         ),
         fence=member.fence,
         attempt=member.attempt,
         journal=member.journal,
         on_deleted=drain.delete if drain is not None else None,
+        on_waiting=read_back.hurry if read_back is not None else None,
     )

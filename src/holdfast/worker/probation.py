@@ -265,7 +265,7 @@ class Probation:
         self._to_record.append(lambda: self._prove(rung, evidence))
 
     def _prove(self, rung: CheckpointName, evidence: list[str]) -> None:
-        now = StandingBook(self._member.control).of(rung.id)
+        now = StandingBook(self._member.control).of(str(rung))
         if now not in (Standing.PROVEN, Standing.SUSPECT, Standing.CONDEMNED):
             self._change(rung, Standing.PROVEN, evidence)
 
@@ -306,7 +306,7 @@ class Probation:
     def _condemn(self, trial: Trial, evidence: list[str]) -> None:
         """From the youngest back: a cut leaves nothing usable that descends from what is condemned."""
         book = StandingBook(self._member.control)
-        suspects = [name for name in _names(trial) if book.of(name.id) is Standing.SUSPECT]
+        suspects = [name for name in _names(trial) if book.of(str(name)) is Standing.SUSPECT]
         later: dict[CheckpointName, CheckpointName] = {}
         timeline = read_timeline(self._member.control)
         records = timeline.on_line + timeline.abandoned
@@ -320,19 +320,19 @@ class Probation:
             return
         guilty = sorted({*later, *suspects}, key=lambda name: name.step, reverse=True)
         for name in guilty:
-            if book.of(name.id) is not Standing.CONDEMNED:
+            if book.of(str(name)) is not Standing.CONDEMNED:
                 with_it = [] if name in suspects else [condemned_with(str(later[name]))]
                 self._change(name, Standing.CONDEMNED, [*evidence, *with_it])
 
     def _acquit(self, suspects: Sequence[str], evidence: list[str]) -> None:
         book = StandingBook(self._member.control)
         for name in map(parse_name, suspects):
-            if name is not None and book.of(name.id) is Standing.SUSPECT:
+            if name is not None and book.of(str(name)) is Standing.SUSPECT:
                 self._change(name, Standing.ACQUITTED, evidence)
 
     def _change(self, name: CheckpointName, standing: Standing, evidence: list[str]) -> None:
         member = self._member
-        StandingBook(member.control).append(member.fence, name.id, standing, evidence)
+        StandingBook(member.control).append(member.fence, str(name), standing, evidence)
         member.journal.write(StandingChanged(checkpoint=str(name), standing=str(standing), evidence=evidence))
 
     def _record(self) -> None:

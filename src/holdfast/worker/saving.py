@@ -26,6 +26,7 @@ from holdfast.checkpoint.handoff import MendCopies, PeerTarget, UsePeers
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.local_manifest import Where
 from holdfast.checkpoint.manifest import ManifestError
+from holdfast.checkpoint.read_back import ReadBack
 from holdfast.checkpoint.retention import Retainer
 from holdfast.checkpoint.save import SaveContext, SaveFacts, Saver
 from holdfast.checkpoint.snapshot import Snapshotter
@@ -83,6 +84,7 @@ class Saving:
         step_seconds: Callable[[], float | None],
         retainer: Retainer | None,
         drain: Drain | None,
+        read_back: ReadBack | None = None,
         journal: JournalWriter,
         local: LocalSaving | None = None,
     ) -> None:
@@ -94,6 +96,7 @@ class Saving:
         self._schedule = schedule
         self._retainer = retainer
         self._drain = drain
+        self._read_back = read_back
         self._journal = journal
         self._snapshots = Snapshotter(
             run=context.control.run_id, attempt=context.attempt, group=context.group
@@ -320,6 +323,8 @@ class Saving:
         """Between two steps: take in what has ended. Raises after too many failures in a row."""
         if self._drain is not None:
             self._drain.poll()
+        if self._read_back is not None:
+            self._read_back.poll()
         if self._background is not None:
             self._background.boundary()
             for ended in self._background.poll():
@@ -368,6 +373,8 @@ class Saving:
             self._schedule.note(blocked=blocked, commit=seconds)
         if self._drain is not None and not diagnostic:
             self._drain.push(str(name))
+        if self._read_back is not None and not diagnostic:
+            self._read_back.committed()
         if self._retainer is not None and not diagnostic:
             self._retainer.after_commit()
 
@@ -428,6 +435,8 @@ class Saving:
         too the writer finishes alone, and the interpreter waits for it at its end if there was none.
         """
         try:
+            if self._read_back is not None:
+                self._read_back.close()
             if self._retainer is not None:
                 self._retainer.close()
             self._close_background(failed=outcome == "failed", unseen=unseen)

@@ -1,0 +1,423 @@
+"""Reading committed checkpoints back, beside training: whether what is stored is what was saved.
+
+A commit shows that the storage took the bytes, not that it gives them back. So every checkpoint that rank 0's
+trainer has seen committed is read once, whole, by a small process of its own, which compares every digest and
+records the result beside the checkpoint (`<root>/.standing/<name>/read-back`). Retention goes by it.
+
+Guarantee: it can neither slow nor end a run. The process has the lowest priority for processor and storage,
+reads no faster than it is told (`checkpoint.read_back_rate`), needs no torch and little memory, and leaves
+the page cache as it found it. It ends with its trainer, by the kernel's hand. The trainer never waits for it;
+if it dies it is replaced, a few times. It reads the newest first, so that one which is too slow for the saves
+leaves older ones out rather than fall behind.
+
+What a read-back shows: this node got the right bytes from the storage at that moment. The pages are dropped
+from this node's cache before they are read; caches further away (of the device, of a file server) may still
+answer. A copy that is found bad is read a second time first; it is told loudly, stays as evidence, and is
+never counted by retention. It says nothing about the checkpoint, of which there may be other copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import os
+import platform
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
+from holdfast.checkpoint.problems import Reason
+from holdfast.checkpoint.reading import reading
+from holdfast.checkpoint.verify import Inspection, verify
+from holdfast.control.attempts import attempt_numbers
+from holdfast.control.directory import MAX_RECORD_BYTES, ControlDirectory
+from holdfast.control.lease import Fence
+from holdfast.control.lineage import find_commit
+from holdfast.control.standing import RootBook
+from holdfast.errors import HoldfastError, LeaseLostError
+from holdfast.files import make_dirs, read_regular, replace_atomic
+from holdfast.journal.events import CopyQuarantined, CopyReadBack, Warned
+from holdfast.journal.writer import JournalWriter
+
+log = logging.getLogger("holdfast.checkpoint")
+
+RECORD = "read-back"
+"""Not `.json`: it is about a copy, and no standing."""
+SETTLE = 5.0
+"""Seconds after a commit before it is read: a run that is over by then starts no process for it."""
+NEWEST = 8
+"""How far back it looks for what was not read yet."""
+REPLACEMENTS = 3
+TRIES = 2
+"""Readings of a checkpoint that the storage refuses, before it is left alone."""
+AGAIN = 0.5
+"""Seconds before a bad one is read a second time."""
+STEP = 0.25
+"""Seconds that it sleeps at most at a time, so that it notices soon that its trainer is gone."""
+PR_SET_PDEATHSIG = 1
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_LOWEST = (2 << 13) | 7
+"""Best effort, the last of its levels. Not idle: a busy disk would then never let it read."""
+
+
+class ReadBackRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of reading one copy; replaced as a whole when it is read again."""
+
+    checkpoint: str
+    manifest: str
+    """Digest of the manifest that it was compared with."""
+    root: str
+    """Where it lay: a copy of this record elsewhere says nothing."""
+    at: float
+    node: str
+    attempt: int
+    bytes: int
+    seconds: float
+    problems: list[str] = []
+    """Empty: every byte was right."""
+
+    @property
+    def sound(self) -> bool:
+        return not self.problems
+
+
+def last_read_back(root: CheckpointRoot, name: CheckpointName) -> ReadBackRecord | None:
+    """What is recorded of the copy in this root; None if it was not read, or that cannot be told."""
+    try:
+        raw = read_regular(RootBook(root.path).folder(str(name)) / RECORD, MAX_RECORD_BYTES)
+        record = msgspec.json.decode(raw, type=ReadBackRecord)
+    except (OSError, msgspec.DecodeError, HoldfastError):
+        return None
+    return record if record.root == str(root.path.absolute()) else None
+
+
+def record_read_back(root: CheckpointRoot, name: CheckpointName, record: ReadBackRecord) -> None:
+    path = RootBook(root.path).folder(str(name)) / RECORD
+    make_dirs(path.parent)
+    replace_atomic(path, msgspec.json.encode(record))
+
+
+# --- the trainer's end --------------------------------------------------------------------------------------
+
+
+class ReadBackOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the process needs to know, given at its start."""
+
+    control: str
+    root: str
+    epoch: int
+    attempt: int
+    rate: float
+    """Bytes a second; 0: as fast as it can."""
+
+
+class ReadBack:
+    """On rank 0. `committed` and `poll` never block and never raise."""
+
+    def __init__(
+        self,
+        *,
+        control: ControlDirectory,
+        root: CheckpointRoot,
+        epoch: int,
+        attempt: int,
+        rate: float,
+        journal: JournalWriter,
+        settle: float | None = None,
+    ) -> None:
+        self._order = ReadBackOrder(
+            control=str(control.path), root=str(root.path.absolute()), epoch=epoch, attempt=attempt, rate=rate
+        )
+        self._log = control.attempt(attempt) / "read_back.log"
+        self._journal = journal
+        self._settle = SETTLE if settle is None else settle
+        self._due: float | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._started = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def committed(self) -> None:
+        """There is a new checkpoint."""
+        if self._due is None:
+            self._due = time.monotonic() + self._settle
+
+    def hurry(self) -> None:
+        """Retention waits for a result: do not let what was committed settle first."""
+        self._due = time.monotonic()
+
+    def poll(self) -> None:
+        """Have what is due read; take in what was found bad."""
+        try:
+            self._listen()
+            if self._due is not None and time.monotonic() >= self._due:
+                self._due = None
+                self._ask()
+        except OSError as error:
+            self._give_up(f"checkpoints are not read back: {error}")
+
+    def _ask(self) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            self._hang_up()
+        if self._process is None:
+            if self._started > REPLACEMENTS:
+                return
+            self._start()
+        if self._line is not None:
+            with contextlib.suppress(
+                OSError
+            ):  # it has been told often enough, or is dead: the next time shows
+                self._line.send(b"look", socket.MSG_NOSIGNAL)
+
+    def _start(self) -> None:
+        self._started += 1
+        if self._started > REPLACEMENTS:
+            self._give_up(
+                f"the process that reads checkpoints back ended {REPLACEMENTS} times (see {self._log}); "
+                "none is read back any more before the next start"
+            )
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # -P: whatever lies in the directory that the training was started in must not be imported.
+        argv = [sys.executable, "-P", "-m", "holdfast.checkpoint.read_back"]
+        try:
+            make_dirs(self._log.parent)
+            with self._log.open("ab") as log_file:
+                self._process = subprocess.Popen(
+                    [
+                        *argv,
+                        msgspec.json.encode(self._order).decode(),
+                        str(theirs.fileno()),
+                        str(os.getpid()),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=log_file,
+                    pass_fds=[theirs.fileno()],
+                )
+            ours.setblocking(False)
+            self._line = ours
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+
+    def _listen(self) -> None:
+        while self._line is not None:
+            try:
+                packet = self._line.recv(65536)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._line.close()
+                self._line = None
+                return
+            log.error("holdfast: %s", packet.decode(errors="replace"))
+
+    def _give_up(self, why: str) -> None:
+        self._started = REPLACEMENTS + 1
+        self._hang_up()
+        self._journal.write(Warned(message=why))
+        log.warning("holdfast: %s", why)
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        process, self._process = self._process, None
+        if process is not None and process.poll() is None:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+
+    def close(self) -> None:
+        """The run ends, and with it the reading; what was not read now is read by the next attempt."""
+        with contextlib.suppress(OSError):
+            self._listen()
+        self._hang_up()
+
+
+# --- the process --------------------------------------------------------------------------------------------
+
+
+class _OverError(Exception):
+    """The trainer is gone, or a newer attempt holds the run."""
+
+
+class Reader:
+    def __init__(self, order: ReadBackOrder, line: socket.socket, parent: int) -> None:
+        self._order = order
+        self._line = line
+        self._parent = parent
+        self._control = ControlDirectory.open(Path(order.control))
+        self._root = CheckpointRoot(Path(order.root))
+        self._fence = Fence(self._control, order.epoch)
+        self._journal = JournalWriter(self._control.journal, "read-back", order.attempt)
+        self._tries: dict[CheckpointName, int] = {}
+        self._ours: dict[CheckpointName, bool] = {}
+        self._owed = 0.0
+        """Seconds by which the reading is ahead of its rate."""
+        self._since = time.monotonic()
+
+    def run(self) -> None:
+        with contextlib.suppress(_OverError, LeaseLostError):
+            while True:
+                self._await_word()
+                while (name := self._next()) is not None:
+                    self._read(name)
+
+    def _await_word(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._line], [], [], 4 * STEP)
+            self._check()
+            if ready:
+                if not self._line.recv(64):
+                    raise _OverError
+                return
+
+    def _check(self) -> None:
+        if os.getppid() != self._parent:
+            raise _OverError
+
+    def _next(self) -> CheckpointName | None:
+        """The newest one that this run saved and nobody has read."""
+        mine = (name for name in self._root.names() if self._is_ours(name))
+        for name in itertools.islice(mine, NEWEST):
+            if self._tries.get(name, 0) < TRIES and last_read_back(self._root, name) is None:
+                return name
+        return None
+
+    def _is_ours(self, name: CheckpointName) -> bool:
+        """Whether this run recorded its commit; another run under the same root reads its own."""
+        if name not in self._ours:
+            attempts = reversed(attempt_numbers(self._control))
+            self._ours[name] = any(
+                find_commit(self._control, number, name.step, name.id) is not None for number in attempts
+            )
+        return self._ours[name]
+
+    def _read(self, name: CheckpointName) -> None:
+        self._fence.check("read checkpoints back")
+        self._tries[name] = self._tries.get(name, 0) + 1
+        directory, started = self._root.committed(name), time.monotonic()
+        try:
+            with reading(directory):
+                found = verify(directory, progress=self._pace, cold=True)
+                first = [str(problem) for problem in found.problems]
+                if not found.sound and directory.is_dir():
+                    self._sleep(AGAIN)
+                    found = verify(directory, progress=self._pace, cold=True)
+        except OSError as error:
+            self._warn(f"{name} could not be read back: {error}")
+            return
+        if not directory.is_dir():
+            return  # retention has taken it away meanwhile
+        if first and found.sound:
+            self._warn(
+                f"{name} was read back twice: the first time it was bad ({first[0]}), the second time all "
+                "was right. Something between the storage and this node's memory is not reliable"
+            )
+        if any(problem.reason is Reason.UNREADABLE for problem in found.problems):
+            self._warn(f"{name} could not be read back: {found.problems[0]}")
+            return
+        self._record(name, found, time.monotonic() - started)
+
+    def _record(self, name: CheckpointName, found: Inspection, seconds: float) -> None:
+        problems = [str(problem) for problem in found.problems[:5]]
+        record = ReadBackRecord(
+            checkpoint=str(name),
+            manifest=found.manifest_digest or "",
+            root=self._order.root,
+            at=time.time(),
+            node=platform.node(),
+            attempt=self._order.attempt,
+            bytes=found.bytes_checked,
+            seconds=round(seconds, 3),
+            problems=problems,
+        )
+        self._fence.check("record what was read back")
+        self._tries[name] = TRIES
+        if problems:
+            self._journal.write(
+                CopyQuarantined(checkpoint=str(name), node=record.node, kind="global", reasons=problems)
+            )
+        else:
+            self._journal.write(
+                CopyReadBack(checkpoint=str(name), step=name.step, bytes=record.bytes, seconds=record.seconds)
+            )
+        try:  # after the journal: this process may be ended at any moment; without a record it is read again
+            record_read_back(self._root, name, record)
+        except OSError as error:
+            self._warn(f"{name} was read back, but that could not be recorded: {error}")
+        if not problems:
+            return
+        self._tell(
+            f"{name} was read back, twice, and is bad: {problems[0]}. It stays as evidence and does not "
+            f"count for retention; look at {self._root.path} and the storage below it"
+        )
+
+    def _pace(self, count: int) -> None:
+        """Called for each piece that was read: no faster than was said, and not after the trainer."""
+        now = time.monotonic()
+        if self._order.rate > 0:
+            self._owed = max(0.0, self._owed - (now - self._since)) + count / self._order.rate
+        self._since = now
+        self._check()
+        if self._owed > 0.01:
+            self._sleep(self._owed)
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, STEP))
+            self._check()
+
+    def _warn(self, text: str) -> None:
+        self._journal.write(Warned(message=text))
+        self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._line.send(text.encode()[:60000], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def _step_back(parent: int) -> None:
+    """Lowest priority for the processor and the storage, and an end with the trainer's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        raise SystemExit(0)  # it ended before that was asked for
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.nice(19)
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        libc.syscall(number, 1, 0, _LOWEST)
+
+
+def main() -> int:
+    """`python -m holdfast.checkpoint.read_back <order> <socket> <parent>`: started by ReadBack only."""
+    parent = int(sys.argv[3])
+    _step_back(parent)
+    order = msgspec.json.decode(sys.argv[1].encode(), type=ReadBackOrder)
+    with socket.socket(fileno=int(sys.argv[2])) as line:
+        Reader(order, line, parent).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
