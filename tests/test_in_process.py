@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from harness import wait_until
 from holdfast.control.attempts import FailureRecord
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.secret import SealedStore, run_secret
 from holdfast.exit_codes import ExitCode
 from holdfast.inprocess.conductor import Denied, Granted, Restart
 from holdfast.inprocess.messages import PREFIX, End, EndKind, Over, OverKind, Plan, end_key, plan_key
@@ -48,7 +49,8 @@ class Node:
             run=self.control.run_id, attempt=4, epoch=7, master_addr="127.0.0.1", master_port=store.port
         )
         at = Place(node="b", group_rank=1, nodes=2, world_size=2)
-        self.attempt = Attempt(self.control, at, "launch", told, store)
+        sealed = SealedStore(store, run_secret(self.control), self.control.run_id, "round")
+        self.attempt = Attempt(self.control, at, "launch", told, sealed)
         self.monitor = Monitor(place / "monitor", Limits())
         learner = Learner(self.control, lambda text: None)
         learner.begin("b", 4)

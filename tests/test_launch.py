@@ -9,16 +9,18 @@ import socket
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from harness import REPO, Job, finish, holdfast, job, wait_until
 from holdfast.control.attempts import EndRecord, FailureRecord, ends_of, failures_of
 from holdfast.control.directory import ControlDirectory, create_record
 from holdfast.control.lease import Claim, current_epoch, read_beat, read_claim
+from holdfast.control.secret import SealedStore, run_secret
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.launch import attempt as attempts
@@ -264,6 +266,39 @@ def test_two_agents_restart_together_after_a_worker_of_one_is_killed(tmp_path: P
     ]
 
 
+def test_garbage_and_a_crowd_at_the_store_do_not_end_a_run(tmp_path: Path) -> None:
+    """1,100 connections that say nothing, at a limit of 1,024 files, and a stranger's words on its keys."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    flags = (
+        *flags,
+        "--rdzv-id",
+        "open",
+        "--rdzv-conf",
+        "last_call_timeout=1",
+        "--set",
+        "launch.stop_grace=0.5",
+    )
+    command = launch(*flags, args=("wait,ok", "log"))
+    with job(["prlimit", "--nofile=1024:1024", *command], cwd=tmp_path) as running:
+        ready(running, tmp_path)
+        crowd = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(1100)]
+        stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        for key in ("meeting", "round.1/holdfast/notice", "round.1/holdfast/attempt", "farewell"):
+            stranger.set(f"holdfast.open.0/{key}", b"\xffgarbage")
+        stranger.set("holdfast.open/holdfast/launch", b"\xffgarbage")
+        os.kill(lines(tmp_path / "log")[0][3], signal.SIGKILL)
+        result = running.wait(60)
+        for one in crowd:
+            one.close()
+    assert result.code == 0, result.text
+    assert result.text.count("was not written by this run and is ignored") >= 1, result.text
+    assert "Traceback" not in result.text, result.text
+    assert "Too many open files" not in result.text
+    assert [end and end.outcome for end in ends(tmp_path)] == ["failed", "finished"]
+
+
 @pytest.mark.drill
 def test_nodes_that_do_not_see_the_same_run_directory_end_at_once(tmp_path: Path) -> None:
     """The control directory must be shared, and the random run id in it proves whether it is."""
@@ -398,10 +433,12 @@ def test_the_hand_over_round_trips_and_refuses_what_it_did_not_write() -> None:
 def test_a_node_that_cannot_take_part_stays_until_the_leader_has_read_why(tmp_path: Path) -> None:
     """It may be the one that hosts the store: gone too soon, the leader would only see a lost store."""
     mine, _ = ControlDirectory.open_or_create(tmp_path / "mine")
-    store = HashStore()
+    base = HashStore()
+    store = SealedStore(base, run_secret(mine), mine.run_id, "round")
+    theirs = SealedStore(base, b"another secret", "another", "round")
     place = attempts.Place(node="b", group_rank=1, nodes=2, world_size=2)
     told = attempts.Announcement(run="another", attempt=1, epoch=1)
-    store.set(attempts.ANNOUNCEMENT, msgspec.json.encode(told).decode())
+    theirs.set(attempts.ANNOUNCEMENT, msgspec.json.encode(told).decode())
     ended: list[BaseException] = []
 
     def take_part() -> None:
@@ -412,9 +449,9 @@ def test_a_node_that_cannot_take_part_stays_until_the_leader_has_read_why(tmp_pa
 
     node = threading.Thread(target=take_part, daemon=True)
     node.start()
-    wait_until(lambda: store.check([attempts.LEAVING]), 10, "the node waits for the leader")
-    assert b"another" in store.get(attempts.NOTICE)
+    wait_until(lambda: base.check(["foreign/another"]), 10, "the node waits for the leader")
     assert not ended
-    store.add(attempts.LEAVING, 1)  # the leader has read it and leaves too
+    assert theirs.hailed(), "the leader has read it and leaves too"
+    assert theirs.foreign == mine.run_id
     node.join(10)
     assert [stop.code for stop in ended] == [ExitCode.CONTROL_UNUSABLE]  # type: ignore[attr-defined]
