@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -297,6 +298,51 @@ def test_garbage_and_a_crowd_at_the_store_do_not_end_a_run(tmp_path: Path) -> No
     assert "Traceback" not in result.text, result.text
     assert "Too many open files" not in result.text
     assert [end and end.outcome for end in ends(tmp_path)] == ["failed", "finished"]
+
+
+def test_who_stops_reading_what_the_launcher_says_does_not_fail_the_job(tmp_path: Path) -> None:
+    """As in `holdfast run … 2>&1 | head -0`: nobody is there when the first attempt's end is told."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = launch(args=("kill,ok", "log"))
+    with subprocess.Popen(command, cwd=tmp_path, stdout=writing, stderr=writing) as running:
+        os.close(writing)
+        assert running.wait(60) == 0
+    assert [end and end.outcome for end in ends(tmp_path)] == ["failed", "finished"]
+
+
+USER = 54321
+CAPABLE = "+dac_override,+dac_read_search"
+"""To read what only root may, as the interpreter may be, and not to be above limits as root is."""
+drill = pytest.mark.drill
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@pytest.mark.parametrize(
+    ("limit", "workers"),
+    [(3, 1), *(pytest.param(n, 1, marks=drill) for n in (1, 2, 5, 10, 14)),
+     *(pytest.param(n, 8, marks=drill) for n in (15, 17))],
+)  # fmt: skip
+def test_a_process_table_that_is_full_is_told_in_one_line_and_ends(
+    tmp_path: Path, limit: int, workers: int
+) -> None:
+    tmp_path.chmod(0o777)
+    for parent in list(tmp_path.parents)[:2]:
+        parent.chmod(0o755)
+    become = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", f"--inh-caps={CAPABLE}"]
+    become += [f"--ambient-caps={CAPABLE}", f"--bounding-set=-all,{CAPABLE}", "prlimit", f"--nproc={limit}"]
+    flags = ("--nproc-per-node", str(workers), "--set", "health.gate=off")
+    env = {**os.environ, "HOME": str(tmp_path), "USER": "somebody", "TMPDIR": str(tmp_path)}
+    with job([*become, *launch(*flags, args=("ok", "log"))], cwd=tmp_path, env=env) as running:
+        result = running.wait(90)
+    assert result.code == ExitCode.NO_CAPACITY, result.text
+    told = [line for line in result.err.splitlines() if "no more processes or threads can be started" in line]
+    assert len(told) == 1, result.text
+    assert f"`ulimit -u` is {limit}" in told[0]
+    assert "Traceback" not in result.text
+    if limit < 15:
+        assert result.err.splitlines() == told
+        assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
 @pytest.mark.drill
