@@ -84,6 +84,19 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made.close()
 
 
+@pytest.mark.parametrize("garbage", [b"garbage", b"\xff\xfe", b'"\xff"', b"[" * 5000, b"{}"])
+def test_what_somebody_else_wrote_in_place_of_a_plan_is_ignored_and_told_once(
+    node: Node, garbage: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node._words.set(plan_key(0), garbage)
+    for _ in range(2):
+        node.kept.look()
+    assert node.kept.plan is None
+    assert capsys.readouterr().err.count("is ignored") == 1
+    node.plan(0, [3, 1], [2])
+    assert node.kept.plan is not None
+
+
 def test_before_the_first_plan_every_end_counts_as_without(node: Node) -> None:
     node.kept.look()
     assert node.kept.counted({2: RAISED}) == {2: RAISED}
