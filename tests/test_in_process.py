@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from harness import wait_until
 from holdfast.control.attempts import FailureRecord
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.secret import SealedStore, run_secret
 from holdfast.exit_codes import ExitCode
 from holdfast.inprocess.conductor import Denied, Granted, Restart
 from holdfast.inprocess.messages import PREFIX, End, EndKind, Over, OverKind, Plan, end_key, plan_key
@@ -48,7 +49,8 @@ class Node:
             run=self.control.run_id, attempt=4, epoch=7, master_addr="127.0.0.1", master_port=store.port
         )
         at = Place(node="b", group_rank=1, nodes=2, world_size=2)
-        self.attempt = Attempt(self.control, at, "launch", told, store)
+        sealed = SealedStore(store, run_secret(self.control), self.control.run_id, "round")
+        self.attempt = Attempt(self.control, at, "launch", told, sealed)
         self.monitor = Monitor(place / "monitor", Limits())
         learner = Learner(self.control, lambda text: None)
         learner.begin("b", 4)
@@ -80,6 +82,19 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path, store, InProcessSettings(enabled=True))
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("garbage", [b"garbage", b"\xff\xfe", b'"\xff"', b"[" * 5000, b"{}"])
+def test_what_somebody_else_wrote_in_place_of_a_plan_is_ignored_and_told_once(
+    node: Node, garbage: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node._words.set(plan_key(0), garbage)
+    for _ in range(2):
+        node.kept.look()
+    assert node.kept.plan is None
+    assert capsys.readouterr().err.count("is ignored") == 1
+    node.plan(0, [3, 1], [2])
+    assert node.kept.plan is not None
 
 
 def test_before_the_first_plan_every_end_counts_as_without(node: Node) -> None:

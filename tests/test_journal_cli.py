@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -12,6 +14,7 @@ import msgspec
 import pytest
 
 from harness import finish, holdfast, job, wait_until
+from holdfast.control.directory import ControlDirectory
 from holdfast.journal.events import AttemptEnded, AttemptStarted, RunFinished, StepsDone, Warned
 from holdfast.journal.writer import JournalWriter
 from journals import Journal, killed_and_corrupted
@@ -173,3 +176,22 @@ def test_a_report_that_cannot_be_written_is_an_error_that_names_it(run_dir: Path
     both = finish(holdfast("journal", str(run_dir), "--report", "r.html", "--json"), cwd=run_dir)
     assert both.code == 2
     assert not (run_dir / "r.html").exists()
+
+
+def test_who_reads_only_the_beginning_has_seen_enough(tmp_path: Path) -> None:
+    """`| head` is no failure; a disk that is full is, and told; standard output may be closed."""
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    with contextlib.closing(JournalWriter(control.journal, "launcher", 0)) as journal:
+        for number in range(2000):  # more than a pipe's reader is waited for
+            journal.write(Warned(message=f"{number} {'x' * 200}"))
+    printed = shlex.join(holdfast("journal", str(tmp_path / "run")))
+    for ending, code, told in (
+        ("| head -1", 0, ""),
+        ("> /dev/full", 1, "the output cannot be written: No space left on device"),
+        (">&-", 0, ""),
+    ):
+        done = finish(["bash", "-c", f"set -o pipefail; {printed} {ending}"], cwd=tmp_path, timeout=60)
+        assert done.code == code, (ending, done)
+        assert told in done.err
+        assert "Traceback" not in done.err
+        assert len(done.err.splitlines()) == bool(told)

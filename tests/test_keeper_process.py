@@ -187,11 +187,10 @@ def members(
         try:
             yield job
             wait_until(lambda: not keepers(place), 10, "no keeper is left")
-            for path in place.glob("keeper[0-9]"):
-                # A member that ends while the kernel still takes a killed keeper apart leaves it to the next
-                # one who looks.
-                sweep(Path(path.read_text()))
-                assert not Path(path.read_text()).parent.exists()
+            # A member that ends while the kernel still takes a killed keeper apart leaves it to the next one
+            # who looks.
+            for path in [Path(found.read_text()) for found in place.glob("keeper[0-9]")]:
+                wait_until(lambda path=path: sweep(path) or not path.parent.exists(), 10, f"{path} is gone")
         finally:
             for pid in keepers(place):
                 os.kill(pid, signal.SIGKILL)

@@ -8,15 +8,17 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from harness import REPO, Job, finish, holdfast, job, wait_until
@@ -33,6 +35,7 @@ from holdfast.control.exclusions import exclude
 from holdfast.control.handover import told_progress
 from holdfast.control.launches import digest_of
 from holdfast.control.lease import Claim, Fence, LeaseKeeper, claim, current_epoch, read_beat, read_claim
+from holdfast.control.secret import SealedStore, run_secret
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.launch import attempt as attempts
@@ -586,6 +589,84 @@ def test_two_agents_restart_together_after_a_worker_of_one_is_killed(tmp_path: P
     ]
 
 
+def test_garbage_and_a_crowd_at_the_store_do_not_end_a_run(tmp_path: Path) -> None:
+    """1,100 connections that say nothing, at a limit of 1,024 files, and a stranger's words on its keys."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    flags = (
+        *flags,
+        "--rdzv-id",
+        "open",
+        "--rdzv-conf",
+        "last_call_timeout=1",
+        "--set",
+        "launch.stop_grace=0.5",
+    )
+    command = launch(*flags, args=("wait,ok", "log"))
+    with job(["prlimit", "--nofile=1024:1024", *command], cwd=tmp_path) as running:
+        ready(running, tmp_path)
+        crowd = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(1100)]
+        stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        for key in ("meeting", "round.1/holdfast/notice", "round.1/holdfast/attempt", "farewell"):
+            stranger.set(f"holdfast.open.0/{key}", b"\xffgarbage")
+        stranger.set("holdfast.open/holdfast/launch", b"\xffgarbage")
+        os.kill(lines(tmp_path / "log")[0][3], signal.SIGKILL)
+        result = running.wait(60)
+        for one in crowd:
+            one.close()
+    assert result.code == 0, result.text
+    assert result.text.count("was not written by this run and is ignored") >= 1, result.text
+    assert "Traceback" not in result.text, result.text
+    assert "Too many open files" not in result.text
+    assert [end and end.outcome for end in ends(tmp_path)] == ["failed", "finished"]
+
+
+def test_who_stops_reading_what_the_launcher_says_does_not_fail_the_job(tmp_path: Path) -> None:
+    """As in `holdfast run … 2>&1 | head -0`: nobody is there when the first attempt's end is told."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = launch(args=("kill,ok", "log"))
+    with subprocess.Popen(command, cwd=tmp_path, stdout=writing, stderr=writing) as running:
+        os.close(writing)
+        assert running.wait(60) == 0
+    assert [end and end.outcome for end in ends(tmp_path)] == ["failed", "finished"]
+
+
+USER = 54321
+CAPABLE = "+dac_override,+dac_read_search"
+"""To read what only root may, as the interpreter may be, and not to be above limits as root is."""
+drill = pytest.mark.drill
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@pytest.mark.parametrize(
+    ("limit", "workers"),
+    [(3, 1), *(pytest.param(n, 1, marks=drill) for n in (1, 2, 5, 10, 14)),
+     *(pytest.param(n, 8, marks=drill) for n in (15, 17))],
+)  # fmt: skip
+def test_a_process_table_that_is_full_is_told_in_one_line_and_ends(
+    tmp_path: Path, limit: int, workers: int
+) -> None:
+    tmp_path.chmod(0o777)
+    for parent in list(tmp_path.parents)[:2]:
+        parent.chmod(0o755)
+    become = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", f"--inh-caps={CAPABLE}"]
+    become += [f"--ambient-caps={CAPABLE}", f"--bounding-set=-all,{CAPABLE}", "prlimit", f"--nproc={limit}"]
+    flags = ("--nproc-per-node", str(workers), "--set", "health.gate=off")
+    env = {**os.environ, "HOME": str(tmp_path), "USER": "somebody", "TMPDIR": str(tmp_path)}
+    with job([*become, *launch(*flags, args=("ok", "log"))], cwd=tmp_path, env=env) as running:
+        result = running.wait(90)
+    assert result.code == ExitCode.NO_CAPACITY, result.text
+    told = [line for line in result.err.splitlines() if "no more processes or threads can be started" in line]
+    assert len(told) == 1, result.text
+    assert f"`ulimit -u` is {limit}" in told[0]
+    assert "Traceback" not in result.text
+    if limit < 15:
+        assert result.err.splitlines() == told
+        assert not (tmp_path / "run").exists(), "nothing was begun"
+
+
 @pytest.mark.drill
 def test_nodes_that_do_not_see_the_same_run_directory_end_at_once(tmp_path: Path) -> None:
     """The control directory must be shared, and the random run id in it proves whether it is."""
@@ -842,10 +923,12 @@ def test_the_hand_over_round_trips_and_refuses_what_it_did_not_write() -> None:
 def test_a_node_that_cannot_take_part_stays_until_the_leader_has_read_why(tmp_path: Path) -> None:
     """It may be the one that hosts the store: gone too soon, the leader would only see a lost store."""
     mine, _ = ControlDirectory.open_or_create(tmp_path / "mine")
-    store = HashStore()
+    base = HashStore()
+    store = SealedStore(base, run_secret(mine), mine.run_id, "round")
+    theirs = SealedStore(base, b"another secret", "another", "round")
     place = attempts.Place(node="b", group_rank=1, nodes=2, world_size=2)
     told = attempts.Announcement(run="another", attempt=1, epoch=1)
-    store.set(attempts.ANNOUNCEMENT, msgspec.json.encode(told).decode())
+    theirs.set(attempts.ANNOUNCEMENT, msgspec.json.encode(told).decode())
     ended: list[BaseException] = []
 
     def take_part() -> None:
@@ -856,9 +939,9 @@ def test_a_node_that_cannot_take_part_stays_until_the_leader_has_read_why(tmp_pa
 
     node = threading.Thread(target=take_part, daemon=True)
     node.start()
-    wait_until(lambda: store.check([attempts.LEAVING]), 10, "the node waits for the leader")
-    assert b"another" in store.get(attempts.NOTICE)
+    wait_until(lambda: base.check(["foreign/another"]), 10, "the node waits for the leader")
     assert not ended
-    store.add(attempts.LEAVING, 1)  # the leader has read it and leaves too
+    assert theirs.hailed(), "the leader has read it and leaves too"
+    assert theirs.foreign == mine.run_id
     node.join(10)
     assert [stop.code for stop in ended] == [ExitCode.CONTROL_UNUSABLE]  # type: ignore[attr-defined]

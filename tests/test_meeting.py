@@ -9,18 +9,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from harness import wait_until
+from holdfast.control import secret
+from holdfast.control.hosted_store import listen
+from holdfast.control.secret import SealedStore, to_cut
+from holdfast.errors import DecisionTimeoutError
+from holdfast.exit_codes import ExitCode
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.endpoints import Endpoints, StoreLostError
 from holdfast.launch.meeting import MeetingHandler
+from holdfast.policy import rounds
 
 
 @pytest.fixture
@@ -45,11 +51,14 @@ class Node:
         unfit: str = "",
         endpoints: Endpoints | None = None,
         node_timeout: float = 30.0,
+        run: str = "run",
     ) -> None:
         self.said: list[str] = []
         self.handler = MeetingHandler(
             endpoints or Endpoints([("127.0.0.1", store.port)], is_host=False, timeout=30.0),
             "meeting",
+            run=run,
+            secret=run.encode(),
             node=name,
             slots=1,
             role="default",
@@ -99,6 +108,155 @@ def test_a_spare_that_waited_for_long_is_still_there_when_the_group_meets_again(
         parked.result(30)
     for node in (one, other, spare):
         node.handler.shutdown()
+
+
+GARBAGE = [
+    b"garbage",
+    b"\xff\xfe\x00",
+    b"{}",
+    b"[" * 5000,
+    b'{"round": 7, "over": {"code": 0, "why": "x"}}',
+    b"hf1",
+]
+
+
+def test_what_a_stranger_writes_is_ignored_and_what_it_overwrites_is_written_again(store: TCPStore) -> None:
+    stranger = store.clone()
+    key = "holdfast.meeting.0/meeting"
+    one, other = Node(store, "a"), Node(store, "b")
+    stranger.set(key, GARBAGE[0])
+    first = one.meet()
+    wait_until(lambda: one.handler._read()[0].here, 10, "one is here, over what lay there")
+    for garbage in GARBAGE:
+        stranger.set(key, garbage)
+    second = other.meet()
+    assert {first.result(30).rank, second.result(30).rank} == {0, 1}
+    for garbage in GARBAGE:
+        stranger.set(key, garbage)
+        assert one.handler.belongs()
+        assert other.handler.over() is None
+    stranger.delete_key(key)
+    assert other.handler.belongs()
+    for agent in (one, other):
+        stranger.set(f"holdfast.meeting.0/pulse/{agent.handler._agent}", "no number")
+        assert not agent.handler.silent_leader()
+        assert not agent.handler.lost
+    one.handler.finish(5, "done")
+    stranger.set(key, GARBAGE[0])
+    assert one.handler.over() == rounds.Over(code=5, why="done")
+    assert len([text for text in one.said if "is ignored" in text]) == 1
+    for node in (one, other):
+        node.handler.shutdown()
+
+
+def test_nodes_of_two_runs_are_both_told_and_do_not_wait_for_each_other(store: TCPStore) -> None:
+    one, other = Node(store, "a"), Node(store, "b", run="another run")
+    waiting = one.meet()
+    wait_until(lambda: one.handler._read()[0].here, 10, "one is here")
+    for meeting in (other.meet(), waiting):
+        with pytest.raises(StopRun, match="must see the same run directory") as stop:
+            meeting.result(30)
+        assert stop.value.code == ExitCode.CONTROL_UNUSABLE
+    for node in (one, other):
+        node.handler.shutdown()
+
+
+def sealed(base: Any, scope: str = "round", told: list[str] | None = None) -> SealedStore:
+    return SealedStore(base, b"secret", "run", scope, told.append if told is not None else None)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_a_sealed_store_says_only_what_the_run_wrote(garbage: bytes) -> None:
+    told: list[str] = []
+    base = HashStore()
+    mine, theirs = sealed(base, told=told), sealed(base)
+    base.set("k", garbage)
+    assert not mine.check(["k"])
+    with pytest.raises(RuntimeError, match="nothing at k"):
+        mine.get("k")
+    assert mine.compare_set("k", "", "first") == b"first"
+    assert theirs.compare_set("k", "", "second") == b"first"
+    assert theirs.get("k") == b"first"
+    base.set("k", garbage)
+    assert mine.compare_set("k", "first", "next") == b"next"
+    assert theirs.get("k") == b"next"
+    old = bytes(base.get("k"))
+    assert theirs.compare_set("k", "next", "last") == b"last"
+    for raw in (garbage, old):
+        base.set("k", raw)
+        assert theirs.get("k") == b"last", "who has seen it writes it again"
+        assert mine.get("k") == b"last"
+    assert sealed(base, "another round").check(["k"]) is False
+    base.set("n", garbage)
+    assert [mine.add("n", 1), theirs.add("n", 1), mine.add("n", 0)] == [1, 2, 2]
+    base.set("n", garbage)
+    assert theirs.add("n", 1) == 3
+    assert len(told) == 1
+
+
+def test_what_a_process_said_is_written_again_also_if_it_never_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(secret, "MIND", 0.0)
+    base = HashStore()
+    mine = sealed(base)
+    mine.set("announcement", "attempt 4")
+    base.set("announcement", "garbage")
+    mine.mind()
+    assert sealed(base).get("announcement") == b"attempt 4"
+
+
+def test_counts_of_many_at_once_are_all_counted(store: TCPStore) -> None:
+    stores = [sealed(store.clone()) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda one: [one.add("n", 1) for _ in range(20)], stores))
+    assert stores[0].add("n", 0) == 160
+
+
+def test_who_never_leaves_off_ends_it_with_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret, "TRIES", 50)
+
+    class Busy(HashStore):
+        def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+            super().set(key, b"garbage")
+            return b"garbage"
+
+    with pytest.raises(DecisionTimeoutError, match="changed 50 times under our hands"):
+        sealed(Busy()).compare_set("k", "", "mine")
+
+
+@pytest.mark.parametrize(
+    ("strangers", "cut"),
+    [
+        ({}, []),
+        (dict.fromkeys(range(8), ("a", 0.0)), []),
+        (dict.fromkeys(range(3), ("a", -6.0)), [0, 1, 2]),
+        (dict.fromkeys(range(10), ("a", -2.0)), [0, 1]),
+        (dict.fromkeys(range(100), ("a", -0.5)), []),
+        ({i: (f"{i}", -2.0 - i / 1000) for i in range(70)}, [69, 68, 67, 66, 65, 64]),
+        ({i: (f"{i}", 0.0) for i in range(258)}, [0, 1]),
+    ],
+)
+def test_of_connections_without_a_proof_the_oldest_go(
+    strangers: dict[int, tuple[str, float]], cut: list[int]
+) -> None:
+    assert to_cut(strangers, 0.0) == cut
+
+
+@pytest.mark.parametrize(
+    ("address", "alone", "bound"),
+    [
+        ("127.0.0.1", False, "127.0.0.1"),
+        ("localhost", False, "127.0.0.1"),
+        ("::1", False, "::1"),
+        ("", False, ""),
+        ("192.0.2.1", False, ""),  # nobody's
+        ("no.such.name.invalid", True, ""),
+    ],
+)
+def test_a_socket_listens_where_others_look_for_it(address: str, alone: bool, bound: str) -> None:
+    with listen(0, address, alone=alone) as found:
+        assert found.getsockname()[0] == (bound or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"))
 
 
 def test_a_node_that_may_not_take_part_does_not_wait_for_ever_where_no_group_runs(store: TCPStore) -> None:

@@ -19,6 +19,7 @@ from fake_scontrol import JOB, Fake, installed, limit_in
 from harness import wait_until
 from holdfast.cluster.slurm import SlurmJob
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.secret import SealedStore, run_secret
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.cluster_events import StopAsked, StopForced, StopHastened
 from holdfast.journal.reader import read_journal
@@ -93,7 +94,8 @@ def nodes(home: Path, count: int, job: SlurmJob | None = None) -> Iterator[list[
         found = []
         for rank in range(count):
             place = Place(node=f"n{rank}", group_rank=rank, nodes=count, world_size=count)
-            attempt = Attempt(control, place, "launch", told, store)
+            sealed = SealedStore(store, run_secret(control), control.run_id, "round")
+            attempt = Attempt(control, place, "launch", told, sealed)
             stack.callback(attempt.close)
             monitor = stack.enter_context(watching(home / place.node))
             found.append(Node(attempt, monitor, job))

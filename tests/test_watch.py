@@ -50,6 +50,18 @@ def known(leader: LeaderWatch) -> None:
     wait_until(lambda: not leader._awaited, 10, "the leader knows the node")
 
 
+def test_who_says_nothing_keeps_nobody_out_and_costs_nobody_its_place(leader: LeaderWatch) -> None:
+    mine = follow(leader)
+    known(leader)
+    silent = [socket.create_connection(("127.0.0.1", leader.port)) for _ in range(300)]
+    wait_until(lambda: len(leader._peers) <= 1 + 8, 20, "few of one address are left")
+    assert not leader.lost()
+    assert not mine.lost
+    for one in silent:
+        one.close()
+    mine.close()
+
+
 @pytest.mark.drill
 def test_both_live_for_longer_than_the_timeout_and_part_without_a_loss(leader: LeaderWatch) -> None:
     mine = follow(leader)

@@ -6,11 +6,25 @@ driver and a store whose host is stopped cannot be interrupted; such a thread en
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+PATIENCE = 5.0
+"""Seconds for which a process table that is full may have room again."""
+RETRY = 0.1
+_NO_THREAD = "can't start new thread"
+
+
+def is_table_full(error: BaseException) -> bool:
+    """Whether an error means that no process or thread could be started for want of room."""
+    if isinstance(error, OSError):
+        return error.errno == errno.EAGAIN
+    return isinstance(error, RuntimeError) and _NO_THREAD in str(error)
 
 
 class Bounded(Generic[T]):
@@ -19,8 +33,18 @@ class Bounded(Generic[T]):
     def __init__(self, call: Callable[[], T], name: str) -> None:
         self._returned: list[T] = []
         self._raised: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call,), name=f"holdfast-{name}", daemon=True)
-        self._thread.start()
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            self._thread = threading.Thread(
+                target=self._run, args=(call,), name=f"holdfast-{name}", daemon=True
+            )
+            try:
+                self._thread.start()
+                return
+            except RuntimeError:  # somebody else's processes may fill the table for a moment
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(RETRY)
 
     def _run(self, call: Callable[[], T]) -> None:
         try:

@@ -47,6 +47,23 @@ class LeaseLostError(HoldfastError):
     exit_code = ExitCode.LEASE_LOST
 
 
+class NoProcessesError(HoldfastError):
+    """No process or thread can be started: the user's limit, or the container's, is reached."""
+
+    exit_code = ExitCode.NO_CAPACITY
+
+    def __init__(self, what: str) -> None:
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        limit = "none" if soft == resource.RLIM_INFINITY else str(soft)
+        super().__init__(
+            f"no more processes or threads can be started ({what}): `ulimit -u` is {limit} for all that this "
+            "user runs here, and a container may have a limit of its own (pids.max). Raise it, or end "
+            "something else, then launch again"
+        )
+
+
 class DecisionTimeoutError(HoldfastError):
     """A group decision was not learnt before its deadline; nobody chooses alone."""
 

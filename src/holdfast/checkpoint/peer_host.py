@@ -21,6 +21,7 @@ import msgspec
 from holdfast.checkpoint.local_tier import LocalTier
 from holdfast.checkpoint.peer_process import PeerOrder
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.hosted_store import listen
 from holdfast.control.marks import outliving
 from holdfast.errors import PeerError
 from holdfast.files import make_dirs
@@ -30,7 +31,6 @@ from holdfast.journal.writer import JournalWriter
 log = logging.getLogger("holdfast.checkpoint")
 
 REPLACEMENTS = 3
-BACKLOG = 128
 MODULE = "holdfast.checkpoint.peer_process"
 ALONE = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"
@@ -68,7 +68,7 @@ class PeerHost:
         self._line: socket.socket | None = None
         self._replaced = 0
         try:
-            self._listener: socket.socket | None = _listen()
+            self._listener: socket.socket | None = listen(0, host)
         except OSError as error:
             raise PeerError(f"node {self._node} cannot listen for its peers: {error}") from error
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
@@ -156,14 +156,6 @@ class PeerHost:
     def _warn(self, message: str) -> None:
         self._journal.write(Warned(message=message))
         log.warning("holdfast: %s", message)
-
-
-def _listen() -> socket.socket:
-    """On every interface, over both protocols where there are both, at a port that is free."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=BACKLOG)
 
 
 def own_address(towards: str) -> str:

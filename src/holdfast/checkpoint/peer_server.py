@@ -1,9 +1,10 @@
 """The peer server: takes replicas of other places' copies, and gives out what this place holds.
 
 Guarantee: a replica counts here only once its bytes, where they lie, have the digests that its sender
-announced. Whoever has not proven to belong to the run is cut off after a few seconds, and only a few such
-connections are there at a time. A connection that is slow, stalls or talks nonsense costs its own thread
-until its deadline, and nobody else anything.
+announced. Whoever has not proven to belong to the run is cut off after a few seconds, and earlier when such
+connections are many: those that have been silent for longest go, and never a proven one or who comes anew. A
+connection that is slow, stalls or talks nonsense costs its own thread until its deadline, and nobody else
+anything.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from holdfast.checkpoint.peer_messages import (
 from holdfast.checkpoint.peer_receive import Incoming, NoRoomError, RunningDigests
 from holdfast.checkpoint.peer_wire import HANDSHAKE_TIMEOUT, Deadline, Line, admit
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.secret import run_secret
+from holdfast.control.secret import run_secret, to_cut
 from holdfast.errors import PeerError
 from holdfast.journal.events import CopiesDropped, CopyQuarantined, Event
 from holdfast.journal.writer import JournalWriter
@@ -44,7 +45,7 @@ from holdfast.journal.writer import JournalWriter
 log = logging.getLogger("holdfast.checkpoint")
 
 MOST_CONNECTIONS = 1024
-MOST_UNPROVEN = 32
+"""Of peers that have proven themselves."""
 IDLE = 120.0
 """Seconds for which a connection may ask for nothing."""
 PATIENCE = 30.0
@@ -97,7 +98,8 @@ class PeerServer:
         self._stopping = threading.Event()
         self._guard = threading.Lock()
         self._lines: dict[Line, threading.Thread] = {}
-        self._unproven = 0
+        self._unproven: dict[Line, tuple[str, float]] = {}
+        """From where, and since when."""
         self._transfers: dict[tuple[str, int], _Transfer] = {}
         """By checkpoint and rank."""
 
@@ -148,10 +150,12 @@ class PeerServer:
             return
         line = Line(connection, f"{address[0]}:{address[1]}")
         with self._guard:
-            if len(self._lines) >= MOST_CONNECTIONS or self._unproven >= MOST_UNPROVEN:
+            if len(self._lines) - len(self._unproven) >= MOST_CONNECTIONS:
                 line.close()  # it comes again
                 return
-            self._unproven += 1
+            self._unproven[line] = (str(address[0]), time.monotonic())
+            for silent in to_cut(self._unproven, time.monotonic()):
+                silent.cut()  # its own thread sees the end of it
             thread = threading.Thread(
                 target=self._converse, args=(line,), name="holdfast-peer-line", daemon=True
             )
@@ -159,7 +163,7 @@ class PeerServer:
                 thread.start()
             except RuntimeError as error:  # the system has no thread left
                 log.warning("holdfast: %s cannot be served: %s", line.who, error)
-                self._unproven -= 1
+                del self._unproven[line]
                 line.close()
                 return
             self._lines[line] = thread
@@ -186,7 +190,7 @@ class PeerServer:
             admit(line, self._secret, self._run, place=place.place, node=place.node, deadline=deadline)
         finally:
             with self._guard:
-                self._unproven -= 1
+                self._unproven.pop(line, None)
 
     def _answer(self, line: Line, request: Request, known: Known) -> None:
         if isinstance(request, Offer):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 
 import typer
@@ -22,6 +25,7 @@ from holdfast.cli import (
     status,
 )
 from holdfast.errors import HoldfastError
+from holdfast.exit_codes import ExitCode
 
 app = typer.Typer(
     name="holdfast",
@@ -79,10 +83,62 @@ def _options(
     del version, help
 
 
+_INCOMPLETE = "error: the output cannot be written: {}. What was printed is incomplete"
+
+
 def main() -> None:
-    """Run the command; an error raised on purpose becomes one clear line and its documented code."""
+    """Run the command; an error raised on purpose becomes one clear line and its documented code.
+
+    Who stops reading our output (`| head`) has seen enough: that is no failure, and there is nobody to tell.
+    """
+    _open_standard_files()
+    code: int | str | None = 0
     try:
         app()
+    except SystemExit as end:
+        code = end.code
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # how click takes a broken pipe, with code 1
+            code = 0
     except HoldfastError as error:
-        print(f"holdfast: error: {error}", file=sys.stderr)
-        sys.exit(int(error.exit_code))
+        complain(f"error: {error}")
+        code = int(error.exit_code)
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        complain(_INCOMPLETE.format(error.strerror))
+        code = int(ExitCode.FAILED)
+    sys.exit(_flushed(code))
+
+
+def complain(text: str) -> None:
+    """On stderr, if that can be written."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+
+def _flushed(code: int | str | None) -> int | str | None:
+    """The code to end with once the last of the output is out; the interpreter's own way is a traceback."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError) as error:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, number)  # what is left over is flushed once more when the interpreter ends
+            os.close(nothing)
+            if isinstance(error, OSError) and error.errno != errno.EPIPE:
+                complain(_INCOMPLETE.format(error.strerror))
+                code = code or int(ExitCode.FAILED)
+    return code
+
+
+def _open_standard_files() -> None:
+    """Started without them (`>&-`), the next file that is opened would be taken for standard output."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -14,9 +15,12 @@ def run(ctx: typer.Context) -> None:
     # c10d warns of every lost connection with a page of frames; the launcher says what it means, in a line.
     # Read once, when torch is imported; the workers must not inherit it.
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    from holdfast.launch.early import start_early
+    from holdfast.bounded import is_table_full
+    from holdfast.errors import NoProcessesError
+    from holdfast.launch.early import insist_on_room, start_early
     from holdfast.launch.keeper import mark_environment
 
+    insist_on_room()
     mark_environment()  # the parent's environment is what its forks show to whoever looks for them
     parent = start_early(ctx.args)  # before torch is imported here: both imports run side by side
     try:
@@ -27,6 +31,10 @@ def run(ctx: typer.Context) -> None:
         if quiet:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
         code = main(ctx.args, parent)
+    except (RuntimeError, OSError) as error:
+        if not is_table_full(error):
+            raise
+        raise NoProcessesError(str(error)) from error
     finally:
         if parent is not None:
             parent.close()
@@ -40,7 +48,8 @@ def _leave(code: int) -> None:
     their return, which C++ takes for a fatal error: the exit code would be that of an abort.
     """
     if any(thread.daemon for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: no fault of the job
+                stream.flush()
         os._exit(code)
     raise typer.Exit(code)

@@ -24,6 +24,7 @@ from holdfast.exit_codes import ExitCode
 from holdfast.inprocess.assigning import assigner, sound
 from holdfast.inprocess.messages import (
     LOST,
+    UNREADABLE,
     End,
     EndKind,
     Fault,
@@ -152,7 +153,7 @@ class Conductor:
     def _run(self) -> None:
         try:
             self._conduct()
-        except (RuntimeError, msgspec.MsgspecError) as error:  # torch's DistNetworkError, DistStoreError, …
+        except (RuntimeError, *UNREADABLE) as error:  # torch's DistNetworkError, DistStoreError, …
             self.over = _handed_over(lost_store(error), [])  # nobody can be told
             self._tell(self.over.reason)
 

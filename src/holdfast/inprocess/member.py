@@ -34,6 +34,7 @@ from holdfast.inprocess.journalled import faulted, planned
 from holdfast.inprocess.key_watch import KeyWatch, KeyWatcher
 from holdfast.inprocess.lookout import Lookout
 from holdfast.inprocess.messages import (
+    UNREADABLE,
     End,
     EndKind,
     Fault,
@@ -210,7 +211,10 @@ class Member:
         if watch.value is None:
             why = watch.error or f"it did not come within {limit:g} s"
             self._hand_over(f"the plan for iteration {number} was not learnt: {why}")
-        following: Plan | Over = msgspec.json.decode(watch.value, type=Next)
+        try:
+            following: Plan | Over = msgspec.json.decode(watch.value, type=Next)
+        except UNREADABLE as error:
+            self._hand_over(f"the plan for iteration {number} was overwritten by somebody else: {error}")
         if isinstance(following, Over):
             if following.kind is OverKind.STOPPED:
                 raise Stopped(self._step, following.reason)
@@ -377,7 +381,10 @@ class Member:
     def _read_end(self, watch: KeyWatch, number: int, late: str) -> End:
         if watch.value is None:
             self._hand_over(f"the end of iteration {number} was not learnt: {watch.error or late}")
-        return msgspec.json.decode(watch.value, type=End)
+        try:
+            return msgspec.json.decode(watch.value, type=End)
+        except UNREADABLE as error:
+            self._hand_over(f"the end of iteration {number} was overwritten by somebody else: {error}")
 
     # --- after it -------------------------------------------------------------------------------------------
 

@@ -39,6 +39,10 @@ def text(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What reading raises where somebody else has written into the store."""
+
+
 def lost_store(error: Exception) -> str:
     """That the store could not be read or written any more, in words."""
     first_line = str(error).partition("\n")[0]

@@ -19,6 +19,7 @@ from holdfast.inprocess.messages import (
     KEEPS,
     LEFT,
     LOST,
+    UNREADABLE,
     End,
     EndKind,
     Fault,
@@ -97,7 +98,7 @@ class Reporter:
                 work()
                 self._routine()
                 self._calling = 0.0
-        except (RuntimeError, msgspec.MsgspecError) as error:  # torch's DistNetworkError, DistStoreError, …
+        except (RuntimeError, *UNREADABLE) as error:  # torch's DistNetworkError, DistStoreError, …
             self._lose(lost_store(error))
 
     def _lose(self, why: str) -> None:

@@ -36,6 +36,7 @@ from holdfast.control.exclusions import exclude
 from holdfast.control.handover import PROGRESS, progress_file
 from holdfast.control.hosted_store import reachable_address
 from holdfast.control.operator import stop_asked
+from holdfast.control.secret import SealedStore, run_secret
 from holdfast.errors import ControlError, DecisionTimeoutError, HoldfastError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import RunCreated, Warned, WorkersStarted
@@ -73,7 +74,7 @@ from holdfast.settings import parse_failure_causes
 from holdfast.worker.stop_file import StopFile
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    pass
 
 
 class HoldfastAgent(LocalElasticAgent):
@@ -94,6 +95,7 @@ class HoldfastAgent(LocalElasticAgent):
         self._stopping: Stopping | None = None
         self._stop_file = StopFile(self._settings.stop_file(), say)
         self._rounds = 0
+        self._warned = False
         self._oom_kills = 0
         self._in_process: InProcess | None = None
 
@@ -115,11 +117,15 @@ class HoldfastAgent(LocalElasticAgent):
             nodes=nodes,
             world_size=self._active(worker_group.workers[0].world_size),
         )
-        context.launch = agree_on_launch(launch_store(store, spec), context.launch)
-        if spec.rdzv_handler.get_backend() == "static":
-            store = PrefixStore(
-                f"round.{self._rounds}", store
-            )  # a static rendezvous has no rounds of its own
+        secret, run, met = run_secret(context.control), context.control.run_id, spec.rdzv_handler.get_run_id()
+        shared = SealedStore(launch_store(store, spec), secret, run, met, self._warn_of_store)
+        context.launch = agree_on_launch(shared, context.launch)
+        scope = f"{met}/round.{self._rounds}"
+        if self._meeting is not None:
+            scope = self._meeting.scope
+        elif spec.rdzv_handler.get_backend() == "static":
+            store = PrefixStore(scope, store)  # a static rendezvous has no rounds of its own
+        store = SealedStore(store, secret, run, scope, self._warn_of_store)
         address = spec.master_addr or spec.local_addr or socket.getfqdn()
         attempt = self._begin(place, reachable_address(address, nodes), store)
         group.master_addr, group.master_port = attempt.told.master_addr, attempt.told.master_port
@@ -151,7 +157,7 @@ class HoldfastAgent(LocalElasticAgent):
         members = {one.node: one for one in self._meeting.members} if self._meeting is not None else {}
         return [members[one.node] for one in attempt.told.arrangement.nodes if one.node in members]
 
-    def _begin(self, place: Place, address: str, store: Store) -> Attempt:
+    def _begin(self, place: Place, address: str, store: SealedStore) -> Attempt:
         context = self._context
         node_timeout = self._settings.launch.node_timeout
         if place.leads:
@@ -187,6 +193,11 @@ class HoldfastAgent(LocalElasticAgent):
                     given_up=self._silent_leader,
                 )
         return self._attempt
+
+    def _warn_of_store(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            say(f"warning: {text}")
 
     def _node_name(self, nodes: int, group_rank: int) -> str:
         if self._meeting is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -25,7 +25,7 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.history import last_decision, past_attempts, was_kept
 from holdfast.control.hosted_store import HostedStore
 from holdfast.control.lease import Claim, Fence
-from holdfast.control.secret import run_secret
+from holdfast.control.secret import SealedStore, run_secret
 from holdfast.errors import HoldfastError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed
@@ -36,17 +36,13 @@ from holdfast.policy.budgets import PastAttempt, restarts_left
 from holdfast.policy.rejection import Rerun, Trial
 from holdfast.policy.rounds import Member
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
 POLL = 0.05
 CONNECT_PATIENCE = 30.0
 """Seconds for the others to connect to a leader that has announced an attempt."""
 ANNOUNCEMENT = "holdfast/attempt"
 NOTICE = "holdfast/notice"
-LEAVING = "holdfast/leaving"
 FAREWELL = 60.0
-"""Seconds for which a node that cannot take part stays, until the leader has read why."""
+"""Seconds for which a node that cannot take part stays, until the leader has read that it is there."""
 STORE_TIMEOUT = 60.0
 """Seconds for one answer of the store; its own calls may wait for ever for a host that was cut off."""
 
@@ -128,7 +124,7 @@ class Attempt:
         place: Place,
         launch: str,
         told: Announcement,
-        store: Store,
+        store: SealedStore,
         patience: float = STORE_TIMEOUT,
     ) -> None:
         """`patience` is how long the store may take to answer before it counts as lost."""
@@ -164,6 +160,11 @@ class Attempt:
         """The notice that another node gave, if any."""
         if self.place.nodes == 1:
             return None
+        self._ask(self._store.mind)
+        if self.watching is not None and self.watching.awaits and self._ask(self._store.hailed):
+            why = _other_run(self.control, self.place.node, self._store.foreign)
+            code = int(ExitCode.CONTROL_UNUSABLE)
+            return self.give(Notice(kind="stopped", node=self.place.node, detail=why, exit_code=code))
         raw = self._ask(lambda: self._store.get(NOTICE) if self._store.check([NOTICE]) else b"")
         return msgspec.json.decode(raw, type=Notice) if raw else None
 
@@ -183,10 +184,6 @@ class Attempt:
     def say(self, key: str, text: str) -> None:
         """Say something, in place of what was said before under this key."""
         self._ask(lambda: self._store.set(f"holdfast/{key}", text))
-
-    def forget(self, key: str) -> None:
-        """Take away what was said or counted."""
-        self._ask(lambda: self._store.delete_key(f"holdfast/{key}"))
 
     def count(self, what: str) -> int:
         """Count on by one; the new number."""
@@ -258,7 +255,7 @@ class Attempt:
         self.journal.close()
 
 
-def agree_on_launch(store: Store, mine: str) -> str:
+def agree_on_launch(store: SealedStore, mine: str) -> str:
     """The launch id that all agents of this rendezvous share, also those that join or lead later."""
     return store.compare_set("holdfast/launch", "", mine).decode()
 
@@ -268,7 +265,7 @@ def lead(
     place: Place,
     held: Claim,
     address: str,
-    store: Store,
+    store: SealedStore,
     torch_version: str,
     *,
     node_timeout: float,
@@ -278,7 +275,7 @@ def lead(
 ) -> Attempt:
     """Number the attempt, host its store, watch over the others, tell them."""
     begun = _begin_next(control, place, held, members, max_restarts, started_with)
-    hosted = HostedStore(address)
+    hosted = HostedStore(address, alone=place.nodes == 1)
     watching = None
     if place.nodes > 1:
         watching = LeaderWatch(
@@ -288,6 +285,7 @@ def lead(
             nodes=place.nodes,
             timeout=node_timeout,
             patience=max(node_timeout, CONNECT_PATIENCE),
+            address=address,
         )
     told = msgspec.structs.replace(
         begun,
@@ -384,27 +382,35 @@ def _journal_begin(attempt: Attempt, held: Claim, torch_version: str) -> None:
     )
 
 
-def refuse(store: Store, error: HoldfastError | StopRun) -> None:
+def refuse(store: SealedStore, error: HoldfastError | StopRun) -> None:
     """Tell the others why there is no attempt, so that they need not wait for one."""
     code = error.code if isinstance(error, StopRun) else int(error.exit_code)
     told = Announcement(refused=str(error), exit_code=code)
     store.set(ANNOUNCEMENT, msgspec.json.encode(told).decode())
 
 
-def _await_leader(store: Store) -> None:
-    """This node leaves, and may be the one that hosts the store: let the leader read why first, bounded."""
+def _other_run(control: ControlDirectory, node: str, other: str) -> str:
+    return (
+        f"{node} sees run {control.run_id} in {control.path}, other nodes see run {other}. All nodes must "
+        "see the same run directory: put --run-dir on a file system that they share"
+    )
+
+
+def _refuse_foreign(control: ControlDirectory, node: str, store: SealedStore) -> NoReturn:
+    """This node leaves, and may be the one that hosts the store: the leader learns of it first, bounded."""
+    what = "the leading agent"
+    within(store.hail, STORE_TIMEOUT, what)
     deadline = time.monotonic() + FAREWELL
-    leaving = within(lambda: store.add(LEAVING, 1), STORE_TIMEOUT, "the leading agent")
-    while leaving < 2 and time.monotonic() < deadline:
+    while not within(store.heard, STORE_TIMEOUT, what) and time.monotonic() < deadline:
         time.sleep(POLL)
-        leaving = within(lambda: store.add(LEAVING, 0), STORE_TIMEOUT, "the leading agent")
+    raise StopRun(int(ExitCode.CONTROL_UNUSABLE), _other_run(control, node, store.foreign))
 
 
 def follow(
     control: ControlDirectory,
     place: Place,
     launch: str,
-    store: Store,
+    store: SealedStore,
     *,
     timeout: float,
     node_timeout: float,
@@ -412,20 +418,16 @@ def follow(
 ) -> Attempt:
     """Learn what the leader announced, or raise. `given_up` says why nothing can come any more."""
     what = "the attempt that the leading agent begins"
-    raw = await_key(store, ANNOUNCEMENT, timeout, what, patience=node_timeout, given_up=given_up)
+
+    def why_not() -> str:
+        if store.foreign:
+            _refuse_foreign(control, place.node, store)
+        return given_up()
+
+    raw = await_key(store, ANNOUNCEMENT, timeout, what, patience=node_timeout, given_up=why_not)
     told = msgspec.json.decode(raw, type=Announcement)
     if told.refused:
         raise StopRun(told.exit_code or ExitCode.FAILED, f"the leading agent was refused: {told.refused}")
-    if told.run != control.run_id:
-        why = (
-            f"{place.node} sees run {control.run_id} in {control.path}, the leading node run {told.run}. "
-            "All nodes must see the same run directory: put --run-dir on a file system that they share"
-        )
-        code = int(ExitCode.CONTROL_UNUSABLE)
-        notice = Notice(kind="stopped", node=place.node, detail=why, exit_code=code)
-        store.compare_set(NOTICE, "", msgspec.json.encode(notice).decode())
-        _await_leader(store)
-        raise StopRun(code, why)
     attempt = Attempt(control, place, launch, told, store, node_timeout)
     if told.watch_port:
         attempt.watched = _watch_leader(control, told, place, node_timeout)

@@ -8,14 +8,37 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 
+from holdfast.errors import NoProcessesError
 from holdfast.launch.preload import ColdStart, Preload, PreloadedParent, Script
 
 WITHOUT_VALUE = (
     "--standalone", "--module", "-m", "--no-python", "--run-path", "--use-env", "--virtual-local-rank",
     "--no-preload", "--help", "-h",
 )  # fmt: skip
+
+
+ROOM = 14
+"""Threads and processes that a launcher with one worker needs at least, beside its first thread."""
+
+
+def insist_on_room() -> None:
+    """NoProcessesError where not even the launcher's own threads can be started: before anything is made."""
+    over = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(ROOM):
+            thread = threading.Thread(target=over.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise NoProcessesError(f"there is room for {len(started)}, at least {ROOM} are needed") from error
+    finally:
+        over.set()
+        for thread in started:
+            thread.join()
 
 
 def start_early(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> PreloadedParent | None:

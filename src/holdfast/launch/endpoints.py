@@ -8,12 +8,12 @@ a code that says "start it again".
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from holdfast.control.hosted_store import connect
+from holdfast.control.hosted_store import HostedStore, can_bind, connect
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
 
@@ -53,14 +53,24 @@ def parse_endpoints(text: str) -> list[tuple[str, int]]:
 class Endpoints:
     """Connects to the endpoints of a launch, one after the other as they fail."""
 
-    def __init__(self, endpoints: list[tuple[str, int]], *, is_host: bool | None, timeout: float) -> None:
+    def __init__(
+        self,
+        endpoints: list[tuple[str, int]],
+        *,
+        is_host: bool | None,
+        timeout: float,
+        alone: bool = False,
+    ) -> None:
+        """`alone`: no other node will come."""
         self.all = endpoints
         self._is_host = is_host
+        self._alone = alone
         self._timeout = timeout
         self._next = 0
         self.index = -1
         """Which endpoint is in use; rises with every move."""
         self.hosting = False
+        self._hosted: HostedStore | None = None
         self.port = 0
         self.failures: list[str] = []
 
@@ -105,28 +115,19 @@ class Endpoints:
         )
 
     def _open(self, host: str, port: int) -> TCPStore:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+        if self._hosted is not None:
+            self._hosted.close()
+            self._hosted = None
         ours = is_this_machine(host) if self._is_host is None else self._is_host
         if ours:
             try:
-                store = TCPStore(
-                    host,
-                    port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                    timeout=timedelta(seconds=self._timeout),
-                )
-            except (RuntimeError, TimeoutError):
-                if self._is_host:
+                self._hosted = HostedStore(host, port, alone=self._alone)
+            except OSError as error:
+                if self._is_host or error.errno != errno.EADDRINUSE:
                     raise
                 # Several agents on one machine: the first one hosts it, this one is a client.
-            else:
-                self.hosting, self.port = True, store.port
-                return store
-        self.hosting = False
-        store = connect(host, port, self._timeout)
+        self.hosting = self._hosted is not None
+        store = connect(host, self._hosted.port if self._hosted is not None else port, self._timeout)
         self.port = store.port
         return store
 
@@ -156,15 +157,4 @@ def is_this_machine(host: str) -> bool:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return any(_can_bind(str(one)) for one in found)
-
-
-def _can_bind(address: str) -> bool:
-    """Whether an address is one of this machine's own, whatever its interfaces are called."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
+    return any(can_bind(str(one)) for one in found)

@@ -34,7 +34,7 @@ CALL = 2.0
 """Seconds between two calls while somebody is overdue."""
 NAMED = 3
 """Ranks that are named, of those that hang."""
-HANDS, CALLED = "roll/hands", "roll/called"
+HANDS, CALLED, ANSWERED = "roll/hands", "roll/called", "roll/answered"
 
 
 class RollCall:
@@ -53,6 +53,8 @@ class RollCall:
         """Of the leader: how many were raised before the last call."""
         self._call = 0
         """The number of the last call."""
+        self._before = 0
+        """Answers that had been given before it."""
         self._open: float | None = None
         """When it was made, while not all have answered."""
         self._next = 0.0
@@ -82,7 +84,7 @@ class RollCall:
         if called > self._answered:
             self._answered, self._raised = called, None
             self._attempt.say(f"roll/{self._place.group_rank}", msgspec.json.encode((called, mine)).decode())
-            self._attempt.count(f"roll/said/{called}")
+            self._attempt.count(ANSWERED)
         elif not mine.late:
             self._raised = None
         elif self._raised is None:
@@ -101,13 +103,13 @@ class RollCall:
         lost = self._attempt.lost_nodes()
         others = [rank for rank in range(1, self._place.nodes) if rank not in lost]
         late = now - self._open > PATIENCE
-        if self._attempt.counted(f"roll/said/{self._call}") < len(others) and not late:
+        if self._attempt.counted(ANSWERED) - self._before < len(others) and not late:
             return None
         answers = self._attempt.read([f"roll/{rank}" for rank in others]).values()
         heard = [msgspec.json.decode(raw, type=tuple[int, Standing]) for raw in answers]
         standings = [mine, *(standing for call, standing in heard if call == self._call)]
         if len(standings) <= len(others) and not late:
-            return None  # one that has answered was lost, and another one has not answered yet
+            return None  # some of those counted were lost since, or had answered an earlier call
         self._open = None
         if not any(standing.late for standing in standings):
             self._next, self._waited = 0.0, {}
@@ -122,8 +124,7 @@ class RollCall:
         hands = self._attempt.counted(HANDS)
         if hands == self._hands and not mine.late and not self._next:
             return
-        if self._call:
-            self._attempt.forget(f"roll/said/{self._call}")
+        self._before = self._attempt.counted(ANSWERED)
         self._call, self._hands, self._open = self._attempt.count(CALLED), hands, now
 
 

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -29,6 +29,7 @@ from holdfast.inprocess.journalled import handed_over, planned
 from holdfast.inprocess.keeper import Keeper, log_path, stamped
 from holdfast.inprocess.messages import (
     PREFIX,
+    UNREADABLE,
     End,
     EndKind,
     Next,
@@ -38,7 +39,7 @@ from holdfast.inprocess.messages import (
     end_key,
     plan_key,
 )
-from holdfast.journal.events import WorkersStarted
+from holdfast.journal.events import Warned, WorkersStarted
 from holdfast.launch.attempt import Announcement, Attempt
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.stopping import FINE
@@ -137,6 +138,7 @@ class InProcess:
         self._workers: Workers | None = None
         self._begin_evidence: Callable[[], None] = lambda: None
         self._consent: Consents | None = None
+        self._warned = False
         self._since: float | None = None
         """When it was noticed that a restart is open, or that everything is over."""
         self._ended_by: EndKind | None = None
@@ -203,16 +205,15 @@ class InProcess:
 
     def _learn(self) -> None:
         number = self.plan.iteration + 1 if self.plan is not None else 0
-        raw = self._read(plan_key(number))
-        if raw is not None:
-            found = msgspec.json.decode(raw, type=Next)
+        found = self._read(plan_key(number), Next)
+        if found is not None:
             if isinstance(found, Plan):
                 self._take_up(found)
             else:
                 self._end(found)
         elif self.plan is not None and self._ended_by is None:
-            ended = self._read(end_key(self.plan.iteration))
-            self._ended_by = msgspec.json.decode(ended, type=End).kind if ended is not None else None
+            ended = self._read(end_key(self.plan.iteration), End)
+            self._ended_by = ended.kind if ended is not None else None
             if self._ended_by is EndKind.FAULT:
                 self._since = self._since or time.monotonic()
 
@@ -246,13 +247,23 @@ class InProcess:
             attempt.journal.write(WorkersStarted(node=attempt.place.node, pids=pids, kept=True))
         self._number = attempt.number
 
-    def _read(self, key: str) -> bytes | None:
+    def _read(self, key: str, kind: Any) -> Any:
+        """None where there is nothing yet, or nothing that members write: that is told once, and ignored."""
         store = self._store
-        return within(
+        raw = within(
             lambda: store.get(key) if store.check([key]) else None,
             STORE_TIMEOUT,
             "the plan of an in-process restart",
         )
+        try:
+            return msgspec.json.decode(raw, type=kind) if raw is not None else None
+        except UNREADABLE as error:
+            if not self._warned:
+                self._warned = True
+                told = f"what is at {key} in the attempt's store is ignored; somebody else wrote it: {error}"
+                say(f"warning: {told}")
+                self._attempt.journal.write(Warned(message=told))
+            return None
 
     # --- what the ends of workers mean ----------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from holdfast.control.handover import VARIABLE
 from holdfast.control.history import LAUNCHER_ENDED
 from holdfast.control.launches import digest_of, launches
 from holdfast.control.limits import limits_of
+from holdfast.control.secret import run_secret
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.inprocess import handed
@@ -281,10 +282,13 @@ def _make_handler(
         parse_endpoints(parameters.endpoint),
         is_host=parameters.get_as_bool("is_host"),
         timeout=float(parameters.get_as_int("read_timeout", 60) or 60),
+        alone=parameters.max_nodes == 1,
     )
     return MeetingHandler(
         endpoints,
         parameters.run_id,
+        run=context.control.run_id,
+        secret=run_secret(context.control),
         node=name,
         slots=config.nproc_per_node,
         role=config.role,

@@ -3,7 +3,8 @@
 Guarantee: a round forms at once when everybody is there; whoever died is not waited for longer than
 `node_timeout`, and not at all when its end was seen; a node too many is parked; a node that may not take part
 is parked with the reason. Every wait has a deadline, except that of a node parked beside a group that runs,
-which ends with the run.
+which ends with the run. What a stranger writes into the store is ignored, and what it overwrites is written
+again (`control.secret`): it cannot change who meets.
 
 torch's own c10d rendezvous waits out a heartbeat timeout for a dead node, restarts a full group for ever when
 a spare waits beside it, and keeps no place for a node that must stay out. What is decided here is decided by
@@ -18,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -26,7 +27,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousTi
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
 from holdfast.control.decisions import within
+from holdfast.control.secret import SealedStore
 from holdfast.errors import DecisionTimeoutError
+from holdfast.exit_codes import ExitCode
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.endpoints import Endpoints, StoreLostError
 from holdfast.policy import rounds
@@ -52,6 +55,7 @@ class Pulse:
         """Why the store counts as lost; empty while it answers."""
         self._store, self._key = store, key
         self._interval, self._timeout = interval, timeout
+        self._beats = 0
         self._heard = time.monotonic()
         self._stop = threading.Event()
         self._beat()
@@ -59,7 +63,8 @@ class Pulse:
             threading.Thread(target=target, name="holdfast-pulse", daemon=True).start()
 
     def _beat(self) -> None:
-        self._store.add(self._key, 1)
+        self._beats += 1
+        self._store.set(self._key, str(self._beats))
         self._heard = time.monotonic()
 
     def _run(self) -> None:
@@ -94,6 +99,8 @@ class MeetingHandler(RendezvousHandler):
         endpoints: Endpoints,
         run_id: str,
         *,
+        run: str,
+        secret: bytes,
         node: str,
         slots: int,
         role: str,
@@ -112,6 +119,7 @@ class MeetingHandler(RendezvousHandler):
         """Agents whose end was seen by this one, and how; the next round does not wait for them."""
         self._endpoints = endpoints
         self._run_id = run_id
+        self._run, self._secret = run, secret
         self._slots, self._role = slots, role
         self._min, self._max = min_nodes, max_nodes
         self._join_timeout, self._last_call = join_timeout, last_call
@@ -123,16 +131,26 @@ class MeetingHandler(RendezvousHandler):
         self._pulses: dict[str, tuple[int, float]] = {}
         self._looked = self._looked_elsewhere = 0.0
         self._elsewhere = ""
+        self._warned = False
         self._connect(endpoints.begin())
 
     # -- the store ----------------------------------------------------------------------------------------
 
     def _connect(self, store: TCPStore) -> None:
-        self._store: Any = PrefixStore(f"holdfast.{self._run_id}.{self._endpoints.index}", store)
+        self._store = self._sealed(store)
         # A client of its own: a call that hangs holds its client up for everybody else.
-        own = store.clone() if hasattr(store, "clone") else store
-        self._pulse_store = PrefixStore(f"holdfast.{self._run_id}.{self._endpoints.index}", own)
+        self._pulse_store = self._sealed(store.clone() if hasattr(store, "clone") else store)
         self._begin_pulse()
+
+    def _sealed(self, store: TCPStore) -> SealedStore:
+        scope = f"holdfast.{self._run_id}.{self._endpoints.index}"
+        tell = partial(self._warn, self._say)
+        return SealedStore(PrefixStore(scope, store), self._secret, self._run, scope, tell)
+
+    def _warn(self, say: Callable[[str], None], text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            say(f"warning: {text}")
 
     def _begin_pulse(self) -> None:
         key = f"pulse/{self._agent}"
@@ -159,6 +177,8 @@ class MeetingHandler(RendezvousHandler):
 
     def _read(self) -> tuple[Meeting, str]:
         raw = self._ask(lambda: self._store.get(STATE) if self._store.check([STATE]) else b"").decode()
+        if not raw and self._store.foreign and not self._round:
+            self._refuse_foreign()
         return (msgspec.json.decode(raw, type=Meeting) if raw else Meeting()), raw
 
     def _change(self, change: Callable[[Meeting], Meeting | None]) -> Meeting:
@@ -172,7 +192,23 @@ class MeetingHandler(RendezvousHandler):
             found = self._ask(partial(self._store.compare_set, STATE, raw, text))
             if found.decode() == text:
                 return wanted
+            if self._store.foreign and not self._round:
+                self._refuse_foreign()
         raise StoreLostError(f"the meeting at {self._endpoints.name} changed {CHANGES} times under our hands")
+
+    def _refuse_foreign(self) -> NoReturn:
+        """Nodes of another run meet here: they do not see this run's directory, or are not meant to."""
+        other, store = self._store.foreign, self._store
+        why = (
+            f"{self.node} is of run {self._run}, and other nodes that meet at {self._endpoints.name} as "
+            f"{self._run_id} are of run {other}. All nodes must see the same run directory: put --run-dir on "
+            "a file system that they share; where these are two runs, give each an --rdzv-id of its own"
+        )
+        self._ask(store.hail)
+        deadline = time.monotonic() + FAREWELL
+        while not self._ask(store.heard) and time.monotonic() < deadline:  # this node may host the store
+            time.sleep(POLL)
+        raise StopRun(int(ExitCode.CONTROL_UNUSABLE), why)
 
     # -- torch's interface ----------------------------------------------------------------------------------
 
@@ -215,6 +251,9 @@ class MeetingHandler(RendezvousHandler):
                 self._begin_pulse()
                 meeting = self._arrive()
             place = next((i for i, m in enumerate(meeting.members) if m.agent == self._agent), None)
+            if place is None and self._agent not in meeting.here:
+                meeting = self._arrive()  # what we had said was overwritten before others read it
+                continue
             if meeting.round > self._round and place is not None and self._agent not in meeting.here:
                 return self._enter(meeting, place)
             parked = rounds.parked(meeting, self._agent)
@@ -230,6 +269,8 @@ class MeetingHandler(RendezvousHandler):
             self._look_after(meeting, enough_since)
             if not parked:
                 self._look_elsewhere()
+            if not meeting.round and self._ask(self._store.hailed):
+                self._refuse_foreign()
             if self._pulse.lost:
                 raise StoreLostError(f"the store at {self._endpoints.name} is lost: {self._pulse.lost}")
             time.sleep(SLOW_POLL if parked else POLL)
@@ -255,7 +296,7 @@ class MeetingHandler(RendezvousHandler):
     def _enter(self, meeting: Meeting, place: int) -> RendezvousInfo:
         self._round, self._members = meeting.round, meeting.members
         self.node, self.gone = meeting.members[place].node, {}
-        store = PrefixStore(f"round.{meeting.round}", self._store)
+        store = PrefixStore(f"round.{meeting.round}", self._store.base)
         return RendezvousInfo(store, place, len(meeting.members), RendezvousStoreInfo("", 0))
 
     def _look_after(self, meeting: Meeting, enough_since: float | None) -> None:
@@ -306,13 +347,18 @@ class MeetingHandler(RendezvousHandler):
         for member in [*rounds.awaited(meeting), *meeting.here.values()]:
             if member.agent == self._agent:
                 continue
-            beats = self._ask(partial(self._store.add, f"pulse/{member.agent}", 0))
+            beats = self._beats_of(member.agent)
             before = self._pulses.get(member.agent)
             if before is None or before[0] != beats:
                 self._pulses[member.agent] = (beats, now)
             elif now - before[1] > self._node_timeout:
                 found[member.agent] = f"{member.node} has been silent for {now - before[1]:.0f} s"
         return found
+
+    def _beats_of(self, agent: str) -> int:
+        key = f"pulse/{agent}"
+        raw = self._ask(lambda: self._store.get(key) if self._store.check([key]) else b"0")
+        return int(raw)
 
     def _who_is_missing(self, meeting: Meeting) -> str:
         here = ", ".join(m.node for m in rounds.candidates(meeting)) or "nobody"
@@ -344,6 +390,11 @@ class MeetingHandler(RendezvousHandler):
         return any(member.agent == self._agent for member in meeting.members)
 
     @property
+    def scope(self) -> str:
+        """What the keys of this round belong to."""
+        return f"holdfast.{self._run_id}.{self._endpoints.index}/round.{self._round}"
+
+    @property
     def endpoint(self) -> str:
         return self._endpoints.name
 
@@ -352,7 +403,7 @@ class MeetingHandler(RendezvousHandler):
         if not self._members or self.leads:
             return ""
         leader = self._members[0]
-        beats = self._ask(partial(self._store.add, f"pulse/{leader.agent}", 0))
+        beats = self._beats_of(leader.agent)
         before = self._pulses.get(leader.agent)
         if before is None or before[0] != beats:
             self._pulses[leader.agent] = (beats, time.monotonic())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 from holdfast.exit_codes import MEANINGS, ExitCode
@@ -11,7 +13,21 @@ from holdfast.policy.recovery import Action, describe_end
 
 
 def say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+    """Nobody may be there to read it (`2>&1 | head -1`), or the log's disk be full: no fault of the job."""
+    try:
+        print(f"holdfast: {text}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        silence(2)
+    except (OSError, ValueError):
+        pass  # it may be written again later
+
+
+def silence(descriptor: int) -> None:
+    """Nobody reads this any more: from here on nothing fails for it, nor in what is started later."""
+    with contextlib.suppress(OSError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, descriptor)
+        os.close(nothing)
 
 
 def one_line(incident: Incident, *, step: int | None = None, max_restarts: int | None = None) -> str:

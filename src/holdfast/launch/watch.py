@@ -21,15 +21,14 @@ import time
 from dataclasses import dataclass, field
 
 from holdfast.control.hosted_store import listen
-from holdfast.control.secret import prove, proves
+from holdfast.control.secret import prove, proves, to_cut
 
 NONCE = 16
 HELLO = struct.Struct(">QQI32s")
 """Attempt, epoch, group rank, and what proves that they come from an agent of this run."""
 ALIVE, GOODBYE = b"a", b"g"
 HANDSHAKE_TIMEOUT = 10.0
-MAX_STRANGERS = 1024
-"""Connections that may be open without having proven anything."""
+"""Seconds that a follower gives the leader; the leader gives less to who does not prove itself."""
 
 
 def _said(nonce: bytes, attempt: int, epoch: int, rank: int) -> tuple[bytes, ...]:
@@ -42,6 +41,8 @@ class _Peer:
     connection: socket.socket
     heard: float
     nonce: bytes
+    address: str
+    since: float = field(default_factory=time.monotonic)
     inbox: bytearray = field(default_factory=bytearray)
     rank: int | None = None
 
@@ -50,9 +51,17 @@ class LeaderWatch:
     """The leader's side: one connection from every other node of the attempt."""
 
     def __init__(
-        self, secret: bytes, *, attempt: int, epoch: int, nodes: int, timeout: float, patience: float
+        self,
+        secret: bytes,
+        *,
+        attempt: int,
+        epoch: int,
+        nodes: int,
+        timeout: float,
+        patience: float,
+        address: str = "",
     ) -> None:
-        """`patience` is how long a node may take for its first word."""
+        """`patience` is how long a node may take for its first word; `address`: where the others look."""
         self._secret, self._attempt, self._epoch = secret, attempt, epoch
         self._timeout, self._patience = timeout, patience
         self._awaited = set(range(1, nodes))
@@ -62,7 +71,7 @@ class LeaderWatch:
         self._peers: dict[int, _Peer] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._server = listen()
+        self._server = listen(0, address)
         self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -74,6 +83,11 @@ class LeaderWatch:
         """Group rank → how it was lost, of the nodes that are."""
         with self._lock:
             return dict(self._lost)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a node has not connected yet."""
+        return bool(self._awaited)
 
     def close(self) -> None:
         """An orderly end: the others are told goodbye."""
@@ -110,17 +124,21 @@ class LeaderWatch:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            connection, _ = self._server.accept()
-            if sum(peer.rank is None for peer in self._peers.values()) >= MAX_STRANGERS:
-                connection.close()
-                return
+            connection, address = self._server.accept()
             connection.setblocking(False)
             nonce = secrets.token_bytes(NONCE)
-            peer = _Peer(connection, time.monotonic(), nonce)
+            peer = _Peer(connection, time.monotonic(), nonce, str(address[0]))
             with self._lock:
                 self._peers[connection.fileno()] = peer
             self._selector.register(connection, selectors.EVENT_READ)
             connection.send(nonce)
+        self._cut_strangers(time.monotonic())
+
+    def _cut_strangers(self, now: float) -> None:
+        """Who says nothing goes, and never somebody who comes anew or has proven itself."""
+        strangers = {fd: (peer.address, peer.since) for fd, peer in self._peers.items() if peer.rank is None}
+        for fd in to_cut(strangers, now):
+            self._drop(fd, "")
 
     def _receive(self, fd: int) -> None:
         peer = self._peers.get(fd)
@@ -166,9 +184,9 @@ class LeaderWatch:
         peer.connection.close()
 
     def _beat(self, now: float) -> None:
+        self._cut_strangers(now)
         for fd, peer in list(self._peers.items()):
-            limit = self._timeout if peer.rank is not None else HANDSHAKE_TIMEOUT
-            if now - peer.heard > limit:
+            if peer.rank is not None and now - peer.heard > self._timeout:
                 self._drop(fd, f"nothing was heard from it for {now - peer.heard:.0f} s")
             elif peer.rank is not None:
                 try:
