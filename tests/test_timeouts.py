@@ -127,8 +127,8 @@ def late(rank: int, step: int, limit: float = 4.0, *, stopped: bool = False) -> 
     return Late(rank=rank, step=step, limit=limit, stopped=stopped)
 
 
-def hung(*standings: Standing, waited: dict[int, float] | None = None, now: float = 100.0) -> set[int]:
-    return {one.rank for _, one in hanging(standings, waited or {}, now)[0]}
+def hung(*standings: Standing, until: dict[int, float] | None = None, now: float = 100.0) -> set[int]:
+    return {one.rank for _, one in hanging(standings, until or {}, now)[0]}
 
 
 def test_a_rank_that_waits_for_one_that_is_in_time_is_in_time() -> None:
@@ -147,18 +147,32 @@ def test_nobody_waits_for_a_rank_that_is_ahead_nor_does_a_stopped_process() -> N
         Standing(late=[late(0, step=1)], in_time=2),
         Standing(late=[late(0, step=1, stopped=True)], in_time=0),
     ):
-        found, waited = hanging([standing], {}, 100.0)
+        found, until = hanging([standing], {}, 100.0)
         assert not found, "what the two said of themselves may be of different moments"
-        assert hung(standing, waited=waited, now=100.0 + SETTLE + 0.1) == {0}
+        assert hung(standing, until=until, now=100.0 + SETTLE + 0.1) == {0}
 
 
 def test_whom_a_late_rank_waited_for_has_come_it_has_its_limit_once_more() -> None:
-    _, waited = hanging([Standing(late=[late(0, step=1)], in_time=1)], {}, 100.0)
+    excused = hanging([Standing(late=[late(0, step=1)], in_time=1)], {}, 100.0)[1]
     gone_ahead = Standing(late=[late(0, step=1)], in_time=2)
-    assert hung(gone_ahead, waited=waited, now=103.9) == set()
-    assert hung(gone_ahead, waited=waited, now=104.1) == {0}
-    _, waited = hanging([Standing(in_time=2)], waited, 104.0)
-    assert waited == {}, "it is not late any more"
+    assert hung(gone_ahead, until=excused, now=103.9) == set()
+    assert hung(gone_ahead, until=excused, now=104.1) == {0}
+    assert hanging([Standing(in_time=2)], excused, 104.0)[1] == {}, "it is not late any more"
+    # In that time it may be waited for: the other one is late somewhere with a shorter limit.
+    both = Standing(late=[late(0, step=1), late(1, step=2, limit=0.5)])
+    found, until = hanging([both], hanging([gone_ahead], excused, 101.0)[1], 102.0)
+    assert found == []
+    assert hung(both, until=until, now=104.1) == {0, 1}
+
+
+def test_whom_a_late_rank_waited_for_is_late_itself_both_hang() -> None:
+    excused = hanging([Standing(late=[late(0, step=1)], in_time=1)], {}, 100.0)[1]
+    both = Standing(late=[late(0, step=1), late(1, step=1)])
+    assert hung(both, until=excused, now=101.0) == {0, 1}
+    third_is_ahead = Standing(late=both.late, in_time=5)
+    found, until = hanging([third_is_ahead], excused, 101.0)
+    assert found == []
+    assert hung(third_is_ahead, until=until, now=101.1 + SETTLE) == {0, 1}
 
 
 RANKS = st.lists(
@@ -191,18 +205,68 @@ def test_a_group_that_stands_still_is_found_when_its_last_rank_is_overdue_and_no
 ) -> None:
     """The bound: nobody hangs while somebody that it may wait for is in time, and every group ends."""
     last = max(since + limit for _, limit, since, _ in ranks)
-    now, waited = 0.0, dict[int, float]()
+    now, until = 0.0, dict[int, float]()
     while True:
-        found, waited = hanging(standings_at(ranks, now), waited, now)
+        found, until = hanging(standings_at(ranks, now), until, now)
         if found:
             break
-        assert now <= last + pause, "some rank is overdue, and none is in time"
+        assert now <= last + max(pause, SETTLE), "some rank is overdue, and none is in time"
         now += pause
     for _, one in found:
         step, limit, since, _ = ranks[one.rank]
         assert now > since + limit, "its own limit is over"
         others = [other for number, other in enumerate(ranks) if number != one.rank]
         assert all(other[0] > step or now > other[1] + other[2] for other in others)
+
+
+STEP_LIMIT, FIRST_LIMIT, LOOK = 4.0, 40.0, 0.3
+WORK = st.lists(  # by rank, by step: shares of the limit that its own work takes before and after a barrier
+    st.lists(st.tuples(st.floats(0.0, 0.45), st.floats(0.0, 0.45)), min_size=4, max_size=4),
+    min_size=2,
+    max_size=4,
+)
+
+
+def spans(work: list[list[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
+    """By rank, by step: from when to when it is in that step, where all meet in the middle of each.
+
+    Who is not late when all have met is through within its limit: what it waited before that counts.
+    """
+    began = [0.0] * len(work)
+    found: list[list[tuple[float, float]]] = [[] for _ in work]
+    for step in range(4):
+        limit = FIRST_LIMIT if step == 0 else STEP_LIMIT
+        met = max(start + limit * mine[step][0] for start, mine in zip(began, work, strict=True))
+        for rank, mine in enumerate(work):
+            end = met + limit * mine[step][1]
+            if met <= began[rank] + limit + LOOK:
+                end = max(met, min(end, began[rank] + limit))
+            found[rank].append((began[rank], end))
+            began[rank] = end
+    return found
+
+
+@given(WORK)
+def test_a_group_each_of_whose_ranks_works_within_its_limits_never_hangs(
+    work: list[list[tuple[float, float]]],
+) -> None:
+    """However long they wait for each other: in the first step, and for the rest of a step after it."""
+    ranks = spans(work)
+    now, until = 0.0, dict[int, float]()
+    while now < max(steps[-1][1] for steps in ranks):
+        overdue, in_time = [], []
+        for rank, steps in enumerate(ranks):
+            done = sum(end <= now for _, end in steps)
+            if done < len(steps):
+                limit = STEP_LIMIT if done else FIRST_LIMIT
+                if now > steps[done][0] + limit:
+                    overdue.append(late(rank, done, limit))
+                else:
+                    in_time.append(done)
+        standing = Standing(late=overdue, in_time=min(in_time, default=None))
+        found, until = hanging([standing], until, now)
+        assert not found, now
+        now += LOOK
 
 
 @given(RANKS)

@@ -43,8 +43,8 @@ class RollCall:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._place = attempt.place
-        self._waited: dict[int, float] = {}
-        """Since when a rank that was excused has its limit anew."""
+        self._until: dict[int, float] = {}
+        """Up to when a rank that is late and was excused has time."""
         self._asked = 0.0
         self._raised: float | None = None
         """When this node raised its hand, and nobody has called the roll since."""
@@ -71,7 +71,7 @@ class RollCall:
         return self._lead(mine, now) if self._place.leads else self._follow(mine, now)
 
     def _judge(self, standings: Sequence[Standing], now: float) -> Notice | None:
-        found, self._waited = hanging(standings, self._waited, now)
+        found, self._until = hanging(standings, self._until, now)
         if not found:
             return None
         detail = "; ".join(late.told for _, late in found[:NAMED])
@@ -112,7 +112,7 @@ class RollCall:
             return None  # some of those counted were lost since, or had answered an earlier call
         self._open = None
         if not any(standing.late for standing in standings):
-            self._next, self._waited = 0.0, {}
+            self._next, self._until = 0.0, {}
             return None
         self._next = now + CALL
         return self._judge(standings, now)

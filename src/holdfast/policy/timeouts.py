@@ -175,34 +175,42 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hanging(
-    standings: Iterable[Standing], waited: Mapping[int, float], now: float
+    standings: Iterable[Standing], until: Mapping[int, float], now: float
 ) -> tuple[list[tuple[str, Late]], dict[int, float]]:
-    """The ranks of a whole group that hang, each with its node, and what to give as `waited` next time.
+    """The ranks of a whole group that hang, each with its node, and what to give as `until` the next time.
 
     Whom a rank waits for is not known: it may wait in a collective, in a store, on a file. But it never waits
     for one that has completed more steps than itself, since that one has passed whatever it could wait for.
-    So a late rank is excused while any rank that is not ahead of it is in time; when the last of those has
-    gone ahead, it has its whole limit once more, for what it could not do before. A rank whose process is
-    stopped waits for nobody and is not excused. Where no rank at all is in time, all hang.
+    So a late rank is excused while any rank that is not ahead of it is in time. When those have gone ahead
+    (and have not become late themselves), it has its whole limit once more, for what it could not do before,
+    and is in time as far as others wait for it. A rank whose process is stopped waits for nobody and is not
+    excused. `until` says, of each rank that was late the last time, up to when it has such time.
 
-    So no group hangs as long as somebody that the others may wait for is in time, and a group in which nobody
+    So no group hangs as long as somebody that the others may wait for is in time; and a group in which nobody
     goes on is found when the last of its ranks has used up its own limit.
     """
     standings = list(standings)
     lowest = min((one.in_time for one in standings if one.in_time is not None), default=None)
-    found: list[tuple[str, Late]] = []
+    late = [(standing.node, one) for standing in standings for one in standing.late]
+    # Who may be waited for and is late now: whom others waited for has not gone ahead, but used up its time.
+    failed = min((one.step for _, one in late if one.rank not in until), default=None)
+    soon = now if lowest is None else now + SETTLE
     kept: dict[int, float] = {}
-    for standing in standings:
-        for late in standing.late:
-            if lowest is None:
-                found.append((standing.node, late))
-            elif lowest <= late.step and not late.stopped:
-                kept[late.rank] = now
-            else:
-                kept[late.rank] = since = waited.get(late.rank, now - late.limit + SETTLE)
-                if now - since > late.limit:
-                    found.append((standing.node, late))
-    return found, kept
+    for _, one in late:
+        if lowest is not None and lowest <= one.step and not one.stopped:
+            kept[one.rank] = now + one.limit
+        elif one.rank not in until:
+            kept[one.rank] = soon
+        elif failed is not None and failed <= one.step:
+            kept[one.rank] = min(until[one.rank], soon)
+        else:
+            kept[one.rank] = until[one.rank]
+    given = min((one.step for _, one in late if kept[one.rank] > now), default=None)
+
+    def waits(one: Late) -> bool:
+        return kept[one.rank] > now or (given is not None and given <= one.step and not one.stopped)
+
+    return [found for found in late if not waits(found[1])], kept
 
 
 HELLO = "hello"
