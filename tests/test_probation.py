@@ -337,6 +337,16 @@ def test_a_trial_with_the_same_discontinuity_in_the_same_steps_condemns_nobody(
     assert (settled.how, settled.step, settled.shown) == (How.SHIFT, 124, True)
 
 
+def test_a_suspect_that_was_loaded_by_force_does_not_acquit_itself(
+    control: ControlDirectory, book: StandingBook
+) -> None:
+    attempt = on_trial(control, book, Trial(suspects=[str(RUNG)], until=124))
+    attempt.begin()
+    assert attempt.train(121, [2.0, 8.0, 8.0, 8.0]), "the launcher decides"
+    assert book.of(RUNG.id) is Standing.SUSPECT
+    assert settled_steps(control) == []
+
+
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_shift_that_was_settled_is_no_breach_in_any_later_attempt(
     control: ControlDirectory, book: StandingBook, *, launched: bool

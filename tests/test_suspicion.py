@@ -15,6 +15,7 @@ from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoo
 from holdfast.checkpoint.inventory import highest_committed_step, take_inventory
 from holdfast.checkpoint.suspicion import doubtful_with, still_open, write_down, write_findings
 from holdfast.config import Settings
+from holdfast.control import rejections
 from holdfast.control.attempts import HeadRecord, begin_attempt, write_head
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, create_record
@@ -23,7 +24,6 @@ from holdfast.control.history import keep_incident, past_attempts
 from holdfast.control.lease import Claim, Fence, claim
 from holdfast.control.lineage import CommitRecord, record_commit, record_done
 from holdfast.control.rejections import (
-    MOST_SETTLED,
     SETTLED,
     record_rejection,
     record_settled,
@@ -70,6 +70,7 @@ class Story:
         self.root = CheckpointRoot(path / "run" / "checkpoints")
         self.settings = Settings(run=RunSettings(dir=str(path / "run")))
         self.number = 0
+        self.restarts_left: int | None = None
         self.parent: str | None = None
 
     def attempt(self, source: str = "", *saves: int) -> list[str]:
@@ -228,9 +229,23 @@ def start(story: Story) -> tuple[Rerun | None, Trial | None, list[str]]:
         node_timeout=5.0, members=[], max_restarts=3,
     )  # fmt: skip
     try:
+        story.restarts_left = attempt.told.restarts_left
         return attempt.told.rerun, attempt.told.trial, attempt.told.avoid
     finally:
         attempt.close()
+
+
+def test_an_attempt_is_told_how_many_restarts_are_left_after_it(story: Story) -> None:
+    """Point 4: with none left, nobody could find out whether what was loaded is at fault."""
+    story.attempt("", 10)
+    told = []
+    for _ in range(5):
+        killed = PastAttempt(number=story.number, launch="launch", outcome="failed", highest_step=10)
+        keep_incident(story.control, killed, decision(action=Action.RESTART))
+        start(story)
+        told.append(story.restarts_left)
+        story.number += 1
+    assert told == [2, 1, 0, 0, 0]
 
 
 def test_a_decision_whose_maker_died_before_writing_it_down_is_written_down_before_workers_start(
@@ -324,8 +339,11 @@ def test_an_attempt_lost_with_its_launch_still_tells_what_it_rejected(story: Sto
 # -- verdicts on steps --------------------------------------------------------------------------------------
 
 
-def test_what_was_settled_about_steps_is_read_from_all_attempts_and_does_not_grow(story: Story) -> None:
+def test_what_was_settled_about_steps_is_read_from_all_attempts_and_does_not_grow(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Point 16: durable, and known to every later attempt and launch."""
+    monkeypatch.setattr(rejections, "MOST_SETTLED", 8)
     story.attempt("", 10)
     one = Settled(step=13, how=How.TOLERATED, window=Window(0, 12, 12), world_size=2, why="it was dropped")
     other = Settled(step=14, how=How.ACCEPTED, shown=True)
@@ -336,10 +354,10 @@ def test_what_was_settled_about_steps_is_read_from_all_attempts_and_does_not_gro
     story.attempt("", 20)
     record_settled(story.control, story.number, other)
     assert settled_steps(story.control) == [one, other]
-    for step in range(2 * MOST_SETTLED):
+    for step in range(16):
         record_settled(story.control, story.number, Settled(step=step, how=How.TOLERATED))
     kept = [found.step for found in settled_steps(story.control)]
-    assert kept == [13, *range(MOST_SETTLED, 2 * MOST_SETTLED)]
+    assert kept == [13, *range(8, 16)]
     (story.control.attempt(story.number) / SETTLED).write_text("{")
     assert settled_steps(story.control) == [one], "what cannot be read is judged once more, and nothing worse"
 

@@ -450,6 +450,17 @@ def test_a_breach_is_tried_again_on_other_devices_before_anything_is_suspect() -
     assert second.trial == Trial(suspects=[NAMES[20]], until=25)
 
 
+@pytest.mark.parametrize("kind", [Kind.STEP, Kind.PROBATION])
+def test_the_same_checkpoint_means_not_what_was_saved_from_it_if_it_is_still_there(kind: Kind) -> None:
+    failed = rejected(1, 0, kind=kind, step=33)
+    rungs = [NAMES[30], NAMES[20], NAMES[10]]
+    kin = [NAMES[10], NAMES[20], NAMES[30]]
+    again = decide(failed, rungs=rungs, together=kin)
+    assert (again.action, again.avoid, again.suspect) == (Action.ROTATE, [NAMES[30]], [])
+    gone = decide(failed, rungs=[NAMES[30]], together=kin)
+    assert (gone.action, gone.avoid) == (Action.ROTATE, []), "or there would be nothing to go on from"
+
+
 @pytest.mark.parametrize(
     ("between", "again"),
     [

@@ -1,9 +1,10 @@
 """What a rejected step turned out to be, and what to do about it. Pure.
 
 Guarantee: a device is found guilty only if the fault followed it from one rank to another. A checkpoint
-becomes suspect only if it failed twice inside its probation, by results that are no numbers or that do not go
-on from where it was, and only if there is a rung below it; nothing else becomes suspect but what was saved
-from it. What it was saved from itself, and a rung that fails once in a trial, is passed over and not blamed.
+becomes suspect only inside its probation, by results that are no numbers or that do not go on from where it
+was, and only if that was seen before: from it, or in the very process that saved it. There must be a rung
+below it, and nothing else becomes suspect but what was saved from it. What it was saved from itself, and a
+rung that fails once in a trial, is passed over and not blamed.
 What is suspect is acquitted as soon as a lower rung fails at the same step. At most `MAX_LOWER_RUNGS` rungs
 are left behind for one incident. A finite result, however large, speaks against no checkpoint. What nothing
 but the work is to blame for is settled, once and for all attempts: a finite step is accepted, a shift of the
@@ -225,7 +226,8 @@ class _Inquiry:
         places = [(place.node, place.device) for place in bad_places(self._failed).values()]
         can = keep_out(asked.cluster, asked.wanted, places, "") is not None if places else False
         can = can and action is not Action.EXCLUDE  # they are out already
-        since = self._saved_since() if self._rejection.in_probation else []
+        same = self._rejection.in_probation and self._failed.rung in asked.rungs
+        since = self._saved_since() if same else []
         rerun = Rerun(
             step=self._rejection.step,
             bad=bad,

@@ -188,12 +188,13 @@ class Probation:
         self._discontinuous([f"{reason}; as after {tried}, on trial" for reason in found], step)
 
     def _discontinuous(self, reasons: list[str], step: int) -> None:
-        """On rank 0: the run does not go on from where it was. Is that a breach, or known to be the
-        work's?"""
+        """On rank 0: the run does not go on from where it was. A breach, or known to be the work's own?"""
         if not reasons:
             return
         known = settled_as(self._settled, How.SHIFT, step, None, 0)
         trial, tried = self._trial, self._tried
+        if trial is not None and self.rung in trial.suspects:
+            trial = None  # somebody loaded it by force: that acquits it of nothing
         if known is not None:
             self._take_as_it_is(reasons, f"settled before: {known.why}")
         elif trial is not None and max(name.step for name in _names(trial)) < step <= trial.until:
