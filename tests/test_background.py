@@ -472,7 +472,8 @@ def test_staging_memory_is_the_shard_times_the_buffers(tmp_path: Path, policy: s
 def test_nothing_grows_over_200_asynchronous_saves(tmp_path: Path) -> None:
     shared = shared_memory()
     seen: dict[int, Any] = {}
-    run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=1, checkpoint_save_at_end=False, **ASYNC)
+    settings = {"checkpoint_interval": 1, "checkpoint_save_at_end": False, "checkpoint_read_back": False}
+    run = holdfast.Run(run_dir=tmp_path / "run", **settings, **ASYNC)
     model = nn.Linear(256, 256)
     run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     with forked_writers() as writers:

@@ -10,9 +10,12 @@ import msgspec
 import pytest
 import torch
 
+from commands import ckpt, ckpt_json
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.manifest import FORMAT, ManifestError
+from holdfast.checkpoint.remote import open_remote
 from holdfast.checkpoint.verify import verify
+from holdfast.control.standing import RootBook, Standing
 
 FIXTURES = Path(__file__).parent / "fixtures"
 sys.path.insert(0, str(FIXTURES))
@@ -34,6 +37,32 @@ def test_a_run_of_an_older_format_verifies_and_goes_on_exactly(tmp_path: Path, n
     # The fixture's own steps were computed on another machine, whose last bits may differ.
     assert torch.allclose(torch.tensor(resumed["weight"]), torch.tensor(whole["weight"]), rtol=1e-4)
     assert torch.allclose(torch.tensor(resumed["bias"]), torch.tensor(whole["bias"]), rtol=1e-4)
+
+
+def test_checkpoints_with_the_short_ids_of_older_releases_are_judged_drained_and_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue point 19: ids are wider now; what has eight digits is a checkpoint as before, everywhere."""
+    run_dir, url = tmp_path / "run", f"file://{tmp_path}/remote"
+    shutil.copytree(FIXTURES / "format-1", run_dir)
+    two, four = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+    assert [row["id"] for row in ckpt_json("ls", run_dir)["checkpoints"]] == [four[14:], two[14:]]
+    assert ckpt("condemn", run_dir, four[14:], "--reason", "why", "--yes").code == 0
+    assert RootBook(run_dir / "checkpoints").of(four) is Standing.CONDEMNED
+    assert ckpt_json("locate", run_dir)["step"] == 2
+    assert ckpt("acquit", run_dir, "4", "--reason", "why", "--yes").code == 0
+    monkeypatch.setenv("HOLDFAST_CHECKPOINT_REMOTE_ROOT", url)
+    train(run_dir, 5)
+    there = {str(name) for name in open_remote(url).names()}
+    assert {two, four} < there
+    assert {len(name) for name in there} == {len(four), len(four) + 8}
+    assert {str(name) for name in open_remote(url).judged()} == {four}
+    monkeypatch.setenv("HOLDFAST_CHECKPOINT_KEEP_LAST", "2")
+    monkeypatch.setenv("HOLDFAST_CHECKPOINT_READ_BACK", "false")
+    train(run_dir, 14)
+    left = {path.name for path in (run_dir / "checkpoints").glob("step_*")}
+    assert two not in left
+    assert two not in {str(name) for name in open_remote(url).names()}
 
 
 def rewritten(change: dict[str, object]) -> bytes:

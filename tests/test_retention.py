@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -581,12 +580,12 @@ def test_with_one_bit_flipped_after_each_commit_the_last_good_one_stays(
         wait_until(lambda: last_read_back(root, name) is not None, 20, f"{name} is read back")
 
     settings: dict[str, Any] = {"checkpoint_keep_last": 2, "checkpoint_async_save": asynchronous}
-    outcome = train(run_dir, until=13, at_step=flipped_and_read, checkpoint_save_at_end=False, **settings)
-    assert set(outcome.losses) == set(range(1, 14)), "training went on"
+    outcome = train(run_dir, until=19, at_step=flipped_and_read, checkpoint_save_at_end=False, **settings)
+    assert set(outcome.losses) == set(range(1, 20)), "training went on"
     found = {name.step: last_read_back(root, name) for name in root.names()}
-    assert sorted(found) == [3, 6, 9, 12], "bad ones are evidence, and push nothing out"
+    assert sorted(found) == [3, 6, 9, 12, 15, 18], "bad ones are evidence, and push nothing out"
     assert {step: record.sound for step, record in found.items() if record is not None} == {
-        3: True, 6: False, 9: False, 12: False,
+        3: True, 6: False, 9: False, 12: False, 15: False, 18: False,
     }  # fmt: skip
     bad = [body.checkpoint for body in events_of(run_dir) if isinstance(body, CopyQuarantined)]
     assert bad == [str(name) for name in reversed(root.names()[:-1])]
@@ -668,8 +667,10 @@ def test_a_trainer_that_is_killed_takes_its_reader_with_it(run_dir: Path) -> Non
         trainer = Trainer(run_dir, rate=1000.0)
         trainer.reader.committed()
         trainer.reader.poll()
-        os.write(tell, str(trainer.reader.pid).encode())
-        time.sleep(0.5)  # as a training step would take
+        pid = trainer.reader.pid
+        assert pid is not None
+        os.write(tell, str(pid).encode())
+        wait_until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19, 10, "it is at work")
         die()
 
     assert forked(work) == -signal.SIGKILL

@@ -297,7 +297,8 @@ class DrainProcess:
                 here = self._root.committed(name).is_dir()
                 if here and name not in there and str(name) not in waiting:
                     self._jobs.append(Push(str(name)))
-            for name in self._remote.folders():
+            # Of a deletion that was cut, only the records of its standing may be left.
+            for name in sorted({*self._remote.folders(), *self._remote.judged()}, reverse=True):
                 gone = name in known and name in deleted and not self._root.committed(name).is_dir()
                 if gone and str(name) not in waiting:
                     self._jobs.append(Delete(str(name)))

@@ -165,8 +165,8 @@ class ReadBack:
             if self._due is not None and time.monotonic() >= self._due:
                 self._due = None
                 self._ask()
-        except OSError as error:
-            self._give_up(f"checkpoints are not read back: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on without it
+            self._give_up(f"checkpoints are not read back: {type(error).__name__}: {error}")
 
     def _ask(self) -> None:
         if self._process is not None and self._process.poll() is not None:

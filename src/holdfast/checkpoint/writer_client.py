@@ -102,7 +102,10 @@ class WriterClient:
         """Start the process, if it does not run. Returns at once."""
         if self._process is not None:
             return  # if it has died, that shows in the next exchange, and is seen to there
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise SaveFailedError(f"the writer process cannot be started: {error}") from error
         try:
             self._process = spawn(theirs.fileno())
         except OSError as error:
@@ -151,6 +154,8 @@ class WriterClient:
             self._drain()
         except SaveFailedError as error:
             self._end_stuck(str(error))
+        except Exception as error:  # noqa: BLE001 - the other ranks have handed theirs over
+            self._end_stuck(f"{type(error).__name__}: {error}")
 
     def _drain(self) -> None:
         """The writer is gone: hear what it had still said; hearing its end, `_receive` replaces it."""

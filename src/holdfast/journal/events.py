@@ -484,7 +484,7 @@ class Line(msgspec.Struct, kw_only=True):
     at: float
     """Wall-clock seconds since 1970."""
     who: str
-    """`agent-<node>`, `rank-<global rank>`, `drain` or `operator`."""
+    """`agent-<node>`, `rank-<global rank>`, `drain`, `read-back` or `operator`."""
     attempt: int
     seq: int
     """Rises by one per writer, so that a gap shows."""
