@@ -12,7 +12,9 @@ from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.manifest import ManifestError
 from holdfast.control.exchange import share
 from holdfast.control.group import Group
-from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
+from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError, SaveStorageError, StorageError
+from holdfast.files import is_storage_trouble
+from holdfast.policy.classify import names_storage
 
 
 def raise_for_all(group: Group, mine: BaseException | None, name: CheckpointName) -> None:
@@ -41,9 +43,18 @@ def explain(errors: list[tuple[int, BaseException]], name: CheckpointName) -> Ba
         if isinstance(error, LeaseLostError):
             return LeaseLostError(str(error))
     for rank, error in errors:
-        if isinstance(error, HoldfastError) and not isinstance(error, SaveFailedError):
+        if isinstance(error, HoldfastError) and not isinstance(error, (SaveFailedError, StorageError)):
             return type(error)(f"rank {rank}: {error}")
-        if not isinstance(error, (OSError, SaveFailedError, ManifestError)):
+        if not isinstance(error, (OSError, SaveFailedError, StorageError, ManifestError)):
             return error
     told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors)
-    return SaveFailedError(f"{name} was not saved ({told}). Every older checkpoint is untouched")
+    stuck = all(is_storage_trouble(error) for _, error in errors)
+    return save_failed(f"{name} was not saved ({told}). Every older checkpoint is untouched", storage=stuck)
+
+
+def save_failed(told: str, *, storage: bool = False) -> SaveFailedError:
+    """The error for a save that failed like this. `storage`: whether that alone is known to be the cause.
+
+    Else the text tells: it may come from another process or rank, as text alone.
+    """
+    return SaveStorageError(told) if storage or names_storage(told) else SaveFailedError(told)

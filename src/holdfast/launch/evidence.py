@@ -21,6 +21,7 @@ from holdfast.checkpoint.ladder import REFUSED
 from holdfast.control.attempts import FailureRecord
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.standing import StandingBook
+from holdfast.errors import StorageError
 from holdfast.files import read_regular
 from holdfast.launch.workers import Workers
 from holdfast.policy.classify import KERNEL_OOM, is_symptom
@@ -186,5 +187,5 @@ def highest_committed_step(root: Path, control: ControlDirectory) -> int:
             ),
             0,
         )
-    except OSError:
+    except (OSError, StorageError):
         return 0

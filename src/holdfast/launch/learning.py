@@ -1,7 +1,8 @@
 """Learns a node's time limits while it runs, for the attempts and launches after this one.
 
 Within an attempt the limits stand still: what it sees is smoothed with what was known at its start, however
-often it is written. Writing fails quietly but once: a run does not end for want of an estimate.
+often it is written. Writing fails quietly but once, and nobody waits for a file system that does not answer:
+a run does not end for want of an estimate.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from holdfast.bounded import PATIENCE, Bounded
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.timeouts import read_learned, store_learned
+from holdfast.errors import ControlError
 from holdfast.launch.monitor import Monitor
 from holdfast.policy.timeouts import Learned, learn
 
@@ -30,6 +33,7 @@ class Learner:
         self._stored = Learned()
         self._wrote = time.monotonic()
         self._failed = False
+        self._writing: Bounded[None] | None = None
 
     def begin(self, node: str, attempt: int) -> Learned:
         """An attempt starts: what was learned so far on all nodes, for `Monitor.begin`."""
@@ -59,12 +63,28 @@ class Learner:
         found = learn(*monitor.observed(), self._earlier)
         if found == self._stored:
             return None
-        try:
-            store_learned(self._control, self._node, self._attempt, found)
-        except OSError as error:
+        problem = self._write(found)
+        if problem:
             if not self._failed:
                 self._failed = True
-                self._tell(f"learned timeouts cannot be kept in {self._control.path}: {error}")
+                self._tell(f"learned timeouts cannot be kept in {self._control.path}: {problem}")
             return None
         self._stored = found
         return found
+
+    def _write(self, found: Learned) -> str:
+        """Why it could not be written; empty if it was."""
+        node, attempt = self._node, self._attempt
+        if self._writing is None or self._writing.ended():
+            self._writing = Bounded(
+                lambda: store_learned(self._control, node, attempt, found), "learned-timeouts"
+            )
+            self._writing.ended(PATIENCE)
+        if not self._writing.ended():
+            return "the file system does not answer"
+        written, self._writing = self._writing, None
+        try:
+            written.result()
+        except (OSError, ControlError) as error:
+            return str(error)
+        return ""

@@ -2,7 +2,8 @@
 
 Guarantee: returns a notice, the same one on every node that can still be reached, or raises: StoreLostError
 when the other nodes cannot be reached any more. An attempt that is asked to stop (stopping.py) is looked at
-more often, until its ranks have ended or its deadline is over. Nothing is ended in here.
+more often, until its ranks have ended or its deadline is over. Nothing is ended in here, and nothing in here
+waits for the run's storage: where that does not answer, what lies on it is not known for a while.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from holdfast.bounded import Look
+from holdfast.errors import ControlError
+from holdfast.health.storage import nearest, try_storage
 from holdfast.journal.events import Warned
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.context import LaunchContext
@@ -19,12 +23,17 @@ from holdfast.launch.endpoints import StoreLostError
 from holdfast.launch.history import past_attempts
 from holdfast.launch.in_process import InProcess
 from holdfast.launch.meeting import MeetingHandler
+from holdfast.launch.monitor import Overdue
 from holdfast.launch.stopping import Stopping
+from holdfast.launch.summary import say
 from holdfast.launch.workers import Workers
 from holdfast.policy.budgets import may_regroup
+from holdfast.policy.timeouts import CHECKPOINTING, LOADING
 
 NAMED = 3
 """Ranks that are named, of those that hang."""
+STORAGE_PATIENCE = 5.0
+"""Seconds that storage has to take a few bytes, when a rank is late with a save or a load."""
 TENDING = 5.0
 """Seconds between two looks at all processes of the node."""
 
@@ -57,6 +66,13 @@ class Vigil:
         self._in_process = in_process
         self._finished: float | None = None
         self._tended = time.monotonic()
+        self._history = Look(self._may_regroup, "history")
+        root = context.settings.checkpoint_root()
+        self._storage = Look(lambda: try_storage(nearest(root)), "storage", patience=0.0)
+        self._asked: float | None = None
+        """Since when the storage is asked whether it answers."""
+        self._stalled: float | None = None
+        """When the storage last did not answer, while a rank was late with it."""
 
     def watch(self) -> Notice:
         """Until something ends the attempt: the notice that all nodes act on."""
@@ -112,7 +128,7 @@ class Vigil:
             return given
         if between:
             return None
-        overdue = self._context.monitor.overdue()
+        overdue = [one for one in self._context.monitor.overdue() if not self._waits_for_storage(one)]
         if overdue:
             ranks = self._in_process.ranks() if self._in_process is not None else {}
             named = [msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank)) for one in overdue]
@@ -125,6 +141,29 @@ class Vigil:
         if self._may_grow():
             return attempt.give(Notice(kind="regroup", node=node))
         return None
+
+    def _waits_for_storage(self, one: Overdue) -> bool:
+        """Whether a rank that saves or loads is late because the checkpoints' storage does not answer.
+
+        It does not hang by itself then, and a new attempt would wait there as well. Once the storage answers,
+        the rank has its limit again. Bounded by checkpoint.timeout, which ends a save that takes longer.
+        """
+        longest = self._context.settings.checkpoint.timeout
+        if one.section not in (CHECKPOINTING, LOADING) or one.seconds > longest + one.limit:
+            return False
+        now = time.monotonic()
+        if self._storage.take() is not None:
+            self._asked = None
+        else:
+            self._asked = self._asked or now
+            if now - self._asked < STORAGE_PATIENCE:
+                return True  # it may answer yet
+            if self._stalled is None:
+                told = f"{one}; but the storage that it needs does not answer, so it is waited for"
+                self._attempt.journal.write(Warned(message=told))
+                say(f"warning: {told}")
+            self._stalled = now
+        return self._stalled is not None and now - self._stalled < one.limit
 
     def _finish(self) -> Notice | None:
         """This node's workers are done: so is the attempt when all nodes' are."""
@@ -173,4 +212,12 @@ class Vigil:
         attempt = self._attempt
         if attempt.place.nodes >= self._context.max_nodes or self._newcomers() == 0:
             return False
-        return may_regroup(past_attempts(attempt.control, before=attempt.number + 1))
+        looked = self._history.take()
+        return looked is not None and looked.result()
+
+    def _may_regroup(self) -> bool:
+        attempt = self._attempt
+        try:
+            return may_regroup(past_attempts(attempt.control, before=attempt.number + 1))
+        except ControlError:  # it is looked at again; nobody ends a group that trains to let others join
+            return False

@@ -124,6 +124,7 @@ _BY_CODE = {
     ExitCode.DECISION_TIMEOUT: Cause.INFRASTRUCTURE,
     ExitCode.SAVE_FAILED: Cause.INFRASTRUCTURE,
     ExitCode.CONTROL_UNUSABLE: Cause.INFRASTRUCTURE,
+    ExitCode.STORAGE_FAILED: Cause.INFRASTRUCTURE,
     ExitCode.STOPPED: Cause.PREEMPTION,
     ExitCode.STOPPED_UNSAVED: Cause.PREEMPTION,
     ExitCode.HANDED_OVER: Cause.UNKNOWN,
@@ -154,6 +155,11 @@ def end_of(failure: Failure) -> WorkerEnd:
         message=failure.message,
         kernel_oom=failure.message.startswith(KERNEL_OOM),
     )
+
+
+def names_storage(message: str) -> bool:
+    """Whether an error's text says that storage is full, failing or away."""
+    return bool(_STORAGE.search(message))
 
 
 def is_symptom(exit_code: int, message: str) -> bool:

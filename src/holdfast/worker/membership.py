@@ -7,6 +7,7 @@ the lease from a thread, and tells the others through the store.
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Callable
@@ -23,9 +24,11 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
 from holdfast.control.lease import Claim, Fence, LeaseKeeper, claim
-from holdfast.errors import ConfigError, ControlError
-from holdfast.journal.events import AttemptStarted, LeaseClaimed, RunCreated
+from holdfast.errors import ConfigError, ControlError, StorageError
+from holdfast.journal.events import AttemptStarted, LeaseClaimed, RunCreated, Warned
 from holdfast.journal.writer import JournalWriter
+
+log = logging.getLogger("holdfast")
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -51,6 +54,8 @@ class Membership:
         try:
             if keeper is not None and end is not None:
                 end_attempt(self.control, self.fence, self.attempt, end)
+        except StorageError as error:  # a run that has reached its end has not failed for want of a record
+            log.error("holdfast: attempt %d has no record of its end: %s", self.attempt, error)
         finally:
             if keeper is not None:
                 keeper.release()
@@ -112,12 +117,21 @@ def _begin(
     around = scope.current()
     launch = (around.job if around is not None else "") or uuid.uuid4().hex[:12]
     held = claim(control, launch, ttl, handover=handover)
-    keeper = LeaseKeeper(control, held, on_lost)
+    journals: list[JournalWriter] = []
+
+    def on_trouble(told: str) -> None:
+        log.error("holdfast: %s", told)
+        for journal in journals:
+            journal.write(Warned(message=told))
+
+    keeper = LeaseKeeper(control, held, on_lost, on_trouble)
     try:
-        return _announce(control, root, group, held, keeper, created=created)
+        member = _announce(control, root, group, held, keeper, created=created)
     except BaseException:
         keeper.release()  # else this very process would keep the next attempt from the lease
         raise
+    journals.append(member.journal)
+    return member
 
 
 def _announce(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from holdfast.checkpoint.background import BackgroundSaver, Ended
 from holdfast.checkpoint.drain import Drain
+from holdfast.checkpoint.failures import save_failed
 from holdfast.checkpoint.handoff import MendCopies, PeerTarget, UsePeers
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.local_manifest import Where
@@ -30,7 +31,7 @@ from holdfast.checkpoint.stage import Stager
 from holdfast.checkpoint.staging_memory import LocalSaving
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.exchange import add_up
-from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
+from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError, SaveStorageError
 from holdfast.journal.events import (
     Decision,
     Event,
@@ -306,9 +307,11 @@ class Saving:
             error = _to_raise(ended) or error
         if self._background.outstanding and error is None:
             error = SaveFailedError(f"{what} was not done after {self._settings.timeout:g} s")
-        if add_up(self._group, [error is not None])[0]:
+        failed, storage = add_up(self._group, [error is not None, isinstance(error, SaveStorageError)])
+        if failed:
             self.saved_step = self._rooted = None
-            raise error or SaveFailedError(f"{what} failed on another rank, whose error says why")
+            told = f"{what} failed on another rank, whose error says why"
+            raise error or save_failed(told, storage=bool(storage))
 
     def _take(self, ended: Ended) -> None:
         if ended.error is None:
@@ -355,7 +358,7 @@ class Saving:
         self._write(SaveFailed(checkpoint=shown, step=name.step, error=told, in_a_row=in_a_row))
         log.error("holdfast: %s (%d in a row)", told, in_a_row)
         if fatal and self._failed >= self._settings.max_failed_saves:
-            raise SaveFailedError(
+            raise type(error)(
                 f"{self._failed} saves in a row failed, as many as checkpoint.max_failed_saves "
                 f"allows; the last: {error}"
             ) from error
