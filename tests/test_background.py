@@ -280,7 +280,7 @@ def test_too_many_failed_saves_in_a_row_stop_the_run(tmp_path: Path) -> None:
         with forked_writers(broken):
             train(tmp_path / "run", until=30, at_step=at_step, checkpoint_max_failed_saves=2, **ASYNC)
 
-    assert forked(work) == ExitCode.SAVE_FAILED
+    assert forked(work) == ExitCode.STORAGE_FAILED
     assert [(event.step, event.in_a_row) for event in told(tmp_path / "run", SaveFailed)] == [(3, 1), (6, 2)]
     assert steps_of(tmp_path / "run") == []
 
@@ -290,7 +290,7 @@ def test_a_last_save_that_fails_is_raised(tmp_path: Path) -> None:
         with forked_writers(broken):
             train(tmp_path / "run", until=2, **ASYNC)
 
-    assert forked(work) == ExitCode.SAVE_FAILED
+    assert forked(work) == ExitCode.STORAGE_FAILED
 
 
 def test_a_failure_that_nobody_asked_about_is_raised_at_the_end(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_failure_that_nobody_asked_about_is_raised_at_the_end(tmp_path: Path) 
         with forked_writers(broken):
             train(tmp_path / "run", until=4, checkpoint_save_at_end=False, **ASYNC)
 
-    assert forked(work) == ExitCode.SAVE_FAILED
+    assert forked(work) == ExitCode.STORAGE_FAILED
 
 
 def test_close_raises_what_went_wrong_since_the_last_step(tmp_path: Path) -> None:

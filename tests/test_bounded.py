@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from holdfast.bounded import Bounded
+from harness import wait_until
+from holdfast.bounded import Aside, Bounded, Look
 
 
 def test_what_hangs_is_left_behind_at_its_deadline() -> None:
@@ -34,3 +35,46 @@ def test_what_it_returns_or_raises_reaches_who_waits() -> None:
     assert failed.ended(20.0)
     with pytest.raises(OSError, match="Input/output error"):
         failed.result()
+
+
+def test_a_look_that_hangs_costs_its_news_and_not_its_asker() -> None:
+    answers, looks = threading.Event(), list[int]()
+
+    def ask() -> int:
+        answers.wait(60)
+        looks.append(len(looks))
+        return looks[-1]
+
+    look = Look(ask, "look", patience=0.2)
+    began = time.monotonic()
+    assert [look.take() for _ in range(50)] == [None] * 50
+    assert time.monotonic() - began < 5.0, "only the first waits"
+    answers.set()
+    found = wait_until(look.take, 20, "it ends")
+    assert found is not None
+    assert found.result() == 0, "one at a time"
+    again = look.take()
+    assert again is not None
+    assert again.result() == 1
+
+
+def test_work_aside_is_done_when_it_is_handed_in_and_waits_when_it_hangs() -> None:
+    done: list[int] = []
+    aside = Aside("aside", most=3, patience=0.2)
+    for number in range(3):
+        assert aside.do(lambda number=number: done.append(number))  # type: ignore[misc]
+        assert done[-1] == number
+    answers, began = threading.Event(), time.monotonic()
+    assert aside.do(lambda: answers.wait(60) and done.append(3))
+    for number in (4, 5, 6, 7):
+        taken = aside.do(lambda number=number: done.append(number))  # type: ignore[misc]
+        assert taken == (number < 6), "what waits is bounded"
+    assert time.monotonic() - began < 5.0
+    assert aside.hangs
+    assert done == [0, 1, 2]
+    answers.set()
+    wait_until(lambda: done == [0, 1, 2, 3, 4, 5], 20, "the rest is done in its order")
+    assert aside.do(lambda: done.append(8), last=True)
+    assert not aside.hangs
+    assert done[-1] == 8
+    wait_until(lambda: aside._thread is None, 20, "the thread ends")

@@ -8,6 +8,8 @@ import math
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -17,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import finish, job, python, wait_until
+from holdfast.journal import writer as writers
 from holdfast.journal.events import (
     EVENT_NAMES,
     AnyEvent,
@@ -84,8 +87,6 @@ for number in range(400):
 
 
 def test_threads_of_one_writer_do_not_mix_their_lines(tmp_path: Path) -> None:
-    import threading
-
     writer = JournalWriter(tmp_path, "rank-0", 1)
     threads = [
         threading.Thread(target=lambda: [writer.write(Warned(message="y" * 3000)) for _ in range(100)])
@@ -403,3 +404,40 @@ def test_reading_a_journal_needs_no_torch(tmp_path: Path) -> None:
         "holdfast.observe.report, holdfast.cli.journal; sys.exit('torch' in sys.modules)"
     )
     assert finish([sys.executable, "-c", code], cwd=tmp_path).code == 0
+
+
+def test_a_file_system_that_does_not_answer_holds_nobody_up_and_costs_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = JournalWriter(tmp_path, "rank-0", 1)
+    writer.write(Warned(message="0"))
+    answers, real = threading.Event(), os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: (answers.wait(60), real(fd, data))[1])
+    began = time.monotonic()
+    for number in range(1, 20):
+        writer.write(Warned(message=str(number)))
+    writer.close()
+    assert time.monotonic() - began < 5.0
+    assert caplog.text.count("the file system does not answer") == 1
+    answers.set()
+    wait_until(lambda: len(list(read_journal(tmp_path))) == 20, 20, "what waited is written")
+    assert [line.body.message for line in read_journal(tmp_path)] == [str(n) for n in range(20)]  # type: ignore[attr-defined]
+
+
+def test_what_waits_for_a_file_system_is_bounded_and_what_did_not_fit_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "MOST_WAITING", 5)
+    writer = JournalWriter(tmp_path, "rank-0", 1)
+    answers, real = threading.Event(), os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: (answers.wait(60), real(fd, data))[1])
+    for number in range(9):
+        writer.write(Warned(message=str(number)))
+    answers.set()
+    wait_until(lambda: not writer._aside._waiting, 20, "what waited is written")
+    writer.write(Warned(message="last"))
+    writer.close()
+    told = [line.body.message for line in read_journal(tmp_path)]  # type: ignore[attr-defined]
+    assert "4 earlier events could not be written" in told
+    assert [word for word in told if word.isdigit()] == ["0", "1", "2", "3", "4"]
+    assert told[-1] == "last"

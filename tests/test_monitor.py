@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from harness import REPO, Job, job, python, wait_until
 from holdfast.control.directory import ControlDirectory
+from holdfast.launch import learning
 from holdfast.launch import monitor as monitors
 from holdfast.launch.learning import Learner
 from holdfast.launch.monitor import Monitor
@@ -571,6 +573,28 @@ beats = hello(learn=True); beats.enter("setup"); beats.leave("setup"); beats.ent
         assert learner.keep(watch) is None
         assert learner.keep(watch) is None
     assert sum("cannot be kept" in text for text in told) == 1
+
+
+def test_a_file_system_that_does_not_answer_holds_up_no_agent_that_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    answers, told, real = threading.Event(), list[str](), learning.store_learned
+    monkeypatch.setattr(learning, "store_learned", lambda *args: (answers.wait(60), real(*args))[1])
+    learner = Learner(control, told.append)
+    code = """
+beats = hello(learn=True); beats.enter("setup"); beats.leave("setup"); beats.enter("x"); time.sleep(300)
+"""
+    with watching(tmp_path) as watch, speaking(tmp_path, watch.path, code) as rank:
+        watch.begin({0: rank.pid}, learner.begin("host", 1))
+        heard(watch, 0, "x")
+        wait_until(lambda: watch.observed()[0], 60, "something was seen")
+        began = time.monotonic()
+        assert [learner.keep(watch) for _ in range(20)] == [None] * 20
+        assert time.monotonic() - began < 5.0
+        answers.set()
+        wait_until(lambda: learner.keep(watch), 20, "it is kept once the file system answers")
+    assert [text for text in told if "does not answer" in text] == told[:1] == told
 
 
 # --- ranks that have not said hello

@@ -89,6 +89,25 @@ def test_what_may_pass_is_restarted(code: int) -> None:
     assert (decision.action, decision.restarts_left) == (Action.RESTART, 2)
 
 
+def test_storage_that_failed_is_given_time_and_blames_nobody() -> None:
+    """Queued again where that can be; else restarted a stated number of times; then a stop of its own."""
+    code = ExitCode.STORAGE_FAILED
+    first = failed(
+        exit_code=code, message="SaveStorageError: No space left on device", rung="step_00000010-a"
+    )
+    queued = decide(first, can_requeue=True, lower_rungs=3, cluster=PAIR)
+    assert (queued.action, queued.exit_code) == (Action.REQUEUE, code)
+    attempts = [first]
+    while (decision := decide(*attempts, lower_rungs=3, cluster=PAIR)).action is Action.RESTART:
+        assert (decision.exclude, decision.avoid, decision.rotate_by) == ([], [], 0)
+        attempts.append(again(attempts[-1]))
+        assert len(attempts) < 20, "for ever"
+    assert stopped(decision) == code
+    assert len(attempts) == 1 + BUDGETS[Cause.INFRASTRUCTURE].repeats
+    assert (decision.exclude, decision.avoid, decision.suspect) == ([], [], [])
+    assert stopped(decide(first, max_restarts=0)) == code
+
+
 def test_the_same_job_error_twice_stops_before_the_budget_is_burnt() -> None:
     """Scenario 13."""
     first = failed(cause=Cause.JOB, message="ValueError: <obj at 0x7f01>")

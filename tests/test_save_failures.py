@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import holdfast
 from holdfast import scope
+from holdfast.checkpoint import commit as commits
 from holdfast.checkpoint import plan as planning
 from holdfast.checkpoint.failures import explain
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.verify import verify
-from holdfast.errors import ControlError, LeaseLostError, SaveFailedError, UsageError
+from holdfast.control import directory
+from holdfast.errors import ControlError, LeaseLostError, SaveFailedError, SaveStorageError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import SaveFailed
 from holdfast.journal.reader import read_journal
@@ -121,6 +126,47 @@ def test_something_in_the_way_of_staging_is_told_at_the_start_and_never_overwrit
         train(run_dir, until=4)
     assert (root / ".staging").read_text() == "not a directory"
     assert [path.name[:13] for path in checkpoints(run_dir)] == ["step_00000003"]
+
+
+@pytest.mark.parametrize("where", ["the commit record", "the last record"])
+def test_a_control_directory_that_is_full_fails_the_save_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Checkpoints may lie elsewhere, with room to spare. Nor does a run fail for want of a last record."""
+    run_dir, real = tmp_path / "run", directory.create_exclusive
+    full = threading.Event()
+
+    def create_exclusive(path: Path, data: bytes, **more: Any) -> bool:
+        refused = full.is_set() and path.parent.name == "commits"
+        if refused or (where == "the last record" and path.name == "end.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, data, **more)
+
+    def at_step(step: int, run: holdfast.Run) -> None:
+        if step in (5, 8) and where == "the commit record":
+            full.set() if step == 5 else full.clear()
+
+    monkeypatch.setattr(directory, "create_exclusive", create_exclusive)
+    reference = train(tmp_path / "reference", until=12)
+    assert train(run_dir, until=12, at_step=at_step).losses == reference.losses
+    found = [path.name[:13] for path in checkpoints(run_dir)]
+    missed = {"step_00000006"} if where == "the commit record" else set()
+    assert set(found) == {f"step_{step:08d}" for step in (3, 6, 9, 12)} - missed
+    assert ["No space left" in failure.error for failure in failures(run_dir)] == [True] * len(missed)
+
+
+def test_saves_that_storage_alone_fails_end_the_run_with_the_code_of_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    def work() -> None:
+        monkeypatch.setattr(commits, "open_staged", full)
+        train(tmp_path / "run", until=30, checkpoint_max_failed_saves=2)
+
+    assert forked(work) == ExitCode.STORAGE_FAILED
+    assert [failure.in_a_row for failure in failures(tmp_path / "run")] == [1, 2]
 
 
 # --- a save never ends a run by a surprise ------------------------------------------------------------------
@@ -229,11 +275,18 @@ def test_a_state_that_can_never_be_saved_ends_the_run_after_so_many_saves_and_sa
 
 @given(
     st.lists(
-        st.tuples(st.booleans(), st.sampled_from(["a", "b", "c", "d", "e", "f"])), min_size=1, max_size=40
+        st.tuples(
+            st.sampled_from([SaveFailedError, SaveStorageError, LeaseLostError]),
+            st.sampled_from(["a", "b", "c", "d", "e", "f"]),
+        ),
+        min_size=1,
+        max_size=40,
     )
 )
-def test_all_ranks_make_the_same_error_of_what_each_told(told: list[tuple[bool, str]]) -> None:
+def test_all_ranks_make_the_same_error_of_what_each_told(told: list[tuple[Any, str]]) -> None:
     error = explain([(rank, *one) for rank, one in enumerate(told)], CheckpointName(3, "ab"))
-    assert isinstance(error, LeaseLostError) == any(lost for lost, _ in told)
-    assert isinstance(error, SaveFailedError) or any(lost for lost, _ in told)
+    kinds = {kind for kind, _ in told}
+    assert isinstance(error, LeaseLostError) == (LeaseLostError in kinds)
+    assert isinstance(error, SaveFailedError) or LeaseLostError in kinds
+    assert isinstance(error, SaveStorageError) == (kinds == {SaveStorageError}), "storage alone"
     assert len(str(error)) < 400, "however many ranks there are"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from fake_scontrol import changed, installed, limit_in
 from harness import REPO, finish, wait_until
 from holdfast.errors import UsageError
 from holdfast.exit_codes import ExitCode
+from holdfast.worker import stop_file
 from stopping_ranks import LIMIT, hold, ranks
 from tiny import forked
 
@@ -258,3 +260,19 @@ def test_it_works_without_torch_and_a_signal_in_a_long_call_is_heard_at_once(tmp
     )
     result = finish([sys.executable, "-c", script], cwd=tmp_path, env={"PYTHONPATH": str(REPO / "src")})
     assert result.code == int(ExitCode.STOPPED), result.text
+
+
+def test_a_stop_file_whose_file_system_does_not_answer_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, answers, real = list[str](), threading.Event(), stop_file._exists
+    monkeypatch.setattr(stop_file, "_exists", lambda path: (answers.wait(60), real(path))[1])
+    file = stop_file.StopFile(tmp_path / "stop", told.append)
+    (tmp_path / "stop").touch()
+    began = time.monotonic()
+    assert [file.is_there() for _ in range(20)] == [False] * 20
+    assert time.monotonic() - began < 5.0
+    assert len(told) == 1
+    assert "its file system does not answer" in told[0]
+    answers.set()
+    wait_until(file.is_there, 20, "it is seen once the file system answers")

@@ -6,6 +6,7 @@ import functools
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from fake_scontrol import (
     limit_in,
 )
 from harness import wait_until
-from holdfast.cluster import requeueing, scontrol, time_limit
+from holdfast.cluster import requeue_end, requeue_record, requeueing, scontrol, time_limit
 from holdfast.cluster.requeue_end import requeue_at_the_end
 from holdfast.cluster.requeue_history import last_stop
 from holdfast.cluster.slurm import job_found
@@ -30,13 +31,18 @@ from holdfast.cluster.time_limit import TimeLimit
 from holdfast.control import operator
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.requeues import record_requeue, requeues_without_progress
+from holdfast.errors import StorageError
+from holdfast.exit_codes import ExitCode
 from holdfast.journal.cluster_events import RequeueAsked, StopAgreed, StopAsked
 from holdfast.journal.events import Line, SaveCommitted
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
+from holdfast.launch import scheduler as launch_scheduler
+from holdfast.launch.scheduler import Scheduler
 from holdfast.policy.budgets import MAX_REQUEUES
 from holdfast.policy.requeue import JobFacts, after_stop, by_decision
 from holdfast.policy.stopping import Grace, Source, StopRequest
+from holdfast.settings import Settings
 
 
 @pytest.fixture
@@ -496,3 +502,68 @@ def test_only_the_newest_attempts_stop_counts() -> None:
     assert found.request is not None
     assert found.request.signal == "SIGTERM"
     assert found.settled is None
+
+
+# --- storage that fails
+
+
+def full(*args: object, **kwargs: object) -> int:
+    raise StorageError("cannot write requeues: No space left on device")
+
+
+def test_a_run_whose_storage_failed_comes_back_but_not_for_ever(fake: Fake, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", saved(10))
+    control = ControlDirectory.open(run)
+    assert requeue_at_the_end(JOB, "auto", ExitCode.STORAGE_FAILED, run, []).asked
+    assert requeues_without_progress(control, 10) == 1
+    for _ in range(MAX_REQUEUES):
+        record_requeue(control, 1, 10, JOB.label)
+    last = a_run(tmp_path / "run", RequeueAsked(job="1", asked=True, reason="before"))
+    assert not requeue_at_the_end(JOB, "auto", ExitCode.STORAGE_FAILED, last, []).asked
+    assert fake.calls.count("requeue 1") == 1
+
+
+@pytest.mark.parametrize("restarts", [MAX_REQUEUES - 1, MAX_REQUEUES])
+def test_where_nothing_can_be_counted_slurms_own_count_bounds_it(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    """On a full disk no record of the requeue can be made: unbounded, the job would come back for ever."""
+    job = msgspec.structs.replace(JOB, restarts=restarts)
+    fake.answer(changed(Restarts=str(restarts)))
+    monkeypatch.setattr(requeue_record, "record_requeue", full)
+    asked = requeue_at_the_end(job, "auto", ExitCode.STORAGE_FAILED, a_run(tmp_path / "run", saved(10)), [])
+    assert asked.asked == (restarts < MAX_REQUEUES)
+    assert ("requeue 1" in fake.calls) == asked.asked
+    assert asked.asked or "cannot be counted" in asked.reason
+
+
+@pytest.mark.parametrize("code", [ExitCode.STORAGE_FAILED, ExitCode.STORE_LOST])
+def test_a_run_that_cannot_even_be_read_comes_back_if_that_is_why_it_ended(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: ExitCode
+) -> None:
+    monkeypatch.setattr(requeue_end, "requeues_without_progress", full)
+    asked = requeue_at_the_end(JOB, "auto", code, a_run(tmp_path / "run", saved(10)), [])
+    assert asked.asked == (code is ExitCode.STORAGE_FAILED)
+
+
+def test_a_person_who_asked_for_the_stop_is_heard_though_its_save_failed(fake: Fake, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", StopAsked(source="operator", detail="ada: enough"))
+    asked = requeue_at_the_end(JOB, "auto", ExitCode.STORAGE_FAILED, run, [])
+    assert not asked.asked
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize("restarts", [1, MAX_REQUEUES])
+def test_the_agent_asks_at_the_end_of_a_launch_whose_storage_failed(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    fake.answer(changed(Restarts=str(restarts)))
+    control = ControlDirectory.open(a_run(tmp_path / "run", saved(10)))
+    scheduler = Scheduler(control, Settings(), msgspec.structs.replace(JOB, restarts=restarts))
+    monkeypatch.setattr(launch_scheduler, "requeues_without_progress", full)
+    scheduler.storage_failed(1, "cannot write end.json: No space left on device", 10, [])
+    assert fake.calls == [], "only when nothing else is left to do"
+    told: list[str] = []
+    scheduler.part(told.append)
+    assert ("requeue 1" in fake.calls) == (restarts < MAX_REQUEUES)
+    assert ("was not asked" in told[0]) == (restarts >= MAX_REQUEUES)

@@ -35,6 +35,12 @@ class ControlError(HoldfastError):
     exit_code = ExitCode.CONTROL_UNUSABLE
 
 
+class StorageError(ControlError):
+    """The run's storage is full, failing, away or stuck. Nothing is known to be wrong with the run."""
+
+    exit_code = ExitCode.STORAGE_FAILED
+
+
 class RunIsLiveError(HoldfastError):
     """Somebody else holds the run's lease and keeps renewing it."""
 
@@ -80,6 +86,12 @@ class SaveFailedError(HoldfastError):
     """A checkpoint was not committed. Every older checkpoint is untouched."""
 
     exit_code = ExitCode.SAVE_FAILED
+
+
+class SaveStorageError(SaveFailedError):
+    """The same, and what failed is the storage alone."""
+
+    exit_code = ExitCode.STORAGE_FAILED
 
 
 class TornSnapshotError(SaveFailedError):

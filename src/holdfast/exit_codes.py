@@ -29,6 +29,7 @@ class ExitCode(IntEnum):
     STOPPED = 31
     STOPPED_UNSAVED = 32
     HANDED_OVER = 33
+    STORAGE_FAILED = 34
 
 
 MEANINGS: dict[ExitCode, tuple[str, str]] = {
@@ -112,5 +113,9 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ExitCode.HANDED_OVER: (
         "The function could not start again in these processes; the message and the journal say why.",
         "the launcher restarts; without it, start the run again",
+    ),
+    ExitCode.STORAGE_FAILED: (
+        "The run's storage could not be written; nothing is known to be wrong with the run.",
+        "nothing under a scheduler that queues it again; else look at the storage, then start it again",
     ),
 }

@@ -2,9 +2,10 @@
 
 Guarantee: a file made by these functions is either absent, or complete and on disk, also after a power
 cut. Everything is written beside its destination, flushed, fsynced, moved into place in one step, and
-the directory that now names it is fsynced last. Nothing here ever rewrites a file in place, and a call that
-fails leaves nothing behind. (A process killed in the middle may leave one hidden `.<name>.<hex>.tmp`, which
-every reader ignores.)
+the directory that now names it is fsynced last. A call that fails leaves nothing behind. (A process killed in
+the middle may leave one hidden `.<name>.<hex>.tmp`, which every reader ignores.)
+
+`overwrite` alone rewrites a file in place, for a sign of life that must get through on a full disk too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import uuid
 from pathlib import Path
 
-from holdfast.errors import ControlError
+from holdfast.errors import ControlError, StorageError
 from holdfast.open_file import OpenFile
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -83,6 +85,30 @@ def replace_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         raise
     if durable:
         fsync_dir(path.parent)
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Give a small file of always the same size new contents in place, without a new file or new space.
+
+    Not durable, and a reader may see a mixture. Closing it each time is what makes a network file system show
+    it to other machines. One that is not there, or of another size, is made.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    try:
+        try:
+            fresh = os.fstat(fd).st_size != len(data)
+            if fresh:
+                os.ftruncate(fd, 0)
+            written = os.pwrite(fd, data, 0)
+            if written != len(data):
+                raise OSError(errno.ENOSPC, f"wrote {written} of {len(data)} bytes")
+            if fresh:
+                os.fsync(fd)  # its block is there from now on, and not only promised
+        finally:
+            os.close(fd)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def create_exclusive(path: Path, data: bytes, *, mode: int = 0o644) -> bool:
@@ -178,9 +204,39 @@ _REMEDIES = {
 }
 
 
+_STORAGE = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EIO,
+        errno.EROFS,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.ECONNABORTED,
+        errno.EREMOTEIO,
+    }
+)
+
+
+_STORAGE_WORDS = re.compile(
+    "|".join(rf"\[errno {number}\]|{re.escape(os.strerror(number))}" for number in sorted(_STORAGE)),
+    re.IGNORECASE,
+)
+
+
+def names_storage_trouble(text: str) -> bool:
+    """Whether the text of an error that came from elsewhere says so."""
+    return _STORAGE_WORDS.search(text) is not None
+
+
+def is_storage_trouble(error: BaseException | None) -> bool:
+    """Whether this says that the storage is full, failing or away, and nothing of who uses it."""
+    return isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE)
+
+
 def explain_os_error(error: OSError, what: str, path: Path) -> ControlError:
     """One wording for every file-system error on the control directory."""
     remedy = _REMEDIES.get(error.errno or 0, "check that the directory is there and mounted")
-    return ControlError(
-        f"cannot {what} {path}: {error.strerror or error}; {remedy}, or use another run directory"
-    )
+    kind = StorageError if is_storage_trouble(error) else ControlError
+    return kind(f"cannot {what} {path}: {error.strerror or error}; {remedy}, or use another run directory")

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.checkpoint.failures import FAILURES, describe
+from holdfast.checkpoint.failures import FAILURES, describe, save_failed
 from holdfast.checkpoint.handoff import Job, JobFailed, LocalDone, MendCopies, Start, UsePeers
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.local_slots import Slot
@@ -503,7 +503,7 @@ def _ended(under: _Under, tier: Tier, seconds: float = 0.0) -> Ended:
 def _error(outcome: JobFailed, name: CheckpointName) -> SaveFailedError | LeaseLostError:
     if outcome.lease_lost:
         return LeaseLostError(outcome.error)
-    error = SaveFailedError(f"{name} was not saved ({outcome.error}). Every older checkpoint is untouched")
+    error = save_failed(f"{name} was not saved ({outcome.error}). Every older checkpoint is untouched")
     if outcome.trace:
         error.add_note(f"In the writer process:\n{outcome.trace.rstrip()}")
     return error

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.control.exchange import add_up, share
 from holdfast.control.group import Group
-from holdfast.errors import LeaseLostError, SaveFailedError
+from holdfast.errors import LeaseLostError, SaveFailedError, SaveStorageError
+from holdfast.files import is_storage_trouble, names_storage_trouble
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ def naming(entry: str) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """In words, with the kind of error unless it is our own, whose words are enough."""
-    if isinstance(error, SaveFailedError):
+    if isinstance(error, SaveFailedError | LeaseLostError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
@@ -73,29 +74,45 @@ def together(group: Group, name: CheckpointName, work: Callable[[], T]) -> T:
 
 def raise_for_all(group: Group, mine: BaseException | None, name: CheckpointName) -> None:
     """Every rank calls this when at least one has failed; every rank raises the same."""
-    lost = isinstance(mine, LeaseLostError)
-    told = share(group, None if mine is None else (lost, str(mine) if lost else describe(mine)))
+    told = share(group, None if mine is None else (_kind(mine), describe(mine)))
     raise explain([(rank, *error) for rank, error in enumerate(told) if error is not None], name) from mine
 
 
+def _kind(error: BaseException) -> type[LeaseLostError | SaveFailedError]:
+    """What a save is that fails by this alone."""
+    if isinstance(error, LeaseLostError):
+        return LeaseLostError
+    if isinstance(error, SaveStorageError) or any(map(is_storage_trouble, (error, error.__cause__))):
+        return SaveStorageError
+    return SaveFailedError
+
+
 def explain(
-    errors: Sequence[tuple[int, bool, str]], name: CheckpointName
+    errors: Sequence[tuple[int, type[LeaseLostError | SaveFailedError], str]], name: CheckpointName
 ) -> LeaseLostError | SaveFailedError:
-    """Pure: the one error to raise for what happened on these (rank, whether it lost the lease, what)."""
-    for _, lost, text in errors:
-        if lost:
+    """Pure: the one error to raise for what happened on these (rank, kind, what).
+
+    It is storage's if nothing else failed on any rank.
+    """
+    for _, kind, text in errors:
+        if kind is LeaseLostError:
             return LeaseLostError(text)
+    storage = all(kind is SaveStorageError for _, kind, _ in errors)
     by_text: dict[str, list[int]] = {}
     for rank, _, text in errors:
         by_text.setdefault(text, []).append(rank)
     told = [f"{_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:TOLD]]
     more = f"; and {len(by_text) - TOLD} other errors" if len(by_text) > TOLD else ""
-    return SaveFailedError(
-        f"{name} was not saved ({'; '.join(told)}{more}). Every older checkpoint is untouched"
-    )
+    failed = SaveStorageError if storage else SaveFailedError
+    return failed(f"{name} was not saved ({'; '.join(told)}{more}). Every older checkpoint is untouched")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"rank {ranks[0]} and {len(ranks) - 1} more"
+
+
+def save_failed(told: str) -> SaveFailedError:
+    """The error for a save that failed like this, as told by another process."""
+    return SaveStorageError(told) if names_storage_trouble(told) else SaveFailedError(told)

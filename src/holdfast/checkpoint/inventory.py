@@ -16,7 +16,7 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import told_progress
 from holdfast.control.lineage import CommitRecord, Timeline, deleted_names, read_timeline, was_committed
 from holdfast.control.standing import StandingBook
-from holdfast.errors import UsageError
+from holdfast.errors import StorageError, UsageError
 from holdfast.journal.events import RejectedOption
 
 
@@ -174,5 +174,5 @@ def highest_committed_step(root: Path, control: ControlDirectory) -> int:
             return told_progress(control.path)
         there = (name for name in names if (checkpoints.committed(name) / MANIFEST).is_file())
         return next((name.step for name in there if book.of(str(name)) not in REFUSED), 0)
-    except OSError:
+    except (OSError, StorageError):
         return 0

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.bounded import Look
 from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.manifest import MAX_MANIFEST_BYTES, digest_bytes
 from holdfast.checkpoint.problems import Reason
@@ -53,6 +54,8 @@ log = logging.getLogger("holdfast.checkpoint")
 
 LOOKED_AT_AGAIN = 8
 """How many of the newest must be seen to be sound, at every pass, before an older one may go."""
+PASS_WAIT = 10.0
+"""How long training waits for a pass; one that takes longer goes on beside it."""
 CLOSE_WAIT = 5.0
 """How long the end of a run waits for deletions that are still going on."""
 
@@ -274,7 +277,10 @@ def empty(trashed: list[Path]) -> None:
 
 
 class Retainer:
-    """Retention as a run does it: after a commit, on rank 0, without making training wait for deletions."""
+    """Retention as a run does it: after a commit, on rank 0, without making training wait for deletions.
+
+    Nor for a file system that does not answer: then a pass goes on beside training.
+    """
 
     def __init__(
         self,
@@ -300,13 +306,17 @@ class Retainer:
         self._attempt = attempt
         self._journal = journal
         self._deleting: threading.Thread | None = None
+        self._passes = Look(self._pass, "retention-pass", PASS_WAIT)
 
     def after_commit(self) -> None:
         """Take away what the policy gives up. A failure is journalled; it never fails the save."""
         if self._idle or (self._deleting is not None and self._deleting.is_alive()):
             return  # still deleting: the next pass decides about the rest again
+        passed = self._passes.take()
+        if passed is None:
+            return  # what it does is told after a later commit
         try:
-            outcome = self._retention.take_away(self._retention.plan(self._attempt), self._fence)
+            outcome = passed.result()
         except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint before it is committed
             self._warn(error)
             return
@@ -324,6 +334,9 @@ class Retainer:
                 target=empty, args=(outcome.trashed,), name="holdfast-retention", daemon=True
             )
             self._deleting.start()
+
+    def _pass(self) -> Outcome:
+        return self._retention.take_away(self._retention.plan(self._attempt), self._fence)
 
     def _warn(self, error: Exception) -> None:
         told = error if isinstance(error, OSError | HoldfastError) else f"{type(error).__name__}: {error}"

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.cluster.requeue_history import last_stop
+from holdfast.cluster.requeue_history import LastStop, last_stop
 from holdfast.cluster.requeue_record import ask_on_record
 from holdfast.cluster.requeueing import Asked, requeue_after_stop, requeue_by_decision
 from holdfast.cluster.slurm import SlurmJob
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import excluded
 from holdfast.control.requeues import requeues_without_progress
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.reader import read_journal
+from holdfast.policy.requeue import uncounted
 
 STOPPED = (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
-WANTED = (ExitCode.REQUEUE_WANTED, ExitCode.STORE_LOST)
+WANTED = (ExitCode.REQUEUE_WANTED, ExitCode.STORE_LOST, ExitCode.STORAGE_FAILED)
 WHO = "batch-script"
 
 
@@ -31,22 +32,27 @@ def requeue_at_the_end(
     """Ask if the run's end is a reason to come back, and nobody has decided that yet."""
     if code not in (*STOPPED, *WANTED):
         return Asked(asked=False, reason=f"exit code {code} is no reason to come back")
+    control, last, stalled, kept_out = None, LastStop(), 0, list[str]()
     try:
-        control = ControlDirectory.open(run_dir) if run_dir is not None else None
-        last = last_stop(read_journal(control.journal) if control is not None else [])
-        stalled = requeues_without_progress(control, last.step) if control is not None else 0
-        kept_out = (
-            [one.node for one in excluded(control) if one.device is None] if control is not None else []
-        )
+        if run_dir is not None:
+            control = ControlDirectory.open(run_dir)
+            last = last_stop(read_journal(control.journal))
+            stalled = requeues_without_progress(control, last.step)
+            kept_out = [one.node for one in excluded(control) if one.device is None]
     except HoldfastError as error:
-        return Asked(asked=False, reason=f"the run cannot be read: {error}")
+        trouble = isinstance(error, StorageError) and code == ExitCode.STORAGE_FAILED
+        if not trouble or (often := uncounted(job.restarts, str(error))) is not None:
+            why = often.reason if trouble and often is not None else f"the run cannot be read: {error}"
+            return Asked(asked=False, reason=why)
+        control = None
     if last.settled is not None:
         return Asked(asked=False, reason=f"that was decided before: {last.settled.reason}")
     chosen = "never" if last.requeue == "never" else setting
     without = [*exclude, *kept_out]
 
     def ask() -> Asked:
-        if code in WANTED:
+        asked_for = code == ExitCode.STORAGE_FAILED and last.request is not None
+        if code in WANTED and not asked_for:
             reason = f"the run ended with {ExitCode(code).name} ({code})"
             return requeue_by_decision(job, chosen, reason, exclude=without, stalled=stalled)
         if last.request is None:

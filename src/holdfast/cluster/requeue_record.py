@@ -1,7 +1,8 @@
 """Asking to be queued again, on the record of the run: counted first, then asked, then told.
 
 The count of the records (control/requeues.py) is what bounds how often a job comes back, whoever asks: the
-leading agent or the batch script.
+leading agent or the batch script. Where the run's storage cannot be written, nothing can be counted there:
+then the scheduler's own count of the job's restarts, which is never lower, takes its place.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from holdfast.bounded import Bounded
 from holdfast.cluster.requeueing import Asked
 from holdfast.cluster.slurm import SlurmJob
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.requeues import record_requeue, withdraw_requeue
+from holdfast.errors import StorageError
 from holdfast.journal.cluster_events import RequeueAsked
 from holdfast.journal.writer import JournalWriter
+from holdfast.policy.requeue import uncounted
+
+RECORD_WAIT = 30.0
+"""Seconds for the count to be written."""
 
 
 def ask_on_record(
@@ -22,9 +29,17 @@ def ask_on_record(
 ) -> Asked:
     """What came of it. `who` writes the journal; `step` is the highest one that is saved."""
     # Before it is asked: that may end this process before anything is written.
-    number = record_requeue(control, attempt, step, job.label)
+    recording = Bounded(lambda: record_requeue(control, attempt, step, job.label), "requeue")
+    number, why = 0, f"the file system did not answer for {RECORD_WAIT:g} s"
+    if recording.ended(RECORD_WAIT):
+        try:
+            number, why = recording.result(), ""
+        except StorageError as error:
+            why = str(error)
+    if why and (often := uncounted(job.restarts, why)) is not None:
+        return Asked(asked=False, reason=often.reason)
     done = ask()
-    if not done.asked and not done.unsure:
+    if number and not done.asked and not done.unsure:
         withdraw_requeue(control, number, attempt, step)
     with contextlib.closing(JournalWriter(control.journal, who, attempt)) as journal:
         journal.write(

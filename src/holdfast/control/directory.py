@@ -29,6 +29,7 @@ from holdfast.errors import ControlError
 from holdfast.files import create_exclusive, explain_os_error, make_dirs, read_regular
 
 CONTROL_FORMAT = 1
+RUN_RECORD = "run.json"
 MAX_RECORD_BYTES = 4 * 1024 * 1024
 
 T = TypeVar("T")
@@ -107,12 +108,12 @@ class ControlDirectory:
     def open(cls, path: Path) -> ControlDirectory:
         """Open an existing run; an error if there is none."""
         path = Path(path).absolute()
-        record = read_record(path / "run.json", RunRecord)
+        record = read_record(path / RUN_RECORD, RunRecord)
         if record is None:
             raise ControlError(f"{path} is not a run directory: it has no run.json. Check the path")
         if not 1 <= record.format <= CONTROL_FORMAT:
             raise ControlError(
-                f"{path / 'run.json'} has format {record.format}; this release reads 1 to {CONTROL_FORMAT}. "
+                f"{path / RUN_RECORD} has format {record.format}; this release reads 1 to {CONTROL_FORMAT}. "
                 "Use the release that made it, or a newer one"
             )
         return cls(path, record)
@@ -121,8 +122,8 @@ class ControlDirectory:
     def open_or_create(cls, path: Path) -> tuple[ControlDirectory, bool]:
         """Open a run, creating it first if the directory holds none; whether this call created it."""
         path = Path(path).absolute()
-        if read_record(path / "run.json", RunRecord) is not None:
+        if read_record(path / RUN_RECORD, RunRecord) is not None:
             return cls.open(path), False
         record = RunRecord(format=CONTROL_FORMAT, run=uuid.uuid4().hex[:12], created=time.time())
-        created = create_record(path / "run.json", record)
+        created = create_record(path / RUN_RECORD, record)
         return cls.open(path), created

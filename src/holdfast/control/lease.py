@@ -3,9 +3,13 @@
 Guarantee: at most one epoch is current, epochs only rise, and whoever acts under an older one is refused.
 
 * An epoch is claimed by creating `lease/<epoch>.claim` exclusively, so exactly one claimant gets it.
-* Its holder renews `lease/<epoch>.beat`. A claimant takes the next epoch only if the holder released it,
-  is the same launch, is known dead, or let a whole time-to-live pass *on the claimant's own clock* without
-  a new beat. Clocks of different nodes are never compared; a wall clock can only make a claim be refused.
+* Its holder renews `lease/<epoch>.beat`, in place: a renewal needs neither a new file nor more space. A
+  claimant takes the next epoch only if the holder released it, is the same launch, is known dead, or let a
+  whole time-to-live pass *on the claimant's own clock* without a new beat. Clocks of different nodes are
+  never compared; a wall clock can only make a claim be refused.
+* A holder that cannot renew (the disk is full, fails, or does not answer) has not lost anything yet: as long
+  as nobody has claimed a higher epoch it goes on, says so, and tries again. If somebody has, everything that
+  it does is refused by the fence, and it learns of that as soon as it can read.
 * `Fence.guard` wraps every commit, deletion, pointer move and decision. It holds `lease/<epoch>.lock` while
   it checks the epoch and acts; claiming takes the lock of the epoch that it ends, so no claim falls between
   check and act. The claim leaves its number in that lock file, because a network file system refreshes a
@@ -31,24 +35,32 @@ from typing import Annotated
 
 import msgspec
 
+from holdfast.bounded import Bounded
 from holdfast.control.directory import (
     MAX_RECORD_BYTES,
+    RUN_RECORD,
     ControlDirectory,
     create_record,
     list_names,
     read_record,
 )
 from holdfast.control.holder import Holder, is_gone, is_here, this_process
+from holdfast.control.waking import Waking
 from holdfast.control.writing import let_writer_finish
-from holdfast.errors import ControlError, LeaseLostError, RunIsLiveError, UsageError
-from holdfast.files import explain_os_error, make_dirs, read_regular, replace_atomic
+from holdfast.errors import ControlError, LeaseLostError, RunIsLiveError, StorageError, UsageError
+from holdfast.files import explain_os_error, make_dirs, overwrite, read_regular
 from holdfast.scope import critical, stretch
 
 log = logging.getLogger("holdfast.control")
 
 BEATS_PER_TTL = 5
-LOST_AFTER = 0.6
-"""Part of the time-to-live without a renewal after which a holder gives up; the rest is for its workers."""
+BEAT_BYTES = 128
+"""Size of a beat's file. It never changes, so that a renewal needs no space."""
+LATE = 0.6
+"""Part of the time-to-live after which a renewal that has not come back is told of, and a claim that is gone
+counts as lost."""
+SAID_AGAIN, SAID_AT_LEAST = 30.0, 3600.0
+"""Seconds after which trouble is told again, twice as many each time, and the most between two words."""
 MAX_TTL = 31_536_000.0
 """A year, as in the settings; anything longer in a claim is damage."""
 CLAIM_PATIENCE = 3
@@ -105,7 +117,10 @@ def read_claim(control: ControlDirectory, epoch: int) -> Claim | None:
 
 
 def read_beat(control: ControlDirectory, epoch: int) -> Beat | None:
-    return read_record(_beat_path(control, epoch), Beat)
+    path = _beat_path(control, epoch)
+    with contextlib.suppress(ControlError):  # it may have been read while it was being written
+        return read_record(path, Beat)
+    return read_record(path, Beat)
 
 
 def claim(control: ControlDirectory, owner: str, ttl: float, *, handover: float = HANDOVER) -> Claim:
@@ -234,7 +249,7 @@ def _epoch_lock(control: ControlDirectory, epoch: int, timeout: float, *, insist
     try:
         locked = _lock(fd, path, timeout)
         if not locked and insist:
-            raise ControlError(
+            raise StorageError(
                 f"{path} stayed locked for {timeout:g} s. Another process of this attempt is stopped or "
                 "stuck in the middle of a commit, deletion, pointer move or decision; end it and start again"
             )
@@ -273,7 +288,11 @@ def _mark_superseded(lock: int, by: int) -> None:
 
 
 def _superseded_by(lock: int) -> int:
-    text = os.pread(lock, 32, 0).strip()
+    return _epoch_in(os.pread(lock, 32, 0))
+
+
+def _epoch_in(mark: bytes) -> int:
+    text = mark.strip()
     return int(text) if text.isdigit() else 0
 
 
@@ -321,23 +340,36 @@ class Fence:
 
 
 class LeaseKeeper:
-    """Renews a claim from a thread until released, and says when it no longer can.
+    """Renews a claim from a thread until released, and says what became of it.
 
-    `on_lost` is called once, from a thread of the keeper, when a newer epoch appears or when no renewal
-    succeeded for LOST_AFTER of the time-to-live, so that the caller can end its workers before the lease
-    lapses. A second thread watches the first, since a renewal may hang with its file system.
+    `on_lost` is called once, from a thread of the keeper, when a newer epoch appears, or when the claim was
+    replaced or stays gone: the caller ends its workers. `on_trouble` gets a sentence when the claim cannot be
+    renewed, at growing intervals while that lasts, and when it is over; nobody is to end for that. A second
+    thread watches the first, which may hang with its file system.
     """
 
-    def __init__(self, control: ControlDirectory, held: Claim, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        control: ControlDirectory,
+        held: Claim,
+        on_lost: Callable[[str], None],
+        on_trouble: Callable[[str], None] | None = None,
+    ) -> None:
         self._control = control
         self._claim = held
         self._on_lost = on_lost
+        self._on_trouble = on_trouble or (lambda told: log.error("holdfast: %s", told))
         self._stop = threading.Event()
         self._over = threading.Lock()
         """Taken for good by whoever ends this first: `release` or a loss."""
         self._count = 0
-        self._trouble = "the file system does not answer"
+        self._trouble = ""
+        """Why the last renewal failed; empty if it did not."""
         self._renewed = time.monotonic()
+        self._recovered = 0.0
+        """Seconds without a renewal before the last one, if that is to be told."""
+        self._gone: float | None = None
+        """Since when the claim's file is missing."""
         try:
             self._renew()
         except OSError as error:
@@ -351,27 +383,37 @@ class LeaseKeeper:
         """Renew once; LeaseLostError if the epoch is no longer ours."""
         self._require_ours()
         started = time.monotonic()  # before the write: a claimant's watch may begin as soon as it is seen
-        if started - self._renewed > self._claim.ttl:
-            raise LeaseLostError(f"this process did not run for {started - self._renewed:.1f} s")
         self._beat(released=False)
-        self._renewed = started
+        silent, self._renewed = started - self._renewed, started
+        if silent > self._claim.ttl:
+            self._recovered = silent
+        self._trouble, self._gone = "", None
 
     def _require_ours(self) -> None:
-        newest = current_epoch(self._control)
-        if newest > self._claim.epoch:
-            raise LeaseLostError(f"epoch {newest} was claimed over our {self._claim.epoch}")
-        found = read_claim(self._control, self._claim.epoch)
-        path = _claim_path(self._control, self._claim.epoch)
+        mine = self._claim.epoch
+        newest = max(current_epoch(self._control), self._marked_by())
+        if newest > mine:
+            raise LeaseLostError(f"epoch {newest} was claimed over our {mine}")
+        found = read_claim(self._control, mine)
+        path = _claim_path(self._control, mine)
         if found is None:
-            raise ControlError(f"{path} is gone")  # perhaps only for now; the watcher keeps the time
+            raise ControlError(f"{path} is gone")  # perhaps only for now
         if found != self._claim:
             raise LeaseLostError(f"{path} now names {found.holder.describe()}")
+
+    def _marked_by(self) -> int:
+        """The epoch that the lock file says was claimed over ours: a listing may be older than it."""
+        path = _lock_path(self._control, self._claim.epoch)
+        try:
+            return _epoch_in(read_regular(path, MAX_RECORD_BYTES))
+        except FileNotFoundError:  # nobody has acted under this epoch yet
+            return 0
 
     def _beat(self, *, released: bool) -> None:
         self._count += 1
         beat = Beat(count=self._count, at=time.time(), released=released)
-        path = _beat_path(self._control, self._claim.epoch)
-        replace_atomic(path, msgspec.json.encode(beat) + b"\n", durable=False)
+        raw = msgspec.json.encode(beat).ljust(BEAT_BYTES - 1) + b"\n"
+        overwrite(_beat_path(self._control, self._claim.epoch), raw)
 
     def _keep(self) -> None:
         while not self._stop.wait(self._claim.ttl / BEATS_PER_TTL):
@@ -381,15 +423,62 @@ class LeaseKeeper:
                 self._lose(str(error))
             except (OSError, ControlError) as error:
                 self._trouble = str(error)
-            except Exception as error:
+                self._mind_a_claim_that_is_gone()
+            except Exception as error:  # a defect of ours is no reason to end a healthy run
                 log.exception("holdfast: renewing epoch %d failed", self._claim.epoch)
-                self._lose(f"renewing failed unexpectedly: {error!r}")
+                self._trouble = f"renewing failed unexpectedly: {error!r}"
+
+    def _mind_a_claim_that_is_gone(self) -> None:
+        """A lease that stays away, in a run directory that is there, was taken away by somebody.
+
+        If the whole directory is away, its file system most likely is, and nobody can have claimed anything.
+        """
+        path = _claim_path(self._control, self._claim.epoch)
+        try:
+            if path.exists() or not (self._control.path / RUN_RECORD).exists():
+                self._gone = None
+                return
+        except OSError:
+            return
+        now = time.monotonic()
+        self._gone = self._gone or now
+        if now - self._gone > LATE * self._claim.ttl:
+            self._lose(f"no renewal for {now - self._renewed:.1f} s: {path} is gone")
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._claim.ttl / 20):
-            silent = time.monotonic() - self._renewed
-            if silent > LOST_AFTER * self._claim.ttl:
-                self._lose(f"no renewal for {silent:.1f} s: {self._trouble}")
+        told, since, said = 0, 0.0, 0.0
+        waking, pause = Waking(), self._claim.ttl / 20
+        while not self._stop.wait(pause):
+            if waking.missed() > pause + self._claim.ttl / 2:
+                continue  # this process was stopped itself: the renewal has had no time either
+            now, silent = time.monotonic(), time.monotonic() - self._renewed
+            late, recovered = silent > LATE * self._claim.ttl, self._recovered
+            if self._trouble or late:
+                since = since or self._renewed
+                if told == 0 or now - said > min(SAID_AGAIN * 2 ** (told - 1), SAID_AT_LEAST):
+                    told, said = told + 1, now
+                    self._say(self._in_words(silent))
+            elif told or recovered:
+                silent = max(now - since if told else 0.0, recovered)
+                told, since, self._recovered = 0, 0.0, 0.0
+                self._say(
+                    f"the lease of epoch {self._claim.epoch} is renewed again, after {silent:.1f} s; nobody "
+                    "has claimed the run meanwhile"
+                )
+
+    def _in_words(self, silent: float) -> str:
+        why = self._trouble or "the file system does not answer"
+        return (
+            f"the lease of epoch {self._claim.epoch} has not been renewed for {silent:.1f} s: {why}. Nobody "
+            "has claimed the run, as far as can be seen, so it goes on, and renewing is tried again. Look "
+            f"at the storage under {self._control.path}: saves and the journal need it too"
+        )
+
+    def _say(self, told: str) -> None:
+        try:
+            self._on_trouble(told)
+        except Exception:
+            log.exception("holdfast: %s; and telling so failed", told)
 
     def _lose(self, why: str) -> None:
         if not self._over.acquire(blocking=False):
@@ -410,10 +499,17 @@ class LeaseKeeper:
         self._stop.set()
         if not self._over.acquire(blocking=False):
             return
-        self._thread.join(timeout=self._claim.ttl)
+        last = Bounded(self._release, "release")
+        if not last.ended(self._claim.ttl):
+            log.warning(
+                "holdfast: could not release epoch %d: the file system did not answer for %g s",
+                self._claim.epoch,
+                self._claim.ttl,
+            )
+
+    def _release(self) -> None:
+        self._thread.join()
         try:
-            if self._thread.is_alive():
-                raise ControlError(f"a renewal did not end within {self._claim.ttl:g} s")
             self._require_ours()
             self._beat(released=True)
         except (OSError, ControlError, LeaseLostError) as error:

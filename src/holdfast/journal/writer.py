@@ -4,8 +4,10 @@ Guarantee: each event is one `write(2)` of one whole line to a file that no othe
 lines never interleave, a reader may follow at any time, and a crash can tear only the last line.
 
 A journal that cannot be written must not end a healthy run: the first failure is logged, the file is
-opened afresh for each later event, and the number of lost ones is written as soon as writing works. A value
-that JSON cannot carry is written as its text.
+opened afresh for each later event, and the number of lost ones is written as soon as writing works. Nor must
+it hold one up: where the file system does not answer, writing goes on beside whoever writes, a bounded number
+of events waits for that, and what does not fit counts as lost. A value that JSON cannot carry is written as
+its text.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ from typing import Any
 
 import msgspec
 
+from holdfast.bounded import Aside
 from holdfast.journal.events import JOURNAL_VERSION, Event, Warned
 
 log = logging.getLogger("holdfast.journal")
+
+MOST_WAITING = 1000
+"""Events that are kept while the file system does not answer."""
 
 
 def _encodable(value: Any) -> Any:
@@ -44,7 +50,10 @@ class JournalWriter:
         self._who = who
         self._attempt = attempt
         self._encoder = msgspec.json.Encoder(enc_hook=str)
+        self._aside = Aside("journal", MOST_WAITING)
+        self._stalled = False
         self._lock = threading.Lock()
+        """Of the count of lost events; the file is for the thread of `_aside` alone."""
         self._fd: int | None = None
         self._prefix = b""
         self._seq = 0
@@ -54,22 +63,53 @@ class JournalWriter:
     def path(self) -> Path:
         return self._path
 
+    @property
+    def lost(self) -> int:
+        """Events that could not be written, and are not told of in the journal yet."""
+        return self._lost
+
     def write(self, event: Event) -> None:
-        """Append one event. Never raises for a file-system error (see the module's guarantee)."""
+        """Append one event. Never raises for a file-system error, nor waits for long (see the guarantee)."""
+        try:
+            body, at = self._encode(event), time.time()
+        except (TypeError, ValueError, RecursionError) as error:
+            self._lose(error)
+            return
+        if not self._aside.do(lambda: self._write(body, at)):
+            self._lose(OSError(f"the file system does not answer, and {MOST_WAITING} events wait already"))
+        self._tell_stall()
+
+    def _tell_stall(self) -> None:
+        hangs = self._aside.hangs
+        if hangs and not self._stalled:
+            log.error(
+                "holdfast: the journal %s cannot be written now: the file system does not answer; training "
+                "goes on, and up to %d events wait for it",
+                self._path,
+                MOST_WAITING,
+            )
+        self._stalled = hangs
+
+    def _write(self, body: bytes, at: float) -> None:
+        try:
+            self._open()
+            with self._lock:
+                lost = self._lost
+            if lost:
+                self._append(self._encode(Warned(message=f"{lost} earlier events could not be written")), at)
+                with self._lock:
+                    self._lost -= lost
+            self._append(body, at)
+        except OSError as error:
+            self._lose(error)
+            self._close()
+
+    def _lose(self, error: Exception) -> None:
         with self._lock:
-            try:
-                self._open()
-                if self._lost:
-                    self._append(Warned(message=f"{self._lost} earlier events could not be written"))
-                    self._lost = 0
-                self._append(event)
-            except (OSError, TypeError, ValueError, RecursionError) as error:
-                if not self._lost:
-                    log.error(
-                        "holdfast: cannot write the journal %s: %s; training goes on", self._path, error
-                    )
-                self._lost += 1
-                self._close()
+            self._lost += 1
+            first = self._lost == 1
+        if first:
+            log.error("holdfast: cannot write the journal %s: %s; training goes on", self._path, error)
 
     def _open(self) -> None:
         if self._fd is not None:
@@ -79,14 +119,14 @@ class JournalWriter:
         # What is there may end in a torn line (a full disk cut it): end it, so that the next stays whole.
         self._prefix = b"\n" if os.fstat(self._fd).st_size else b""
 
-    def _append(self, event: Event) -> None:
+    def _append(self, body: bytes, at: float) -> None:
         frame = self._prefix + b'{"v":%d,"at":%.6f,"who":%b,"attempt":%d,"seq":%d,"body":%b}\n' % (
             JOURNAL_VERSION,
-            time.time(),
+            at,
             self._encode(self._who),
             self._attempt,
             self._seq,
-            self._encode(event),
+            body,
         )
         assert self._fd is not None
         written = os.write(self._fd, frame)
@@ -102,8 +142,7 @@ class JournalWriter:
             return self._encoder.encode(_encodable(msgspec.to_builtins(value, enc_hook=str)))
 
     def close(self) -> None:
-        with self._lock:
-            self._close()
+        self._aside.do(self._close, last=True)
 
     def _close(self) -> None:
         if self._fd is not None:

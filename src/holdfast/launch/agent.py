@@ -58,7 +58,7 @@ from holdfast.launch.ends import Ends
 from holdfast.launch.evidence import count_oom_kills, gather, stop_and_see
 from holdfast.launch.hanging import look_at_hang
 from holdfast.launch.in_process import InProcess
-from holdfast.launch.incident import is_starting, report
+from holdfast.launch.incident import await_storage, is_starting, report
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.pause import wait_while_paused
 from holdfast.launch.recovering import Recovery
@@ -75,6 +75,10 @@ from holdfast.worker.stop_file import StopFile
 
 if TYPE_CHECKING:
     pass
+
+
+TO_DECIDE = ("failure", "hang", "node_lost")
+"""Notices of ends that a decision follows."""
 
 
 class HoldfastAgent(LocalElasticAgent):
@@ -321,8 +325,9 @@ class HoldfastAgent(LocalElasticAgent):
             received = self._signals.received or number
             code = self._ends.interrupted(self._attempt, received, self._stopping)
         except BaseException as error:
-            self._ends.abandon(self._attempt, error)
-            raise
+            code = self._ends.abandon(self._attempt, error, self._stopping)
+            if code is None:
+                raise
         self.exit_code = code
         ranks = {worker.global_rank: None for worker in self._worker_group.workers}
         if code == ExitCode.OK:
@@ -453,6 +458,14 @@ class HoldfastAgent(LocalElasticAgent):
         failures = self._gather(attempt, workers, failed)
         monitor.begin({})
         self._shutdown()
+        if notice.kind == "lease_lost":
+            failures = []  # the run is another's: nothing is recorded there, and nothing is waited for
+        if notice.kind in TO_DECIDE:
+            await_storage(
+                attempt.control.path,
+                check=self._signals.check if stopping.request is None else lambda: None,
+                tell=say,
+            )
         if failures or notice.kind == "hang":
             self._context.gate.keep_device_errors(attempt.number)
         report(attempt, failures, sections)

@@ -11,6 +11,7 @@ number and epoch; only the leader writes the attempt's end.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
@@ -26,15 +27,17 @@ from holdfast.control.history import last_decision, past_attempts, was_kept
 from holdfast.control.hosted_store import HostedStore
 from holdfast.control.lease import Claim, Fence
 from holdfast.control.secret import SealedStore, run_secret
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.exit_codes import ExitCode
-from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed
+from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed, Warned
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.arrangement import Arrangement, arrange_attempt
 from holdfast.launch.watch import FollowerWatch, LeaderWatch
 from holdfast.policy.budgets import PastAttempt, restarts_left
 from holdfast.policy.rejection import Rerun, Trial
 from holdfast.policy.rounds import Member
+
+log = logging.getLogger("holdfast.launch")
 
 POLL = 0.05
 CONNECT_PATIENCE = 30.0
@@ -235,14 +238,22 @@ class Attempt:
     # -- the end ------------------------------------------------------------------------------------------
 
     def end(self, outcome: str, *, exit_code: int, cause: str, highest_step: int) -> None:
-        """Write the attempt's end, once; only the leader does."""
+        """Write the attempt's end, once; only the leader does.
+
+        Storage that cannot be written costs the record, and not what it says: nobody decides by it.
+        """
         if not self.place.leads or self.ended:
             return
         self.ended = True
         record = EndRecord(
             outcome=outcome, exit_code=exit_code, cause=cause, highest_step=highest_step, at=time.time()
         )
-        end_attempt(self.control, self.fence, self.number, record)
+        try:
+            end_attempt(self.control, self.fence, self.number, record)
+        except StorageError as error:
+            told = f"attempt {self.number} has no record of its end, which is {outcome}: {error}"
+            self.journal.write(Warned(message=told))
+            log.error("holdfast: %s", told)
         self.journal.write(AttemptEnded(outcome=outcome, exit_code=exit_code, last_step=highest_step))
 
     def close(self) -> None:

@@ -11,9 +11,10 @@ import signal
 import time
 from collections.abc import Callable
 
+from holdfast.bounded import Bounded
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.control.attempts import attempt_numbers
-from holdfast.errors import DecisionTimeoutError, HoldfastError
+from holdfast.errors import DecisionTimeoutError, HoldfastError, StorageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import LeaseLost, Warned
 from holdfast.launch.attempt import Attempt, LeaderLostError, Notice, StopRun
@@ -29,6 +30,8 @@ from holdfast.policy.halting import leaves
 from holdfast.policy.recovery import Action
 from holdfast.policy.stopping import Source, StopRequest
 
+LAST_WORDS = 30.0
+"""Seconds for what is written when an attempt is abandoned: its storage may be what does not answer."""
 LEAVE = 5.0
 """Seconds to wait at the end for the other nodes to have read the decision: the store may live in here."""
 
@@ -231,12 +234,48 @@ class Ends:
         attempt.close()
         return code
 
-    def abandon(self, attempt: Attempt | None, error: BaseException) -> None:
-        """Something around the group broke (the store, the control directory): end what can be ended."""
+    def abandon(self, attempt: Attempt | None, error: BaseException, stopping: Stopping | None) -> int | None:
+        """Something around the group broke (the store, the control directory): end what can be ended.
+
+        The code to end with if the run was to stop anyway, and only its storage is what failed; else None.
+        """
         self._shutdown()
+        request = stopping.request if stopping is not None and stopping.of_all else None
+        if request is None or not isinstance(error, StorageError):
+            self._abandon(attempt, error)
+            return None
+        code = ExitCode.STOPPED_UNSAVED
+        told = f"the run was to stop ({request.detail}), and could not save: {error}"
+        say(f"{told}\n  next:       {next_step(code)}")
+        self.tell_meeting(code, str(error).partition("\n")[0])
+        if attempt is not None and attempt.place.leads:
+            number, scheduler = attempt.number, self._context.scheduler
+            last = Bounded(
+                lambda: scheduler.after_stop(number, request, self._steps(), self._excluded()), "last-words"
+            )
+            last.ended(LAST_WORDS)
+            attempt.close()
+        return code
+
+    def _excluded(self) -> list[str]:
+        try:
+            return self._context.excluded_nodes()
+        except HoldfastError:
+            return []
+
+    def _abandon(self, attempt: Attempt | None, error: BaseException) -> None:
         known = error.code if isinstance(error, StopRun) else getattr(error, "exit_code", None)
         code = int(known or ExitCode.DECISION_TIMEOUT)
-        self.tell_meeting(code, str(error).partition("\n")[0])
+        why = str(error).partition("\n")[0]
+        self.tell_meeting(code, why)
+        last = Bounded(lambda: self._end_abandoned(attempt, code, why), "last-words")
+        if last.ended(LAST_WORDS):
+            last.result()
+
+    def _end_abandoned(self, attempt: Attempt | None, code: int, why: str) -> None:
+        """What is left to be written, on storage that may not answer."""
+        if code == ExitCode.STORAGE_FAILED:
+            self._requeue_for_storage(attempt, why)
         if attempt is None or attempt.ended:
             return
         try:
@@ -244,6 +283,18 @@ class Ends:
         except HoldfastError as refused:
             attempt.journal.write(Warned(message=f"attempt {attempt.number} has no end: {refused}"))
         attempt.close()
+
+    def _requeue_for_storage(self, attempt: Attempt | None, why: str) -> None:
+        """At the very end of this launch; by the leading agent, or where nobody leads yet."""
+        context, meeting = self._context, self._meeting
+        if attempt is not None and not attempt.place.leads:
+            return
+        if attempt is None and meeting is not None and not meeting.leads:
+            return
+        number = attempt.number if attempt is not None else 0
+        with contextlib.suppress(HoldfastError):
+            number = number or max(attempt_numbers(context.control), default=0)
+        context.scheduler.storage_failed(number, why, self._steps(), self._excluded())
 
     def tell_meeting(self, code: int, why: str) -> None:
         """The end of the leader's launch is everybody's; another node only takes its leave."""

@@ -1,7 +1,8 @@
 """From a failure to the one decision about it.
 
 Guarantee: the decision is made once, by the leading agent, on what all nodes reported; it is durable before
-anybody acts on it, and every node acts on the same one or ends with a documented code.
+anybody acts on it, and every node acts on the same one or ends with a documented code. Storage that takes
+nothing is waited for, within bounds; where it stays so, that code is 34.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast.bounded import Look
 from holdfast.checkpoint.identity import CheckpointRoot, parse_name
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.checkpoint.suspicion import situation_of, write_down
@@ -36,6 +38,7 @@ from holdfast.control.lease import Claim, Fence
 from holdfast.control.rejections import rejection_of
 from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
+from holdfast.health.storage import try_storage
 from holdfast.journal import events
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Attempt, Notice
@@ -54,6 +57,11 @@ from holdfast.policy.classify import (
 from holdfast.policy.evidence import Evidence, Hang, Loss, LostNode
 from holdfast.policy.recovery import AT_IMPORT, Decision, Situation, describe_end, recover
 from holdfast.settings import parse_failure_causes
+
+STORAGE_PATIENCE = 30.0
+"""Seconds for which a failed attempt waits for its storage to take what is to be recorded: a disk that was
+full for a moment is no reason to give the job back."""
+STORAGE_LOOK = 1.0
 
 
 @dataclass(kw_only=True)
@@ -96,6 +104,33 @@ def is_starting(attempt: Attempt) -> bool:
     except (ControlError, OSError):
         return False
     return not begun and time.time() - record.started < AT_IMPORT
+
+
+def await_storage(
+    directory: Path,
+    *,
+    check: Callable[[], None],
+    tell: Callable[[str], None],
+    patience: float = STORAGE_PATIENCE,
+) -> None:
+    """Wait until something can be written there, at most `patience` seconds; then who writes meets the error.
+
+    `check` is called at every look, and raises if the launcher was told to stop.
+    """
+    look = Look(lambda: try_storage(directory).problem, "storage", patience=STORAGE_LOOK)
+    began, told = time.monotonic(), False
+    while True:
+        looked = look.take()
+        problem = "it does not answer" if looked is None else looked.result()
+        if not problem or time.monotonic() - began > patience:
+            break
+        if not told:
+            tell(f"the storage of {directory} takes nothing: {problem}. Waiting for it, up to {patience:g} s")
+            told = True
+        check()
+        time.sleep(min(STORAGE_LOOK, patience))
+    if told and not problem:
+        tell(f"the storage of {directory} works again, after {time.monotonic() - began:.0f} s")
 
 
 def report(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:

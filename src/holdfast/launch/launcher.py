@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from torch.distributed.run import config_from_args
 
+from holdfast.bounded import Aside
 from holdfast.cluster.node_name import node_name
 from holdfast.cluster.slurm import current_job
 from holdfast.control.attempts import attempt_numbers
@@ -42,7 +44,7 @@ from holdfast.control.history import LAUNCHER_ENDED
 from holdfast.control.launches import digest_of, launches
 from holdfast.control.limits import limits_of
 from holdfast.control.secret import run_secret
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import ControlError, HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.inprocess import handed
 from holdfast.journal.events import Warned
@@ -68,6 +70,9 @@ from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.starting import Starter
 from holdfast.launch.summary import next_step, say
 from holdfast.worker.stop_file import refuse_stop_file
+
+MOST_TOLD = 100
+"""Words for the journal that are kept while its file system does not answer."""
 
 
 def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
@@ -98,7 +103,8 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
         control, created = ControlDirectory.open_or_create(Path(options.settings.run.dir))
         tell = _Teller(control, node_name(options.settings.launch.node_name))
         monitor = Monitor(Path(own), limits_of(options.effective), tell)
-        leadership = Leadership(control, options.settings.control.lease_ttl, options.settings.handover())
+        ttl, handover = options.settings.control.lease_ttl, options.settings.handover()
+        leadership = Leadership(control, ttl, handover, tell)
         context = LaunchContext(
             control=control,
             created=created,
@@ -184,6 +190,8 @@ class _Teller:
     def __init__(self, control: ControlDirectory, node: str) -> None:
         self._control = control
         self._node = node
+        self._aside = Aside("telling", MOST_TOLD)
+        self._unsaid: deque[str] = deque(maxlen=MOST_TOLD)
 
     def __call__(self, text: str) -> None:
         say(f"warning: {text}")
@@ -195,9 +203,21 @@ class _Teller:
         return code
 
     def quietly(self, text: str) -> None:
-        attempt = max(attempt_numbers(self._control), default=0)
+        self._aside.do(lambda: self._journal(text))
+
+    def _journal(self, text: str) -> None:
+        """What cannot be written now is written with the next word."""
+        self._unsaid.append(text)
+        try:
+            attempt = max(attempt_numbers(self._control), default=0)
+        except ControlError:
+            return
         with contextlib.closing(JournalWriter(self._control.journal, "launcher", attempt)) as journal:
-            journal.write(Warned(message=text))
+            while self._unsaid:
+                journal.write(Warned(message=self._unsaid[0]))
+                if journal.lost:
+                    return
+                self._unsaid.popleft()
 
 
 def _configure(options: Options) -> tuple[LaunchConfig, list[str]]:

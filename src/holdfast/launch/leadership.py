@@ -1,7 +1,8 @@
 """The lease as the leading agent holds it, across the attempts of one launch.
 
 Guarantee: between two attempts of a launch the run is never free for others: the old epoch is kept alive
-until the next one is claimed. While workers run, the loss of the lease ends them at once.
+until the next one is claimed. While workers run, the loss of the lease ends them at once; that it cannot be
+renewed is told, and ends nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +16,18 @@ from holdfast.errors import ControlError
 
 
 class Leadership:
-    def __init__(self, control: ControlDirectory, ttl: float, handover: float = HANDOVER) -> None:
+    def __init__(
+        self,
+        control: ControlDirectory,
+        ttl: float,
+        handover: float = HANDOVER,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        """`tell` gets what a person should know, from another thread."""
         self._control = control
         self._ttl = ttl
         self._handover = handover
+        self._tell = tell
         self._keeper: LeaseKeeper | None = None
         self._lock = threading.Lock()
         self._owner = ""
@@ -30,7 +39,7 @@ class Leadership:
         """Take the next epoch for this launch. Raises RunIsLiveError if another launch is alive."""
         self._owner = owner
         held = claim(self._control, owner, self._ttl, handover=self._handover)
-        previous, self._keeper = self._keeper, LeaseKeeper(self._control, held, self._lost)
+        previous, self._keeper = self._keeper, LeaseKeeper(self._control, held, self._lost, self._tell)
         if previous is not None:
             previous.stop()
         return held

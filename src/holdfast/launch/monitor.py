@@ -250,26 +250,34 @@ class Monitor:
             return sorted(found, key=lambda one: (one.limit - one.seconds, one.rank))
 
     def standing(
-        self, node: str, ended: Collection[int] = (), ranks: Mapping[int, int] | None = None
+        self,
+        node: str,
+        ended: Collection[int] = (),
+        ranks: Mapping[int, int] | None = None,
+        excused: Callable[[Overdue], bool] = lambda _: False,
     ) -> Standing:
         """What this node has to say where it is asked whether the group hangs (`policy.timeouts.hanging`).
 
-        `ranks`: by what each worker was started with, its present rank, where that differs.
+        `ranks`: by what each worker was started with, its present rank, where that differs. `excused`:
+        whether an overdue rank counts as one that is in time.
         """
         ranks = ranks or {}
+        overdue = self.overdue(ended)
+        waiting = [one for one in overdue if excused(one)]
+        late = [
+            Late(
+                rank=one.rank,
+                step=one.step,
+                limit=one.limit,
+                stopped=one.stopped,
+                told=str(msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank))),
+            )
+            for one in overdue
+            if one not in waiting
+        ]
         with self._lock:
-            late = [
-                Late(
-                    rank=one.rank,
-                    step=one.step,
-                    limit=one.limit,
-                    stopped=one.stopped,
-                    told=str(msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank))),
-                )
-                for one in self.overdue(ended)
-            ]
             now = time.monotonic()
-            in_time = [
+            in_time = [one.step for one in waiting] + [
                 known.state.step if known.state is not None else 0
                 for rank, known in self._ranks.items()
                 if rank not in ended

@@ -16,7 +16,7 @@ from holdfast.cluster.time_limit import TimeLimit
 from holdfast.config import Settings
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.requeues import requeues_without_progress
-from holdfast.errors import ControlError, HoldfastError
+from holdfast.errors import ControlError, HoldfastError, StorageError
 from holdfast.journal.events import Warned
 from holdfast.journal.text import duration, plural
 from holdfast.journal.writer import JournalWriter
@@ -117,6 +117,18 @@ class Scheduler:
             lambda job: requeue_by_decision(job, self._setting, reason, exclude=list(exclude)),
         )
 
+    def storage_failed(self, attempt: int, reason: str, step: int, exclude: Sequence[str]) -> None:
+        """The run's storage cannot be written, not even to decide so: at the end of this launch the job may
+        be queued again."""
+        stalled = self._stalled(step)
+        self._at_last(
+            attempt,
+            step,
+            lambda job: requeue_by_decision(
+                job, self._setting, reason, exclude=list(exclude), stalled=stalled
+            ),
+        )
+
     def part(self, tell: Callable[[str], None]) -> None:
         """The last thing of a launch, when nothing else is left to do."""
         if self._limit is not None:
@@ -144,5 +156,7 @@ class Scheduler:
     def _stalled(self, step: int) -> int:
         try:
             return requeues_without_progress(self._control, step)
+        except StorageError:  # Slurm's own count takes its place, which is never lower
+            return self.job.restarts if self.job is not None else 0
         except ControlError:
             return MAX_REQUEUES

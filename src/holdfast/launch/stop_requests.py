@@ -2,7 +2,7 @@
 
 A signal to this agent and one that reached a rank are seen here by every agent. What is there for all of them
 to see (the stop file, an operator's record, the job's time limit) is looked at by the leading agent alone,
-once a second.
+once a second. A file system that does not answer holds up neither the look at the rest nor the agent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from holdfast.control.operator import stop_asked
+from holdfast.bounded import Look
+from holdfast.control.operator import Request, stop_asked
 from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import Warned
@@ -35,6 +36,7 @@ class StopRequests:
         self._context = context
         self._looked = 0.0
         self._stop_file = StopFile(context.settings.stop_file(), self._warn)
+        self._operator = Look(self._asked_by_operator, "stop-asked")
 
     def look(self, ended: Mapping[int, int], wishes: Mapping[int, Wish]) -> StopRequest | None:
         """A request, if there is one. `ended`: exit codes of the ranks that have ended."""
@@ -72,13 +74,18 @@ class StopRequests:
             return due
         if self._stop_file.is_there():
             return self._request(Source.STOP_FILE, f"the stop file {self._stop_file.path}")
-        try:
-            asked = stop_asked(context.control, [context.launch, *context.earlier_launches])
-        except ControlError:  # it is looked for again, and told of where the directory is needed
-            return None
+        looked = self._operator.take()
+        asked = looked.result() if looked is not None else None
         if asked is not None:
             return self._request(Source.OPERATOR, f"an operator, {asked.describe()}")
         return None
+
+    def _asked_by_operator(self) -> Request | None:
+        context = self._context
+        try:
+            return stop_asked(context.control, [context.launch, *context.earlier_launches])
+        except ControlError:  # it is looked for again, and told of where the directory is needed
+            return None
 
     def _warn(self, told: str) -> None:
         self._attempt.journal.write(Warned(message=told))

@@ -2,7 +2,8 @@
 
 Guarantee: returns a notice, the same one on every node that can still be reached, or raises: StoreLostError
 when the other nodes cannot be reached any more. An attempt that is asked to stop (stopping.py) is looked at
-more often, until its ranks have ended or its deadline is over. Nothing is ended in here.
+more often, until its ranks have ended or its deadline is over. Nothing is ended in here, and nothing in here
+waits for the run's storage: where that does not answer, what lies on it is not known for a while.
 
 A node whose workers are through waits for the others, for as long as their agents live and no rank of theirs
 hangs: how long they train is their script's affair, and no time limit ends that wait.
@@ -13,7 +14,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from holdfast.bounded import Look
 from holdfast.control.history import past_attempts
+from holdfast.errors import ControlError
+from holdfast.health.storage import nearest, try_storage
 from holdfast.journal.events import Warned
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.context import LaunchContext
@@ -21,11 +25,15 @@ from holdfast.launch.endpoints import StoreLostError
 from holdfast.launch.hanging import RollCall
 from holdfast.launch.in_process import InProcess
 from holdfast.launch.meeting import MeetingHandler
+from holdfast.launch.monitor import Overdue
 from holdfast.launch.stopping import Stopping
+from holdfast.launch.summary import say
 from holdfast.launch.workers import Workers
 from holdfast.policy.budgets import may_regroup
-from holdfast.policy.timeouts import Standing
+from holdfast.policy.timeouts import CHECKPOINTING, LOADING, Standing
 
+STORAGE_PATIENCE = 5.0
+"""Seconds that storage has to take a few bytes, when a rank is late with a save or a load."""
 TENDING = 5.0
 """Seconds between two looks at all processes of the node."""
 
@@ -56,6 +64,13 @@ class Vigil:
         self._in_process = in_process
         self._roll_call = RollCall(attempt)
         self._tended = time.monotonic()
+        self._history = Look(self._may_regroup, "history")
+        root = context.settings.checkpoint_root()
+        self._storage = Look(lambda: try_storage(nearest(root)), "storage", patience=0.0)
+        self._asked: float | None = None
+        """Since when the storage is asked whether it answers."""
+        self._stalled: float | None = None
+        """When the storage last did not answer, while a rank was late with it."""
 
     def watch(self) -> Notice:
         """Until something ends the attempt: the notice that all nodes act on."""
@@ -127,7 +142,31 @@ class Vigil:
         node, kept = self._attempt.place.node, self._in_process
         if between:  # who has to be where by when is the conductor's affair
             return Standing(node=node, in_time=0)
-        return self._context.monitor.standing(node, ended, kept.ranks() if kept is not None else None)
+        ranks = kept.ranks() if kept is not None else None
+        return self._context.monitor.standing(node, ended, ranks, excused=self._waits_for_storage)
+
+    def _waits_for_storage(self, one: Overdue) -> bool:
+        """Whether a rank that saves or loads is late because the checkpoints' storage does not answer.
+
+        It does not hang by itself then, and a new attempt would wait there as well. Once the storage answers,
+        the rank has its limit again. Bounded by checkpoint.timeout, which ends a save that takes longer.
+        """
+        longest = self._context.settings.checkpoint.timeout
+        if one.section not in (CHECKPOINTING, LOADING) or one.seconds > longest + one.limit:
+            return False
+        now = time.monotonic()
+        if self._storage.take() is not None:
+            self._asked = None
+        else:
+            self._asked = self._asked or now
+            if now - self._asked < STORAGE_PATIENCE:
+                return True  # it may answer yet
+            if self._stalled is None:
+                told = f"{one}; but the storage that it needs does not answer, so it is waited for"
+                self._attempt.journal.write(Warned(message=told))
+                say(f"warning: {told}")
+            self._stalled = now
+        return self._stalled is not None and now - self._stalled < one.limit
 
     def _finish(self) -> Notice | None:
         """This node's workers are done: so is the attempt when all nodes' are."""
@@ -169,4 +208,12 @@ class Vigil:
         attempt = self._attempt
         if attempt.place.nodes >= self._context.max_nodes or self._newcomers() == 0:
             return False
-        return may_regroup(past_attempts(attempt.control, before=attempt.number + 1))
+        looked = self._history.take()
+        return looked is not None and looked.result()
+
+    def _may_regroup(self) -> bool:
+        attempt = self._attempt
+        try:
+            return may_regroup(past_attempts(attempt.control, before=attempt.number + 1))
+        except ControlError:  # it is looked at again; nobody ends a group that trains to let others join
+            return False

@@ -169,6 +169,7 @@ class _Case:
         rules = (
             self._asked_to_stop,
             self._incurable,
+            self._storage_failed,
             self._failed_at_import,
             self._judged,
             self._rejected_too_often,
@@ -226,6 +227,22 @@ class _Case:
             return None
         code = ExitCode(self._failed.exit_code)
         return self._stop(code, f"a restart cannot cure exit code {code.value}: {MEANINGS[code][0]}")
+
+    def _storage_failed(self) -> Decision | None:
+        """Nothing is wrong with the run, its nodes' work or its checkpoints: another time or place may do."""
+        if self._failed.exit_code != ExitCode.STORAGE_FAILED or self._fit.missing:
+            return None
+        code = ExitCode.STORAGE_FAILED
+        why = "the run's storage could not be written"
+        if self._may_requeue():
+            wanted = self._requeue(f"{why}: the job comes back when it is queued again")
+            return msgspec.structs.replace(wanted, exit_code=int(code))
+        spent = self._budget_spent()
+        if spent is not None:
+            return self._stop(code, f"{why}, and {spent.reason}")
+        if not self._may_repeat():
+            return self._stop(code, f"{why} in {1 + self._tried.repeats} attempts without progress")
+        return self._go(Action.RESTART, f"{why}, and may be well again", self._fit)
 
     def _failed_at_import(self) -> Decision | None:
         failed = self._failed

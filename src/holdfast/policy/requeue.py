@@ -2,7 +2,8 @@
 
 Guarantee: a job comes back only if the scheduler's own needs stopped it, it may come back, nobody cancelled
 it, and it gets on: at most MAX_REQUEUES times in a row without progress. What is not known speaks against it,
-because a job that comes back unasked can hold nodes for ever.
+because a job that comes back unasked can hold nodes for ever. Storage that fails (exit code 34) is a reason
+to come back; where it keeps requeues from being counted, the scheduler's own count of restarts bounds them.
 """
 
 from __future__ import annotations
@@ -68,6 +69,17 @@ def by_decision(setting: str, reason: str, facts: JobFacts | None, stalled: int)
     `stalled`: as above; 0 where recovery decided, whose own budget has counted already.
     """
     return _against(setting, facts) or _too_often(stalled) or Verdict(True, reason)
+
+
+def uncounted(restarts: int, why: str) -> Verdict | None:
+    """Where requeues cannot be counted, for a reason: what speaks against one more, if anything does.
+
+    `restarts`: how often the scheduler itself says that it has started the job again, progress or not.
+    """
+    if restarts < MAX_REQUEUES:
+        return None
+    times = f"the job was started again {restarts} times already"
+    return Verdict(False, f"this requeue cannot be counted ({why}), and {times}; look at it first")
 
 
 def _too_often(stalled: int) -> Verdict | None:

@@ -8,6 +8,7 @@ torchrun's restarts are attempts of one launch; each start of plain python is a 
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Callable
@@ -24,11 +25,13 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
 from holdfast.control.lease import Claim, Fence, LeaseKeeper, claim
-from holdfast.errors import ConfigError, ControlError, UsageError
-from holdfast.journal.events import AttemptStarted, LeaseClaimed, RunCreated
+from holdfast.errors import ConfigError, ControlError, StorageError, UsageError
+from holdfast.journal.events import AttemptStarted, LeaseClaimed, RunCreated, Warned
 from holdfast.journal.writer import JournalWriter
 from holdfast.settings import Settings
 from holdfast.worker.alone import Here, Told, begin
+
+log = logging.getLogger("holdfast")
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -58,6 +61,8 @@ class Membership:
         try:
             if keeper is not None and end is not None:
                 end_attempt(self.control, self.fence, self.attempt, end)
+        except StorageError as error:  # a run that has reached its end has not failed for want of a record
+            log.error("holdfast: attempt %d has no record of its end: %s", self.attempt, error)
         finally:
             if keeper is not None:
                 keeper.release()
@@ -126,17 +131,26 @@ def _begin(
     around = scope.current()
     launch = (around.job if around is not None else "") or here.launch or uuid.uuid4().hex[:12]
     held = claim(control, launch, settings.control.lease_ttl, handover=settings.handover())
-    keeper = LeaseKeeper(control, held, on_lost)
+    journals: list[JournalWriter] = []
+
+    def on_trouble(told: str) -> None:
+        log.error("holdfast: %s", told)
+        for journal in journals:
+            journal.write(Warned(message=told))
+
+    keeper = LeaseKeeper(control, held, on_lost, on_trouble)
     try:
         begun = begin(control, Fence(control, held.epoch, timeout=held.ttl), settings, here, launch)
         if begun.refused:
             refusal = _Told(control.run_id, 0, held.epoch, launch, begun)
             group.store.set("attempt", msgspec.json.encode(refusal).decode())
             begun.insist()
-        return _announce(control, root, group, held, keeper, here, begun, created=created)
+        member = _announce(control, root, group, held, keeper, here, begun, created=created)
     except BaseException:
         keeper.release()  # else this very process would keep the next attempt from the lease
         raise
+    journals.append(member.journal)
+    return member
 
 
 def _announce(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from holdfast.bounded import Look
 from holdfast.checkpoint.identity import CheckpointName, parse_name
 from holdfast.checkpoint.manifest import Manifest, Windows
 from holdfast.control.group import Group
@@ -90,6 +91,7 @@ class Probation:
         self._breach: list[str] = []
         self._to_record: list[Callable[[], None]] = []
         self._tries = 0
+        self._recording = Look(lambda: self._to_record[0](), "standing")
 
     def begin(
         self,
@@ -337,10 +339,17 @@ class Probation:
         member.journal.write(StandingChanged(checkpoint=str(name), standing=str(standing), evidence=evidence))
 
     def _record(self) -> None:
-        """Write what is settled. What fails is tried again after the next steps, then given up, loudly."""
+        """Write what is settled. What fails is tried again after the next steps, then given up, loudly.
+
+        Training does not wait for a file system that does not answer: then it is looked at after the next
+        steps what came of it.
+        """
         while self._to_record:
+            recorded = self._recording.take()
+            if recorded is None:
+                return
             try:
-                self._to_record[0]()
+                recorded.result()
             except (ControlError, OSError) as error:
                 self._tries += 1
                 if self._tries < TRIES:

@@ -36,7 +36,7 @@ from holdfast.checkpoint.state import Tracked
 from holdfast.control.exchange import add_up, share
 from holdfast.control.launches import last_fresh
 from holdfast.control.rejections import diagnosed
-from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
+from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError, SaveStorageError
 from holdfast.journal.events import (
     Decision,
     Event,
@@ -343,9 +343,11 @@ class Saving:
             error = _to_raise(ended) or error
         if self._background.outstanding and error is None:
             error = SaveFailedError(f"{what} was not done after {self._settings.timeout:g} s")
-        if add_up(self._group, [error is not None])[0]:
+        failed, storage = add_up(self._group, [error is not None, isinstance(error, SaveStorageError)])
+        if failed:
             self.saved_step = self._rooted = None
-            raise error or SaveFailedError(f"{what} failed on another rank, whose error says why")
+            told = f"{what} failed on another rank, whose error says why"
+            raise error or (SaveStorageError(told) if storage else SaveFailedError(told))
 
     def _take(self, ended: Ended) -> None:
         if ended.error is None:
@@ -394,7 +396,7 @@ class Saving:
         self._write(SaveFailed(checkpoint=shown, step=name.step, error=told, in_a_row=in_a_row))
         log.error("holdfast: %s (%d in a row)", told, in_a_row)
         if fatal and self._failed >= self._settings.max_failed_saves:
-            raise SaveFailedError(
+            raise type(error)(
                 f"{self._failed} saves in a row failed, as many as checkpoint.max_failed_saves "
                 f"allows; the last: {error}"
             ) from error

@@ -1,7 +1,8 @@
 """The file whose appearance asks for a stop.
 
-Guarantee: looking for it never ends a run. It may be on a file system that answers with an error for a while
-(a stale handle, a lost server): then nobody is asked to stop by it, which is told once.
+Guarantee: looking for it never ends a run, nor holds one up. It may be on a file system that answers with an
+error for a while, or not at all (a stale handle, a lost server): then nobody is asked to stop by it, which is
+told once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.bounded import Look
 from holdfast.errors import UsageError
 
 
@@ -19,18 +21,24 @@ class StopFile:
         self.path = path
         self._tell = tell
         self._told = False
+        self._look = Look(lambda: _exists(self.path), "stop-file")
 
     def is_there(self) -> bool:
+        looked = self._look.take()
+        if looked is None:
+            return self._cannot("its file system does not answer")
         try:
-            return _exists(self.path)
+            return looked.result()
         except OSError as error:
-            if not self._told:
-                self._told = True
-                why = error.strerror or error
-                self._tell(
-                    f"the stop file {self.path} cannot be looked for: {why}; it asks for nothing meanwhile"
-                )
-            return False
+            return self._cannot(str(error.strerror or error))
+
+    def _cannot(self, why: str) -> bool:
+        if not self._told:
+            self._told = True
+            self._tell(
+                f"the stop file {self.path} cannot be looked for: {why}; it asks for nothing meanwhile"
+            )
+        return False
 
 
 def refuse_stop_file(path: Path) -> None:
