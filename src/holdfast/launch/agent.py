@@ -14,7 +14,7 @@ import contextlib
 import signal
 import socket
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -72,10 +72,6 @@ from holdfast.policy.inprocess import limits_of
 from holdfast.policy.rounds import Member
 from holdfast.settings import parse_failure_causes
 from holdfast.worker.stop_file import StopFile
-
-if TYPE_CHECKING:
-    pass
-
 
 TO_DECIDE = ("failure", "hang", "node_lost")
 """Notices of ends that a decision follows."""
