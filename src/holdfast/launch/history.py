@@ -59,7 +59,7 @@ def _past(control: ControlDirectory, record: AttemptRecord, end: EndRecord | Non
         decided = _decision(control, record.number)
         return lost if decided is None else _with(lost, decided)
     failures = failures_of(control, record.number) if end.outcome == "failed" else []
-    failed = [failure for failure in failures if failure.exit_code]
+    failed = [failure for failure in failures if not failure.left]
     root = root_cause(failed) if failed else None
     return PastAttempt(
         number=record.number,
