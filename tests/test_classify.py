@@ -315,7 +315,7 @@ def test_a_text_that_cannot_be_used_is_refused_with_the_setting_s_name(text: str
 
 
 def test_a_rank_that_left_with_0_is_the_cause_if_its_peers_only_lost_it() -> None:
-    left = WorkerEnd(rank=1, node="b", exit_code=0, at=10.0)
+    left = WorkerEnd(rank=1, node="b", exit_code=0, left=True, at=10.0)
     lost = [symptom(rank, at=9.9) for rank in (0, 2)]  # seen a moment sooner than the end that they follow
     found = diagnose(Evidence(ends=[left, *lost], world_size=3))
     assert (found.cause, found.root_rank, found.exit_code) == (Cause.JOB, 1, 0)
@@ -329,7 +329,7 @@ def test_a_rank_that_left_with_0_is_the_cause_if_its_peers_only_lost_it() -> Non
 
 
 def test_a_rank_that_was_done_is_not_blamed_for_what_happens_to_the_others() -> None:
-    left = WorkerEnd(rank=2, node="c", exit_code=0, at=1.0)
+    left = WorkerEnd(rank=2, node="c", exit_code=0, left=True, at=1.0)
     found = diagnose(Evidence(ends=[left, killed(), symptom()]))
     assert (found.cause, found.root_rank, found.culprit_node) == (Cause.INFRASTRUCTURE, 1, "b")
     gone = LostNode(node="b", how=Loss.CLOSED, at=9.0)
@@ -340,6 +340,9 @@ def test_a_rank_that_was_done_is_not_blamed_for_what_happens_to_the_others() -> 
     error = msgspec.structs.replace(killed(), exit_code=1, message="ValueError: x")
     assert diagnose(Evidence(ends=[left, error])).message == "ValueError: x"
     assert diagnose(Evidence(ends=[left])).cause is Cause.UNKNOWN, "all ended well"
+    unclear = WorkerEnd(rank=2, node="c", exit_code=0, at=1.0)
+    found = diagnose(Evidence(ends=[unclear, symptom()]))
+    assert (found.cause, found.culprit_node) == (Cause.UNKNOWN, "c"), "how it ended is not known"
 
 
 # -- a whole incident ----------------------------------------------------------------------------------------
@@ -498,6 +501,7 @@ ends = st.builds(
         max_size=3,
     ),
     heard=st.booleans(),
+    left=st.booleans(),
     kernel_oom=st.booleans(),
 )
 evidence = st.builds(

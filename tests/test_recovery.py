@@ -484,13 +484,15 @@ def test_errors_of_the_fabric_and_of_nobody_are_tried_again_in_place_and_cost_no
         decisions = [decide(first, lower_rungs=2), decide(first, again(first), lower_rungs=2)]
         assert [one.action for one in decisions] == [Action.RESTART, Action.RESTART]
         assert [one.avoid for one in decisions] == [[], []]
-    left = diagnose(Evidence(ends=[fabric, msgspec.structs.replace(fabric, rank=1, exit_code=0)]))
+    left = diagnose(Evidence(ends=[fabric, msgspec.structs.replace(fabric, rank=1, exit_code=0, left=True)]))
     assert left.root_rank == 3, "who left is not to blame for the fabric"
 
 
 def test_a_rank_that_leaves_early_is_tried_once_more_and_costs_no_rung() -> None:
     lost = WorkerEnd(rank=0, exit_code=1, message=GLOO)
-    found = diagnose(Evidence(ends=[lost, WorkerEnd(rank=1, exit_code=0)], rung="step_120", steps=1))
+    found = diagnose(
+        Evidence(ends=[lost, WorkerEnd(rank=1, exit_code=0, left=True)], rung="step_120", steps=1)
+    )
     first = failed(**msgspec.structs.asdict(found))
     assert decide(first, lower_rungs=2).action is Action.RESTART
     assert stopped(decide(first, again(first), lower_rungs=2)) == ExitCode.FAILED

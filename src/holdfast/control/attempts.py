@@ -74,8 +74,10 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The exception and what led to it, the outermost first, as far as it is known."""
     stderr_file: str = ""
     """Where its last lines of standard error are kept, if they were caught."""
+    left: bool = False
+    """Whether it is the first of its node that left with exit code 0 while others failed."""
     step: int | None = None
-    """The last step that it is known to have completed; only of one that left with exit code 0."""
+    """The last step that such a one is known to have completed."""
 
 
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True):

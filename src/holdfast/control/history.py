@@ -105,7 +105,7 @@ def _as_known(
         decided = _decision(control, record.number)
         return lost if decided is None else _with(lost, decided)
     failures = failures_of(control, record.number) if end.outcome == "failed" else []
-    failed = [failure for failure in failures if failure.exit_code]
+    failed = [failure for failure in failures if not failure.left]
     root = root_cause(failed) if failed else None
     code = root.exit_code if root else end.exit_code
     return PastAttempt(

@@ -95,6 +95,8 @@ class WorkerFailed(Event, tag="worker_failed"):
     message: str = ""
     error_file: str = ""
     section: str = ""
+    left: bool = False
+    """Whether it ended with exit code 0 while others still ran: why they then failed, or just done first."""
 
 
 class AttemptEnded(Event, tag="attempt_ended"):

@@ -85,7 +85,7 @@ def worker_end(event: WorkerFailed) -> str:
     if event.exit_code < 0 or event.signal:
         named = event.signal if event.signal.startswith("SIG") else f"signal {-event.exit_code}"
         text = f"rank {event.rank} killed by {named}"
-    elif event.exit_code == 0:
+    elif event.left:
         text = f"rank {event.rank} left with exit code 0 while others still ran"
     else:
         text = f"rank {event.rank} exited with code {event.exit_code}"

@@ -232,6 +232,7 @@ def gather(
                 device=devices.get(rank, ""),
                 errors=errors,
                 stderr_file=keep_last_lines(written, attempt, rank) if written.strip() else "",
+                left=code == 0,
                 step=steps.get(rank) if code == 0 else None,
             )
         )

@@ -155,6 +155,7 @@ def record(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[in
                 message=failure.message,
                 error_file=failure.error_file,
                 section=sections.get(failure.rank, ""),
+                left=failure.left,
             )
         )
 
@@ -214,7 +215,7 @@ def _incident(
 ) -> Incident:
     """With the worker that it came from, unless it came from none: then the others only followed."""
     detail = "" if root is not None else failed.message
-    if root is not None and not root.exit_code:
+    if root is not None and root.left:
         detail = _left_first(root, failures)
     return Incident(
         attempt=failed.number,
@@ -362,8 +363,8 @@ def _facts(
 ) -> list[str]:
     facts = []
     if root is not None:
-        others = [failure for failure in failures if failure.rank != root.rank and failure.exit_code]
-        if root.exit_code:
+        others = [failure for failure in failures if failure.rank != root.rank and not failure.left]
+        if not root.left:
             what = f"rank {root.rank} on {root.node} (pid {root.pid}) failed: {describe_end(root.exit_code)}"
             facts.append(f"{what}: {root.message}" if root.message else what)
         else:
@@ -379,13 +380,13 @@ def _facts(
     else:
         if notice.detail and notice.kind != "hang":  # of a hang more is known by now
             facts.append(notice.detail)
-        followed = [str(failure.rank) for failure in failures if failure.exit_code]
+        followed = [str(failure.rank) for failure in failures if not failure.left]
         if followed:
             facts.append(f"{_ranks(followed)} failed after that")
     facts += [
         f"rank {one.rank} on {one.node} had left with exit code 0"
         for one in failures
-        if not one.exit_code and one is not root
+        if one.left and one is not root
     ]
     if reported < attempt.place.nodes:
         facts.append(f"{attempt.place.nodes - reported} of {attempt.place.nodes} nodes did not report")
@@ -398,7 +399,7 @@ def _left_first(root: FailureRecord, failures: list[FailureRecord]) -> str:
     text = f"rank {root.rank} on {root.node} (pid {root.pid}) left with exit code 0 at {clock} UTC"
     if root.step:
         text += f", after step {root.step}"
-    lost = [one.at for one in failures if one.exit_code]
+    lost = [one.at for one in failures if not one.left]
     if lost:
         text += f", {max(0.0, min(lost) - root.at):.1f} s before its peers lost it"
     return text

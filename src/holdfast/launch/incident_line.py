@@ -83,7 +83,7 @@ def _what(root: FailureRecord) -> str:
     ended = describe_end(root.exit_code).replace("death by", "killed by")
     if root.exit_code >= 0:
         ended = f"ended with {ended}"
-    if root.exit_code == 0:
+    if root.left:
         ended = "left with exit code 0 before its peers"
     text = f"rank {root.rank} on {printable(root.node)} {ended}"
     return f"{text}: {printable(root.message, MESSAGE_LIMIT)}" if root.message else text

@@ -49,7 +49,7 @@ def describe(incident: Incident, run_dir: str) -> str:
     root, decision = incident.root, incident.decision
     if root is not None:
         end = f"rank {root.rank} on {root.node}, pid {root.pid}: {describe_end(root.exit_code)}"
-        lines.append(f"root cause: {end if root.exit_code else incident.detail or end}")
+        lines.append(f"root cause: {incident.detail if root.left else end}")
         if root.message:
             lines.append(f"message:    {root.message}")
         if root.error_file:

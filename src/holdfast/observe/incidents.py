@@ -143,7 +143,7 @@ def _root(attempt: Attempt) -> WorkerFailed | None:
     by_name = [failure for failure in ordered if failure.rank == named]
     # SIGTERM is what the launcher itself sends to the others, so it never marks a cause.
     by_signal = [f for f in ordered if f.exit_code < 0 and f.signal != "SIGTERM" and f.exit_code != -15]
-    return next(iter(by_name or by_signal or [f for f in ordered if f.exit_code]), None)
+    return next(iter(by_name or by_signal or [f for f in ordered if not f.left]), None)
 
 
 def _first_fault(attempt: Attempt) -> RestartFaulted | None:

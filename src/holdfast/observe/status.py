@@ -288,7 +288,7 @@ def _root(failures: list[FailureRecord], known: Mapping[str, Any]) -> FailureRec
     """The worker's end that an incident came from; as far as records of an older release tell."""
     if known.get("root_rank") is not None:
         return next((failure for failure in failures if failure.rank == known["root_rank"]), None)
-    failed = [failure for failure in failures if failure.exit_code]
+    failed = [failure for failure in failures if not failure.left]
     return root_cause(failed) if failed else None
 
 

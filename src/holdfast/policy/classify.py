@@ -130,6 +130,7 @@ def end_of(failure: Failure) -> WorkerEnd:
         device=getattr(failure, "device", ""),
         message=message,
         errors=errors,
+        left=bool(getattr(failure, "left", False)),
         heard=bool(stderr) and not errors and not getattr(failure, "error_file", ""),
         kernel_oom=message.startswith(KERNEL_OOM),
     )
@@ -158,7 +159,7 @@ def _doubt(failure: Failure) -> int:
     if any(is_of_lost_peer(in_words(one)) for one in errors):
         return 2  # what it raised when it had lost a peer
     # NCCL's watchdog aborts the process when a peer is lost. Who left with 0 may have been done.
-    return 1 if failure.exit_code in (-signal.SIGABRT, 0) else 0
+    return int(failure.exit_code == -signal.SIGABRT or bool(getattr(failure, "left", False)))
 
 
 def root_cause(failures: Sequence[F]) -> F:
@@ -228,12 +229,12 @@ def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
     for error in evidence.devices:
         if _is_broken(error):
             yield (-1, error.at, _tie(error)), error
-    if any(end.exit_code for end in evidence.ends):
+    if not all(end.left for end in evidence.ends):
         end = root_cause(sorted(evidence.ends, key=_tie))
         yield (_doubt(end), end.at, _tie(end)), end
     waited_for = {rank for hang in evidence.hangs for rank in (*hang.missing, *hang.silent)}
     for end in evidence.ends:
-        if not end.exit_code and end.rank in waited_for:
+        if end.left and end.rank in waited_for:
             yield (0, end.at, _tie(end)), end
     for hang in evidence.hangs:
         yield (0, hang.at, _tie(hang)), hang
@@ -265,7 +266,7 @@ def _of_hangs(first: Hang, hangs: Sequence[Hang]) -> Diagnosis:
 
 
 def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
-    if not end.exit_code:
+    if end.left:
         told = f"rank {end.rank} left with exit code 0 before its peers"
         return Diagnosis(cause=Cause.JOB, message=told, root_rank=end.rank)
     alike = _alike(end, evidence)

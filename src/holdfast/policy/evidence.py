@@ -38,6 +38,9 @@ class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     errors: list[Raised] = []
     """The exception, then what caused it or was being handled when it was raised, as far as that is known."""
+    left: bool = False
+    """Whether it ended with exit code 0 while others of its attempt still ran. A code of 0 alone does not
+    say so: it stands for one that is not known, too."""
     heard: bool = False
     """Whether the message is only what it last wrote to its standard error, and no exception's."""
     kernel_oom: bool = False
