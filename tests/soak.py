@@ -13,6 +13,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -33,7 +35,7 @@ INTERVAL = 5
 LOCAL_INTERVAL = 2
 STEPS_PER_FAULT = 16
 """More than one fault and the recovery from it use up."""
-WITHIN = ("kill", "stop", "raise", "exit", "agent", "corrupt", "both")
+WITHIN = ("kill", "stop", "raise", "exit", "agent", "corrupt", "both", "garbage")
 """Faults that need no network of their own."""
 STOPS = (ExitCode.FAILED, ExitCode.BUDGET_SPENT, ExitCode.NOTHING_LEFT, ExitCode.NO_CAPACITY)
 """Documented stops, after which a person looks, resets the budget and launches again."""
@@ -41,6 +43,21 @@ RESUMABLE = (
     ExitCode.LEASE_LOST, ExitCode.RUN_IS_LIVE, ExitCode.DECISION_TIMEOUT, ExitCode.STORE_LOST, ExitCode.OK,
     -signal.SIGKILL,
 )  # fmt: skip
+STRANGER = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+for place in sys.argv[1:]:
+    host, port, index = place.split("/")
+    try:
+        store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=2))
+        rounds = [f"round.{n}/holdfast/{key}" for n in range(1, 9) for key in ("attempt", "notice")]
+        for key in ("meeting", "farewell", *rounds):
+            store.set(f"holdfast.soak.{index}/{key}", b"\\xff garbage")
+    except RuntimeError:
+        pass  # nobody meets there
+"""
+"""Overwrites what agents say to each other, at every endpoint that is in use."""
 PATIENCE = 150.0
 """Seconds without a commit after which the soak has found something that does not end."""
 
@@ -161,9 +178,7 @@ class Soak:
                 "checkpoint.replication_timeout": 5, "checkpoint.handover_timeout": 10,
             }  # fmt: skip
         flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        hosts = [self._address(number) for number in range(len(NODES))]
-        ports = [PORT, PORT] if self._net is not None else [self._port(), self._port() + 1]
-        endpoint = ",".join(f"{host}:{port}" for host, port in zip(hosts, ports, strict=True))
+        endpoint = ",".join(f"{host}:{port}" for host, port in self._endpoints())
         command = holdfast(
             "run", "--run-dir", "run", "--nnodes", str(len(NODES)), "--rdzv-backend", "c10d",
             "--rdzv-endpoint", endpoint, "--rdzv-id", "soak", "--rdzv-conf", "join_timeout=60",
@@ -175,6 +190,11 @@ class Soak:
             environment["GLOO_SOCKET_IFNAME"] = "eth0"
             command = self._net.inside(index, command)
         self._agents[name] = Job(command, cwd=self.cwd, env=environment)
+
+    def _endpoints(self) -> list[tuple[str, int]]:
+        hosts = [self._address(number) for number in range(len(NODES))]
+        ports = [PORT, PORT] if self._net is not None else [self._port(), self._port() + 1]
+        return list(zip(hosts, ports, strict=True))
 
     def _address(self, index: int) -> str:
         return self._net.address(index) if self._net is not None else "127.0.0.1"
@@ -283,6 +303,13 @@ class Soak:
             if self._local is not None:
                 self._flip_in_memory(self._local / self._rng.choice(NODES))
             self._signal(rank, signal.SIGKILL)
+        elif kind == "garbage":
+            places = [f"{host}/{port}/{index}" for index, (host, port) in enumerate(self._endpoints())]
+            command = [sys.executable, "-c", STRANGER, *places]
+            if self._net is not None:
+                command = self._net.inside(rank, command)
+            subprocess.run(command, timeout=60, check=False, capture_output=True)
+            self._signal(rank, signal.SIGKILL)  # so that they meet over it
         elif kind == "partition":
             assert self._net is not None
             host = self._rng.randrange(len(NODES))

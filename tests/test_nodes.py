@@ -225,7 +225,9 @@ def _hosts(group: Cluster) -> list[str]:
     found = []
     for name, agent in group.agents.items():
         inodes = set()
-        for fd in Path(f"/proc/{agent.pid}/fd").iterdir():
+        for fd in Path(f"/proc/{agent.pid}/task").glob(
+            "*/fd/*"
+        ):  # the store's threads have files of their own
             try:
                 inodes.add(fd.readlink().name)
             except OSError:

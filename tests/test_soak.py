@@ -56,7 +56,7 @@ def test_a_few_leave_none_where_the_nodes_resume_from_memory_either(tmp_path: Pa
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("seed", [11, 12])
 def test_many_random_faults_leave_no_trace_in_the_parameters(tmp_path: Path, seed: int, local: bool) -> None:
-    """With partitions where this machine can have them: 60 faults each, of eight kinds."""
+    """With partitions where this machine can have them: 60 faults each, of nine kinds."""
     why = missing()
     if why:
         print(f"without partitions: {why}")

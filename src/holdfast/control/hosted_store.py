@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 CONNECT_TIMEOUT = 60.0
+AGAIN = 0.5
+"""Seconds before a client that was turned away tries again."""
 PARTING = 5.0
 SWEEP = 1.0
 """Seconds between two looks at the connections."""
@@ -148,12 +150,15 @@ class _Doorkeeper:
         self._port = port
         self._since: dict[int, float] = {}
         """By inode."""
+        self._others: set[int] = set()
+        """Inodes of what need not be looked at again: of a store of ten thousand ranks nearly all."""
         self._highest = 0
 
     def look(self) -> None:
         now = time.monotonic()
         silent: dict[int, tuple[str, float]] = {}
         since: dict[int, float] = {}
+        others: set[int] = set()
         descriptor = 2
         while (descriptor := descriptor + 1) < self._highest + GAP:
             try:
@@ -161,10 +166,15 @@ class _Doorkeeper:
             except OSError:
                 continue
             self._highest = max(self._highest, descriptor)
-            if stat.S_ISSOCK(found.st_mode) and (address := _silent_client(descriptor, self._port)):
-                since[found.st_ino] = self._since.get(found.st_ino, now)
-                silent[descriptor] = (address, since[found.st_ino])
-        self._since = since
+            inode = found.st_ino
+            if inode in self._others or not stat.S_ISSOCK(found.st_mode):
+                others.add(inode)
+            elif address := _silent_client(descriptor, self._port):
+                since[inode] = self._since.get(inode, now)
+                silent[descriptor] = (address, since[inode])
+            else:
+                others.add(inode)
+        self._since, self._others = since, others
         for descriptor in to_cut(silent, now):
             with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
                 connection.shutdown(socket.SHUT_RDWR)  # the server, whose it is, sees the end and closes it
@@ -201,13 +211,21 @@ def connect(address: str, port: int, timeout: float = CONNECT_TIMEOUT) -> TCPSto
     """A client of a store hosted elsewhere. Raises torch's RuntimeError if it is not reached in time."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(
-        host_name=address,
-        port=port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return TCPStore(
+                host_name=address,
+                port=port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=max(0.1, deadline - time.monotonic())),
+            )
+        except RuntimeError:
+            # A crowd of strangers may have taken the last place, until they are cut.
+            if time.monotonic() + AGAIN >= deadline:
+                raise
+            time.sleep(AGAIN)
 
 
 def listen(port: int = 0, address: str = "", *, alone: bool = False) -> socket.socket:

@@ -195,7 +195,9 @@ class HoldfastAgent(LocalElasticAgent):
         return self._attempt
 
     def _warn_of_store(self, text: str) -> None:
-        if not self._warned:
+        if self._meeting is not None:
+            self._meeting.warn(text)
+        elif not self._warned:
             self._warned = True
             say(f"warning: {text}")
 

@@ -144,13 +144,13 @@ class MeetingHandler(RendezvousHandler):
 
     def _sealed(self, store: TCPStore) -> SealedStore:
         scope = f"holdfast.{self._run_id}.{self._endpoints.index}"
-        tell = partial(self._warn, self._say)
-        return SealedStore(PrefixStore(scope, store), self._secret, self._run, scope, tell)
+        return SealedStore(PrefixStore(scope, store), self._secret, self._run, scope, self.warn)
 
-    def _warn(self, say: Callable[[str], None], text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Of what a stranger does to the store: once."""
         if not self._warned:
             self._warned = True
-            say(f"warning: {text}")
+            self._say(f"warning: {text}")
 
     def _begin_pulse(self) -> None:
         key = f"pulse/{self._agent}"

@@ -148,6 +148,8 @@ class LeaderWatch:
             data = peer.connection.recv(4096)
         except (BlockingIOError, InterruptedError):
             return
+        except ConnectionResetError:
+            data = b""  # closed with words of ours unread
         except OSError as error:
             self._drop(fd, error.strerror or str(error))
             return
