@@ -316,17 +316,23 @@ class Reader:
         self._tries[name] = self._tries.get(name, 0) + 1
         directory, started = self._root.committed(name), time.monotonic()
         try:
-            with reading(directory):
-                found = verify(directory, progress=self._pace, cold=True)
-                first = [str(problem) for problem in found.problems]
-                if not found.sound and directory.is_dir():
-                    self._sleep(AGAIN)
-                    found = verify(directory, progress=self._pace, cold=True)
+            with reading(directory):  # also while it is recorded: its records go when it goes
+                found = self._compare(name, directory)
+                if found is not None:
+                    self._record(name, found, time.monotonic() - started)
         except OSError as error:
-            self._warn(f"{name} could not be read back: {error}")
-            return
+            if directory.is_dir():
+                self._warn(f"{name} could not be read back: {error}")
+
+    def _compare(self, name: CheckpointName, directory: Path) -> Inspection | None:
+        """What is wrong with it, once it is sure; None if that cannot be said."""
+        found = verify(directory, progress=self._pace, cold=True)
+        first = [str(problem) for problem in found.problems]
+        if first and directory.is_dir():
+            self._sleep(AGAIN)
+            found = verify(directory, progress=self._pace, cold=True)
         if not directory.is_dir():
-            return  # retention has taken it away meanwhile
+            return None  # retention has taken it away meanwhile
         if first and found.sound:
             self._warn(
                 f"{name} was read back twice: the first time it was bad ({first[0]}), the second time all "
@@ -334,8 +340,8 @@ class Reader:
             )
         if any(problem.reason is Reason.UNREADABLE for problem in found.problems):
             self._warn(f"{name} could not be read back: {found.problems[0]}")
-            return
-        self._record(name, found, time.monotonic() - started)
+            return None
+        return found
 
     def _record(self, name: CheckpointName, found: Inspection, seconds: float) -> None:
         problems = [str(problem) for problem in found.problems[:5]]
@@ -363,7 +369,8 @@ class Reader:
         try:  # after the journal: this process may be ended at any moment; without a record it is read again
             record_read_back(self._root, name, record)
         except OSError as error:
-            self._warn(f"{name} was read back, but that could not be recorded: {error}")
+            if self._root.committed(name).is_dir():
+                self._warn(f"{name} was read back, but that could not be recorded: {error}")
         if not problems:
             return
         self._tell(
