@@ -148,7 +148,7 @@ def test_a_stop_by_decision_is_a_failure_also_before_the_launcher_is_gone(contro
         launch.fail(launch.begin(resumed=0), STOP)
         found = look(control)
     assert (found.state, found.exit_code) == ("failed", 22)
-    assert found.detail == "code 22: Restarts without progress used up the budget. none left"
+    assert found.detail == "code 22: Restarts, or launches, without progress used up the budget. none left"
     assert (look(control).state, look(control).ok) == ("failed", False)
 
 
