@@ -80,8 +80,8 @@ def test_a_policy_imports_nothing_that_has_effects(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_no_file_is_over_500_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 500
+def test_no_file_is_over_700_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 700
 
 
 def test_the_documented_map_names_every_room() -> None:
