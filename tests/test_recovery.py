@@ -156,7 +156,9 @@ def test_a_script_without_a_run_is_restarted_as_often_as_somebody_said() -> None
         hopeless = msgspec.structs.replace(first, **otherwise)
         earlier = [msgspec.structs.replace(hopeless, number=1)] if hopeless.began else []
         assert stopped(decide(*earlier, hopeless, max_restarts=5, restarts_chosen=True)), otherwise
-    for cause in (one for one in Cause if one is not Cause.JOB):
+    bare = [failed(number, cause=Cause.UNKNOWN, nodes=["a"], began=False) for number in range(1, 9)]
+    assert decide(*bare, max_restarts=9, restarts_chosen=True).action is Action.RESTART
+    for cause in (one for one in Cause if one not in (Cause.JOB, Cause.UNKNOWN)):
         same = [failed(number, cause=cause, nodes=["a"], began=False) for number in range(1, 60)]
         assert decide(*same, max_restarts=99, restarts_chosen=True).action is not Action.RESTART, cause
 

@@ -209,7 +209,8 @@ class _Case:
 
     def _counts_only(self, code: int) -> bool:
         """Whether nothing but the number of restarts that somebody chose may stop the run with this code."""
-        if not self._now.restarts_chosen or self._left_here == 0 or self._cause is not Cause.JOB:
+        own = self._cause in (Cause.JOB, Cause.UNKNOWN)  # a bare exit code may be either
+        if not self._now.restarts_chosen or self._left_here == 0 or not own:
             return False
         if any(attempt.began for attempt in self._all) or highest_step(self._all) > 0:
             return False
