@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 
 import pytest
 
 from harness import wait_until
-from holdfast.bounded import Aside, Bounded, Look
+from holdfast import bounded
+from holdfast.bounded import Aside, Bounded, Look, is_table_full
 
 
 def test_what_hangs_is_left_behind_at_its_deadline() -> None:
@@ -78,3 +80,26 @@ def test_work_aside_is_done_when_it_is_handed_in_and_waits_when_it_hangs() -> No
     assert not aside.hangs
     assert done[-1] == 8
     wait_until(lambda: aside._thread is None, 20, "the thread ends")
+
+
+def test_a_process_table_that_is_full_for_a_moment_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, full = threading.Thread.start, [1, 2, 3]
+
+    def fails_at_first(thread: threading.Thread) -> None:
+        if full and thread.name == "holdfast-test":
+            full.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails_at_first)
+    monkeypatch.setattr(bounded, "RETRY", 0.001)
+    called = Bounded(lambda: 7, "test")
+    assert called.ended(10)
+    assert called.result() == 7
+    full.extend(range(10_000))
+    monkeypatch.setattr(bounded, "TABLE_PATIENCE", 0.01)
+    with pytest.raises(RuntimeError) as error:
+        Bounded(lambda: 7, "test")
+    assert is_table_full(error.value)
+    assert is_table_full(BlockingIOError(errno.EAGAIN, "fork"))
+    assert not is_table_full(RuntimeError("another"))
