@@ -79,7 +79,7 @@ else:
 @contextmanager
 def hung_mount(path: Path, longest: float = 60.0) -> Iterator[None]:
     """A file system there whose server never answers: whoever looks at it waits until this is over."""
-    if os.geteuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+    if not may_mount():
         pytest.skip("a file system that hangs needs root and /dev/fuse")
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/dev/fuse").open("r+b", buffering=0) as server:
@@ -94,6 +94,33 @@ def hung_mount(path: Path, longest: float = 60.0) -> Iterator[None]:
         finally:
             limit.cancel()
             libc.umount2(os.fsencode(path), MNT_DETACH)
+
+
+def may_mount() -> bool:
+    """Whether this process can make mounts, and one that hangs."""
+    return os.geteuid() == 0 and os.access("/dev/fuse", os.R_OK | os.W_OK)
+
+
+@contextmanager
+def small_disk(path: Path, megabytes: int) -> Iterator[None]:
+    """A file system of its own there, which can be filled."""
+    path.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Use up all the space that there is."""
+    with path.open("wb", buffering=0) as filler:
+        size = 1 << 20
+        while size:
+            try:
+                filler.write(bytes(size))
+            except OSError:
+                size //= 2
 
 
 def inside_mounts(setup: str, command: list[str]) -> list[str]:

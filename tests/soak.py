@@ -26,6 +26,7 @@ from holdfast.drill.faults import FaultError, flip_in_checkpoint
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptStarted, Decision, Line, SaveCommitted, WorkersStarted
 from holdfast.journal.reader import JournalReader
+from machines import fill, hung_mount
 from namespaces import PORT, Network
 
 EXAMPLE = str(REPO / "examples" / "train_gpt.py")
@@ -37,11 +38,15 @@ STEPS_PER_FAULT = 16
 """More than one fault and the recovery from it use up."""
 WITHIN = ("kill", "stop", "raise", "exit", "agent", "corrupt", "both", "garbage")
 """Faults that need no network of their own."""
+ON_STORAGE = ("full_disk", "stalled_storage")
+"""Faults that need a file system of the run's own."""
+DISK = 256
+"""Megabytes of that."""
 STOPS = (ExitCode.FAILED, ExitCode.BUDGET_SPENT, ExitCode.NOTHING_LEFT, ExitCode.NO_CAPACITY)
 """Documented stops, after which a person looks, resets the budget and launches again."""
 RESUMABLE = (
     ExitCode.LEASE_LOST, ExitCode.RUN_IS_LIVE, ExitCode.DECISION_TIMEOUT, ExitCode.STORE_LOST, ExitCode.OK,
-    -signal.SIGKILL,
+    ExitCode.STORAGE_FAILED, -signal.SIGKILL,
 )  # fmt: skip
 STRANGER = """
 import sys
@@ -96,9 +101,19 @@ class Report:
 
 class Soak:
     def __init__(
-        self, cwd: Path, *, faults: int, seed: int, net: Network | None, local: Path | None = None
+        self,
+        cwd: Path,
+        *,
+        faults: int,
+        seed: int,
+        net: Network | None,
+        local: Path | None = None,
+        disk: bool = False,
     ) -> None:
-        """With `local`, a directory in memory, the run saves in the background and has a local tier there."""
+        """With `local`, a directory in memory, the run saves in the background and has a local tier there.
+
+        `disk`: the run directory is a file system of its own, which may be filled and stalled.
+        """
         self.cwd = cwd
         self._local = local
         self.steps = STEPS_PER_FAULT * faults + 4 * INTERVAL
@@ -106,7 +121,7 @@ class Soak:
         self._faults = faults
         self._rng = random.Random(seed)
         self._net = net
-        self._kinds = (*WITHIN, "partition") if net is not None else WITHIN
+        self._kinds = (*WITHIN, *(("partition",) if net is not None else ()), *(ON_STORAGE if disk else ()))
         self._agents: dict[str, Job] = {}
         self._lines: list[Line] = []
         self._reader = JournalReader(cwd / "run" / "journal")
@@ -168,7 +183,7 @@ class Soak:
             "control.lease_ttl": 6, "control.decision_timeout": 40, "checkpoint.interval": INTERVAL,
             "monitor.rank_section_timeouts": "setup:60,step:5,checkpointing:20",
             "monitor.rank_heartbeat_timeout": 30, "monitor.initial_rank_heartbeat_timeout": 60,
-            "journal.step_flush": 0,
+            "journal.step_flush": 0, "health.gate": "off",
         }  # fmt: skip
         if self._local is not None:
             settings |= {
@@ -314,11 +329,22 @@ class Soak:
             assert self._net is not None
             host = self._rng.randrange(len(NODES))
             self._net.cut(host)
-            until = time.monotonic() + self._rng.uniform(1.0, 8.0)  # how long the network is down
-            while time.monotonic() < until:
-                self._tend()
-                time.sleep(0.05)
+            self._wait(self._rng.uniform(1.0, 8.0))  # how long the network is down
             self._net.mend(host)
+        elif kind == "full_disk":
+            filler = self.cwd / "run" / "filler"
+            fill(filler)
+            self._wait(self._rng.uniform(1.0, 15.0))  # up to more than two times-to-live
+            filler.unlink()
+        elif kind == "stalled_storage":
+            with hung_mount(self.cwd / "run"):
+                self._wait(self._rng.uniform(1.0, 15.0))
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._tend()
+            time.sleep(0.05)
 
     def _flip_in_memory(self, directory: Path) -> None:
         """In every copy of the newest local step that one node has, whatever else is at work on it."""

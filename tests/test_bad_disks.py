@@ -29,7 +29,7 @@ from holdfast.journal.events import (
     WorkerFailed,
 )
 from holdfast.journal.reader import read_journal
-from machines import hung_mount, inside_mounts
+from machines import fill, hung_mount, inside_mounts
 from tiny import checkpoints, let_saves_end, train
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -155,17 +155,6 @@ def last_step(directory: Path) -> int:
         (int(path.read_text().split()[-1]) for path in directory.glob("log.*") if path.stat().st_size),
         default=0,
     )
-
-
-def fill(path: Path) -> None:
-    """Use up all the space that there is."""
-    with path.open("wb", buffering=0) as filler:
-        size = 1 << 16
-        while size:
-            try:
-                filler.write(bytes(size))
-            except OSError:
-                size //= 2
 
 
 ON_A_DISK = "mount -t tmpfs -o size=8m tmpfs run"

@@ -10,17 +10,28 @@ import pytest
 from harness import finish, holdfast
 from holdfast.drill.compare import compare_checkpoints
 from local_ranks import memory
+from machines import may_mount, small_disk
 from namespaces import missing, network
-from soak import EXAMPLE, INTERVAL, NODES, Soak, model
+from soak import DISK, EXAMPLE, INTERVAL, NODES, Soak, model
 
 
-def soak(tmp_path: Path, *, faults: int, seed: int, partitions: bool, local: bool = False) -> None:
+def soak(
+    tmp_path: Path, *, faults: int, seed: int, partitions: bool, local: bool = False, disk: bool = False
+) -> None:
+    if disk:
+        with small_disk(tmp_path / "soak" / "run", DISK):
+            _soak(tmp_path, faults=faults, seed=seed, partitions=partitions, local=local, disk=True)
+    else:
+        _soak(tmp_path, faults=faults, seed=seed, partitions=partitions, local=local, disk=False)
+
+
+def _soak(tmp_path: Path, *, faults: int, seed: int, partitions: bool, local: bool, disk: bool) -> None:
     place = tmp_path / "soak"
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
         net = stack.enter_context(network(len(NODES))) if partitions else None
         where = stack.enter_context(memory()) if local else None
-        world = Soak(place, faults=faults, seed=seed, net=net, local=where)
+        world = Soak(place, faults=faults, seed=seed, net=net, local=where, disk=disk)
         report = world.run()
     print(report)
     (tmp_path / "report.txt").write_text(f"{report}\n")
@@ -53,11 +64,18 @@ def test_a_few_leave_none_where_the_nodes_resume_from_memory_either(tmp_path: Pa
 
 
 @pytest.mark.drill
+def test_a_few_leave_none_where_the_storage_is_what_fails(tmp_path: Path) -> None:
+    if not may_mount():
+        pytest.skip("a file system that can be filled and stalled needs root and /dev/fuse")
+    soak(tmp_path, faults=3, seed=11, partitions=False, disk=True)
+
+
+@pytest.mark.drill
 @pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("seed", [21, 22])
 def test_many_random_faults_leave_no_trace_in_the_parameters(tmp_path: Path, seed: int, local: bool) -> None:
-    """With partitions where this machine can have them: 60 faults each, of nine kinds."""
+    """With partitions and bad storage where this machine can have them: 60 faults each, of eleven kinds."""
     why = missing()
     if why:
         print(f"without partitions: {why}")
-    soak(tmp_path, faults=60, seed=seed, partitions=not why, local=local)
+    soak(tmp_path, faults=60, seed=seed, partitions=not why, local=local, disk=may_mount())
