@@ -112,8 +112,11 @@ class Fake:
     @property
     def questions(self) -> int:
         """How often it was asked about the job."""
+        return self.asked_about("job")
+
+    def asked_about(self, what: str) -> int:
         path = self.home / "questions"
-        return path.read_text().splitlines().count("job") if path.exists() else 0
+        return path.read_text().splitlines().count(what) if path.exists() else 0
 
 
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:

@@ -227,11 +227,10 @@ def test_the_clusters_own_rule_is_asked_for_by_one_rank(
     scontrol = fake_scontrol.installed(tmp_path, monkeypatch)
     (scontrol.home / "config").write_text("JobRequeue              = 1\nKillOnBadExit           = 1\n")
     assert "KillOnBadExit = 1 (slurm.conf)" in refusal(settings(), UNDER_SRUN, "gloo")
-    asked = scontrol.questions
-    assert asked == 1
+    assert scontrol.asked_about("config") == 1
     refuse(settings(), {**UNDER_SRUN, "SLURM_PROCID": "1"}, "gloo", 8)
     refuse(settings(), {**UNDER_SRUN, "SLURM_KILL_BAD_EXIT": "0"}, "gloo", 8)
-    assert scontrol.questions == asked, "the rest is told by the first, or by the environment"
+    assert scontrol.asked_about("config") == 1, "the rest is told by the first, or by the environment"
     (scontrol.home / "config").write_text("KillOnBadExit           = 0\n")
     refuse(settings(), UNDER_SRUN, "gloo", 8)
     (scontrol.home / "config").write_text("nothing of the kind\n")

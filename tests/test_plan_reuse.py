@@ -21,6 +21,7 @@ import holdfast
 from holdfast.checkpoint import plan as planning
 from holdfast.checkpoint import snapshot as snapshots
 from holdfast.checkpoint.frames import ALIGNMENT, Frames
+from holdfast.checkpoint.layout import placeholder
 from holdfast.checkpoint.plan import Plan, make_plan, signature_of
 from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.sharing import find_sharings, term
@@ -456,4 +457,4 @@ def test_signatures_tell_every_difference_of_structure_and_none_of_contents() ->
 
 def test_a_name_that_would_be_taken_for_the_checkpoints_own_is_refused() -> None:
     with pytest.raises(ValueError, match="rename it"):
-        plan_for({"step_000000000000-holdfast": torch.zeros(1)})
+        plan_for({placeholder(): torch.zeros(1)})

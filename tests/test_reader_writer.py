@@ -45,7 +45,7 @@ def write(directory: Path, state: dict[str, Any]) -> list[FileEntry]:
     tensors = [planner.tensor_of(item) for item in plan.items]
     entries = write_shards(directory, plan, tensors, [of_tensor(plain(tensor)) for tensor in tensors])
     assert plan.declared is not None
-    return [*entries, write_metadata(directory, plan.declared.metadata_for(CheckpointName(1, "0" * 8)))]
+    return [*entries, write_metadata(directory, plan.declared.metadata_for(CheckpointName(1, "0" * 16)))]
 
 
 def read(directory: Path, manifest: Manifest, target: dict[str, Any]) -> None:

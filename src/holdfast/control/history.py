@@ -46,12 +46,8 @@ def rung_of(head: HeadRecord | None) -> str:
         return ""
     if head.source:
         return Path(head.source).name
-    return _name(head.step, head.checkpoint) if head.checkpoint is not None else ""
-
-
-def _name(step: int, id: str) -> str:
-    """As `checkpoint.identity` writes it, which this room is below."""
-    return f"step_{step:08d}-{id}"
+    # As `checkpoint.identity` writes it, which this room is below.
+    return f"step_{head.step:08d}-{head.checkpoint}" if head.checkpoint is not None else ""
 
 
 def was_kept(control: ControlDirectory, number: int) -> bool:
@@ -132,7 +128,8 @@ def _committed(control: ControlDirectory, saved: list[Saved]) -> int:
     """The highest step that is known to have been committed and is not under suspicion; 0 if none is."""
     book = StandingBook(control)
     refused = (Standing.SUSPECT, Standing.CONDEMNED)
-    good = (step for step, id, done in reversed(saved) if done and book.of(_name(step, id)) not in refused)
+    # By its id, from this run's own records: the checkpoints' storage may be what has failed.
+    good = (step for step, id, done in reversed(saved) if done and book.of(id) not in refused)
     return next(good, 0)
 
 

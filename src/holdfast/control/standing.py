@@ -276,10 +276,18 @@ class StandingBook:
             head = latest_head(self._control)
             if head is not None and head.source and Path(head.source).name == name:
                 roots.append(Path(head.source).parent)
-        return [root for root in roots if (root / name).is_dir() or (root / BESIDE / name).is_dir()]
+        return [root for root in roots if _is_there(root / name) or _is_there(root / BESIDE / name)]
 
     def _folder(self, id: str) -> Path:
         return self._directory / _checked(id)
+
+
+def _is_there(folder: Path) -> bool:
+    """Also if that cannot be known: then what is recorded there cannot be read, which counts as the worst."""
+    try:
+        return folder.is_dir()
+    except OSError:
+        return True
 
 
 def note_root(control: ControlDirectory, root: Path, remote: str = "") -> None:
