@@ -36,6 +36,10 @@ INTERVAL = 5
 LOCAL_INTERVAL = 2
 STEPS_PER_FAULT = 16
 """More than one fault and the recovery from it use up."""
+PACE = 0.05
+"""Seconds that a step takes at least, so that a run goes only so far while its storage is bad."""
+BAD_STORAGE = 9.0
+"""Seconds that storage is full or stalled, at most: one and a half times-to-live."""
 WITHIN = ("kill", "stop", "raise", "exit", "agent", "corrupt", "both", "garbage")
 """Faults that need no network of their own."""
 ON_STORAGE = ("full_disk", "stalled_storage")
@@ -116,12 +120,14 @@ class Soak:
         """
         self.cwd = cwd
         self._local = local
-        self.steps = STEPS_PER_FAULT * faults + 4 * INTERVAL
         self.report = Report(seed)
         self._faults = faults
         self._rng = random.Random(seed)
         self._net = net
         self._kinds = (*WITHIN, *(("partition",) if net is not None else ()), *(ON_STORAGE if disk else ()))
+        self._chosen = self._order()
+        meanwhile = int(BAD_STORAGE / PACE) * sum(kind in ON_STORAGE for kind in self._chosen)
+        self.steps = (STEPS_PER_FAULT * faults + meanwhile) // INTERVAL * INTERVAL + 4 * INTERVAL
         self._agents: dict[str, Job] = {}
         self._lines: list[Line] = []
         self._reader = JournalReader(cwd / "run" / "journal")
@@ -138,7 +144,12 @@ class Soak:
         began = time.monotonic()
         try:
             self._await_commit("the first commit")
-            for kind in self._order():
+            for kind in self._chosen:
+                if self._done:
+                    self.report.problems.append(
+                        f"the run ended before {kind}, fault {len(self.report.faults) + 1}"
+                    )
+                    break
                 self.report.faults.append(kind)
                 broken = time.monotonic()
                 self._break(kind)
@@ -200,7 +211,8 @@ class Soak:
             "--local-addr", self._address(index), *flags,
             TRAIN, EXAMPLE, *model(self.steps),
         )  # fmt: skip
-        environment = {"TMPDIR": str(self._tmp), "SOAK_FAULTS": str(self._orders), "CUDA_VISIBLE_DEVICES": ""}
+        environment = {"TMPDIR": str(self._tmp), "SOAK_FAULTS": str(self._orders), "SOAK_PACE": str(PACE)}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
         if self._net is not None:
             environment["GLOO_SOCKET_IFNAME"] = "eth0"
             command = self._net.inside(index, command)
@@ -334,11 +346,11 @@ class Soak:
         elif kind == "full_disk":
             filler = self.cwd / "run" / "filler"
             fill(filler)
-            self._wait(self._rng.uniform(1.0, 15.0))  # up to more than two times-to-live
+            self._wait(self._rng.uniform(1.0, BAD_STORAGE))
             filler.unlink()
         elif kind == "stalled_storage":
             with hung_mount(self.cwd / "run"):
-                self._wait(self._rng.uniform(1.0, 15.0))
+                self._wait(self._rng.uniform(1.0, BAD_STORAGE))
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds

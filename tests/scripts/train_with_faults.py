@@ -2,11 +2,14 @@
 
 raise    an exception
 exit:N   ends with that code
+
+A step takes at least as long as SOAK_PACE says.
 """
 
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import holdfast
@@ -17,6 +20,7 @@ begin_step = holdfast.Run.begin_step
 
 def begin_and_break(run: holdfast.Run) -> None:
     begin_step(run)
+    time.sleep(float(os.environ["SOAK_PACE"]))
     order = PLACE / f"fault-{os.environ['RANK']}"
     if order.exists():
         what = order.read_text()
