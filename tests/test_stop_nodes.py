@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,10 +27,11 @@ from holdfast.journal.reader import read_journal
 from holdfast.launch import hanging as rolls
 from holdfast.launch import vigil as vigils
 from holdfast.launch.attempt import Announcement, Attempt, Notice, Place
+from holdfast.launch.monitor import Overdue
 from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import StopSignals
 from holdfast.launch.stopping import Stopping
-from holdfast.launch.vigil import Vigil
+from holdfast.launch.vigil import StorageDoubt, Vigil
 from holdfast.policy.timeouts import Limits, OpenSection
 from holdfast.settings import Settings
 from holdfast.settings_cluster import SlurmSettings
@@ -292,3 +294,28 @@ def test_what_a_node_has_got_to_counts_once(tmp_path: Path) -> None:
         other.attempt.count_in("reported")
         other.attempt.count_in("reported")
         assert leader.attempt.counted("reported") == 1
+
+
+def test_storage_that_answers_excuses_nobody_however_often_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two agents that ask in turn never agreed that a rank hung in a save: every other look excused it."""
+    told: list[str] = []
+    late = Overdue(rank=1, section="checkpointing", rule="section", limit=20.0, seconds=25.0, step=3)
+    doubt = StorageDoubt(lambda: None, 600.0, told.append)
+    wait_until(lambda: not doubt(late), LIMIT, "the storage has answered")
+    assert not any(doubt(late) for _ in range(200))
+    assert told == []
+
+    monkeypatch.setattr(vigils, "STORAGE_PATIENCE", 0.1)
+    answers = threading.Event()
+    stalled = StorageDoubt(lambda: answers.wait(60), 600.0, told.append)
+    assert not stalled(msgspec.structs.replace(late, stopped=True)), "who is stopped waits for nothing"
+    assert not stalled(msgspec.structs.replace(late, section="step"))
+    wait_until(lambda: stalled(late) and told, LIMIT, "it is told that the storage does not answer")
+    assert all(stalled(late) for _ in range(50))
+    assert not stalled(msgspec.structs.replace(late, seconds=621.0)), "not for ever"
+    answers.set()
+    short = msgspec.structs.replace(late, limit=0.2)
+    wait_until(lambda: not stalled(short), LIMIT, "the rank has had its limit again")
+    assert len(told) == 1

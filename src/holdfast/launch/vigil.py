@@ -11,6 +11,7 @@ hangs: how long they train is their script's affair, and no time limit ends that
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -36,6 +37,43 @@ STORAGE_PATIENCE = 5.0
 """Seconds that storage has to take a few bytes, when a rank is late with a save or a load."""
 TENDING = 5.0
 """Seconds between two looks at all processes of the node."""
+
+
+class StorageDoubt:
+    """Whether a rank that saves or loads is late because the checkpoints' storage does not answer.
+
+    It does not hang by itself then, and a new attempt would wait there as well. Once the storage answers, the
+    rank has its limit again. Bounded by checkpoint.timeout, which ends a save that takes longer.
+
+    Guarantee: an answer counts until it is old, not only in the look that brought it. Every node is asked
+    about its ranks at moments of its own, and has to say the same at each of them.
+    """
+
+    def __init__(self, ask: Callable[[], object], longest: float, tell: Callable[[str], None]) -> None:
+        self._look = Look(ask, "storage", patience=0.0)
+        self._longest = longest
+        self._tell = tell
+        self._asked = self._answered = self._stalled = -math.inf
+        """When it was asked for what it has not answered yet; when it last answered; when it last should
+        have, and had not."""
+
+    def __call__(self, one: Overdue) -> bool:
+        if one.section not in (CHECKPOINTING, LOADING) or one.stopped:
+            return False
+        if one.seconds > self._longest + one.limit:
+            return False
+        now = time.monotonic()
+        if self._look.take() is not None:
+            self._asked, self._answered = -math.inf, now
+        elif self._asked == -math.inf:
+            self._asked = now
+        if now - self._answered > STORAGE_PATIENCE:
+            if now - self._asked < STORAGE_PATIENCE:
+                return True  # it may answer yet
+            if self._stalled == -math.inf:
+                self._tell(f"{one}; but the storage that it needs does not answer, so it is waited for")
+            self._stalled = now
+        return now - self._stalled < one.limit
 
 
 class Vigil:
@@ -66,11 +104,9 @@ class Vigil:
         self._tended = time.monotonic()
         self._history = Look(self._may_regroup, "history")
         root = context.settings.checkpoint_root()
-        self._storage = Look(lambda: try_storage(nearest(root)), "storage", patience=0.0)
-        self._asked: float | None = None
-        """Since when the storage is asked whether it answers."""
-        self._stalled: float | None = None
-        """When the storage last did not answer, while a rank was late with it."""
+        self._waits_for_storage = StorageDoubt(
+            lambda: try_storage(nearest(root)), context.settings.checkpoint.timeout, self._tell
+        )
 
     def watch(self) -> Notice:
         """Until something ends the attempt: the notice that all nodes act on."""
@@ -145,28 +181,9 @@ class Vigil:
         ranks = kept.ranks() if kept is not None else None
         return self._context.monitor.standing(node, ended, ranks, excused=self._waits_for_storage)
 
-    def _waits_for_storage(self, one: Overdue) -> bool:
-        """Whether a rank that saves or loads is late because the checkpoints' storage does not answer.
-
-        It does not hang by itself then, and a new attempt would wait there as well. Once the storage answers,
-        the rank has its limit again. Bounded by checkpoint.timeout, which ends a save that takes longer.
-        """
-        longest = self._context.settings.checkpoint.timeout
-        if one.section not in (CHECKPOINTING, LOADING) or one.seconds > longest + one.limit:
-            return False
-        now = time.monotonic()
-        if self._storage.take() is not None:
-            self._asked = None
-        else:
-            self._asked = self._asked or now
-            if now - self._asked < STORAGE_PATIENCE:
-                return True  # it may answer yet
-            if self._stalled is None:
-                told = f"{one}; but the storage that it needs does not answer, so it is waited for"
-                self._attempt.journal.write(Warned(message=told))
-                say(f"warning: {told}")
-            self._stalled = now
-        return self._stalled is not None and now - self._stalled < one.limit
+    def _tell(self, told: str) -> None:
+        self._attempt.journal.write(Warned(message=told))
+        say(f"warning: {told}")
 
     def _finish(self) -> Notice | None:
         """This node's workers are done: so is the attempt when all nodes' are."""
