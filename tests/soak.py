@@ -44,7 +44,7 @@ WITHIN = ("kill", "stop", "raise", "exit", "agent", "corrupt", "both", "garbage"
 """Faults that need no network of their own."""
 ON_STORAGE = ("full_disk", "stalled_storage")
 """Faults that need a file system of the run's own."""
-DISK = 256
+DISK = 1024
 """Megabytes of that."""
 STOPS = (ExitCode.FAILED, ExitCode.BUDGET_SPENT, ExitCode.NOTHING_LEFT, ExitCode.NO_CAPACITY)
 """Documented stops, after which a person looks, resets the budget and launches again."""
