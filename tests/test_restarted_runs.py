@@ -196,6 +196,7 @@ def test_the_first_step_may_stand_still_for_longer_and_so_may_who_waits_for_it(
     first step of that iteration is a first step again.
     """
     slow, soft = 3.0, 2.0
+    ordinary = pytest.approx(soft + 1.0)
 
     def function() -> float:
         scope = holdfast.restart_scope()
@@ -214,7 +215,6 @@ def test_the_first_step_may_stand_still_for_longer_and_so_may_who_waits_for_it(
                 time.sleep(slow)
             if step == 2:
                 wait_until(lambda: not scope.allowance, LIMIT, "all know that all have done a step")
-                ordinary = pytest.approx(soft + 1.0)
                 wait_until(lambda: collective_timeout() == ordinary, LIMIT, "so does the process group")
             if scope.iteration == 0 and step == 6 and scope.rank == 1:
                 (tmp_path / "still").write_text(str(time.time()))
