@@ -445,7 +445,7 @@ def test_under_torchrun_the_step_is_computed_as_often_as_under_the_launcher(tmp_
     assert numbers == [1, 2, 3], result.text
     assert len({read_attempt(place.control, number).launch for number in numbers}) == 1, "one launch"
     assert [end.exit_code for _, end in ends_of(place.control) if end is not None] == [16, 16, 17]
-    assert len(diagnostics(place)) == 2
+    assert len(diagnostics(place)) == 1
     assert result.err.count("a start would end the same way") >= 3, "what restarts were left were refused"
 
 
