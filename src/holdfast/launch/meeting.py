@@ -204,10 +204,11 @@ class MeetingHandler(RendezvousHandler):
             f"{self._run_id} are of run {other}. All nodes must see the same run directory: put --run-dir on "
             "a file system that they share; where these are two runs, give each an --rdzv-id of its own"
         )
-        self._ask(store.hail)
-        deadline = time.monotonic() + FAREWELL
-        while not self._ask(store.heard) and time.monotonic() < deadline:  # this node may host the store
-            time.sleep(POLL)
+        with contextlib.suppress(StoreLostError, RuntimeError):  # its host knows too, and has ended by now
+            self._ask(store.hail)
+            deadline = time.monotonic() + FAREWELL
+            while not self._ask(store.heard) and time.monotonic() < deadline:  # this node may host the store
+                time.sleep(POLL)
         raise StopRun(int(ExitCode.CONTROL_UNUSABLE), why)
 
     # -- torch's interface ----------------------------------------------------------------------------------
