@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -136,6 +138,32 @@ def test_a_signal_raises_only_where_it_may(taken: StopSignals) -> None:
     assert taken.received is signal.SIGTERM, "kept, while a durable write may be under way"
     with pytest.raises(Interrupted), taken.interruptible():
         raise AssertionError("not reached")
+
+
+def test_a_signal_while_a_thread_starts_is_no_failure_to_start_it(
+    taken: StopSignals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    started, may_go = threading._start_new_thread, threading.Event()  # type: ignore[attr-defined]
+
+    def start(target: Any, *args: Any) -> None:
+        def begin() -> None:
+            may_go.wait(20)
+            target(*args[0])
+
+        started(begin, ())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ran = threading.Event()
+    monkeypatch.setattr(threading, "_start_new_thread", start)
+    with pytest.raises(Interrupted), taken.interruptible():
+        threading.Thread(target=ran.set, daemon=True).start()
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    may_go.set()
+    assert ran.wait(20), unraisable
+    assert not unraisable
 
 
 # --- what ranks say -----------------------------------------------------------------------------------------

@@ -23,8 +23,12 @@ ALSO = (signal.SIGUSR1, signal.SIGUSR2)
 """Taken besides those that torchrun takes: schedulers announce the end of a job by them."""
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error
-    """A stop signal arrived during a wait."""
+class Interrupted(BaseException):
+    """A stop signal arrived during a wait.
+
+    No `Exception`, because it can be raised anywhere within the wait: whoever handles what can go wrong
+    there, such as `threading.Thread.start` for a thread that could not be had, must not take it for that.
+    """
 
 
 class StopSignals:
