@@ -227,7 +227,7 @@ def test_what_is_left_to_this_rank_is_verified_after_the_load(
     monkeypatch.setattr(loading, "_load_tensors", lambda *_: None)
     monkeypatch.setattr(loading, "_read_blob", lambda *_: {"tracked": {}, "own": {}})
     monkeypatch.setattr(loading, "reshard", lambda *_, **__: ({}, {}, []))
-    for check in ("check_parts", "drop_stateless", "check_strict"):
+    for check in ("check_parts", "check_strict"):
         monkeypatch.setattr(loading, check, lambda *_: None)
     for rank in range(2):
         loading.load(directory, digest, Tracked(), rank, 2, shards=Mixed(rank))  # type: ignore[arg-type]

@@ -31,7 +31,6 @@ from holdfast.checkpoint.state import (
     Tracked,
     check_parts,
     check_strict,
-    drop_stateless,
     flatten,
     from_blob,
     rank_key,
@@ -96,9 +95,8 @@ def load(
     else:
         blobs = [_read_blob(reader, metadata, saved) for saved in range(manifest.world.size)]
         others, own, notes = reshard(blobs, run=manifest.run, step=manifest.step, rank=rank, world=world)
-    tensors, _ = tracked.collect()
     check_parts(tracked.names(), others)
-    drop_stateless(tensors, others, metadata)
+    tensors = tracked.targets(others, metadata)
     check_strict(tensors, metadata)
     wanted = flatten(tensors)
     _load_tensors(_own_first(wanted, metadata, rank) if same_world else wanted, reader)

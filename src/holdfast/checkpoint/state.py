@@ -120,6 +120,12 @@ class Tracked:
                     others[name] = thing.state_dict()
         return tensors, others
 
+    def targets(self, others: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+        """The tensors, by part, that a load of this checkpoint reads into. `others` is all else in it."""
+        tensors, _ = self.collect()
+        drop_stateless(tensors, others, metadata)
+        return tensors
+
     def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
         """Put loaded state into the tracked objects. Tensors were loaded in place already."""
         for name, thing in self._objects.items():
