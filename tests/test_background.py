@@ -25,6 +25,7 @@ from harness import holdfast as command
 from holdfast.checkpoint import writer_exchange, writer_process
 from holdfast.checkpoint.stage import Stager
 from holdfast.checkpoint.verify import verify
+from holdfast.control import writing
 from holdfast.control.attempts import latest_head
 from holdfast.control.directory import ControlDirectory
 from holdfast.errors import SaveFailedError
@@ -42,7 +43,7 @@ from holdfast.journal.reader import read_journal
 from test_end_to_end import record
 from test_writer_process import ASYNC, all_committed_once, nothing_in_staging, steps_of
 from tiny import Outcome, checkpoints, die, forked, train, tree
-from writers import forked_writers, holding, patched, ranks, told
+from writers import Around, forked_writers, holding, patched, ranks, told
 
 
 @pytest.fixture(scope="module")
@@ -589,6 +590,62 @@ def test_a_staged_snapshot_outlives_a_killed_trainer(tmp_path: Path, reference: 
     assert outcome.losses == {step: loss for step, loss in reference.losses.items() if step > 6}
     all_committed_once(run_dir, [3, 6, 9, 12])
     assert "its writer finished step_00000006" in told(run_dir, LeaseClaimed)[-1].evidence
+
+
+def starting_at(gate: Path) -> Around:
+    """Writers are held before they have done anything, as by a slow file system, until the gate is there."""
+
+    @contextlib.contextmanager
+    def held() -> Iterator[None]:
+        deadline = time.monotonic() + 60.0
+        while not gate.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        yield
+
+    return lambda number: held()
+
+
+def test_a_staged_snapshot_outlives_its_trainer_also_while_its_writer_is_still_starting(
+    tmp_path: Path, reference: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL right after staging, of a trainer whose writer has not even begun; the next attempt waits."""
+    run_dir, gate = tmp_path / "run", tmp_path / "gate"
+    before: list[int] = []
+
+    def work() -> None:
+        with forked_writers(starting_at(gate)) as writers:
+
+            def at_step(step: int, run: holdfast.Run) -> None:
+                if step == 4:
+                    (tmp_path / "writer").write_text(str(writers[0].pid))
+                    die()
+
+            train(run_dir, until=12, at_step=at_step, **ASYNC)
+
+    def release() -> None:
+        wait_until(lambda: watches_the_writer(os.getpid()), 30, "the next attempt waits for the writer")
+        before.extend(steps_of(run_dir))
+        gate.touch()
+
+    assert forked(work) == -9
+    writer = int((tmp_path / "writer").read_text())
+    assert not is_gone(writer)
+    monkeypatch.setattr(writing, "IDLE_PATIENCE", 0.0)  # not even for a moment for one with nothing to do
+    releasing = threading.Thread(target=release)
+    try:
+        releasing.start()
+        outcome = train(run_dir, until=12, **ASYNC)
+        releasing.join(40)
+        wait_until(lambda: is_gone(writer), 10, "a writer without a trainer ends")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(writer, signal.SIGKILL)
+    assert before == []
+    assert outcome.started_at == 3
+    assert outcome.parameters == reference.parameters
+    all_committed_once(run_dir, [3, 6, 9, 12])
+    assert "its writer finished step_00000003" in told(run_dir, LeaseClaimed)[-1].evidence
+    assert not any("staged by a trainer that is gone" in event.message for event in told(run_dir, Warned))
 
 
 def test_the_wait_for_a_writer_is_bounded_and_a_late_commit_is_refused(

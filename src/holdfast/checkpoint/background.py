@@ -3,7 +3,9 @@
 Guarantee: once it is copied, this rank's snapshot is outside the trainer and in the hands of a process that
 outlives it. What is copied when `begin` returns is handed over at once; a copy from a device, or by a forked
 child, may go on for a while, and is handed over by a thread as soon as it is complete. Snapshots are handed
-over in the order they were taken. Whether one was committed is learnt later, from `poll`.
+over in the order they were taken. That one is coming is recorded before it is copied, so that not even an
+attempt that comes at once, while the writer is still starting, takes the run from it. Whether one was
+committed is learnt later, from `poll`.
 
 Every rank makes the same calls in the same order. All that ranks must agree on (is anyone still busy, does
 the plan still fit) is settled in the one exchange that a snapshot takes.
@@ -282,6 +284,8 @@ class BackgroundSaver:
         )
         staged = None
         if not failed:
+            with self._lock:
+                self._writer.expect(snapshot.name)
             try:
                 buffer.prepare(snapshot.plan)
                 staged = self._stager.stage(snapshot, buffer, tracked)
