@@ -410,10 +410,14 @@ class BackgroundSaver:
         ended, self._ended = self._ended, []
         return ended
 
-    def wait(self, timeout: float) -> list[Ended]:
-        """Wait until nothing is under way, at most `timeout`; everything that has ended."""
+    def is_under_way(self, name: CheckpointName | None = None) -> bool:
+        """Whether this save is, or, without a name, any."""
+        return any(name in (None, under.begun.name) for under in self._under_way.values())
+
+    def wait(self, timeout: float, name: CheckpointName | None = None) -> list[Ended]:
+        """Wait until nothing is under way, or not this, at most `timeout`; everything that has ended."""
         deadline = time.monotonic() + timeout
-        while self._under_way and (left := deadline - time.monotonic()) > 0:
+        while self.is_under_way(name) and (left := deadline - time.monotonic()) > 0:
             self._take(stretch(left))
         return self.poll()
 
