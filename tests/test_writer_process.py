@@ -460,6 +460,26 @@ def test_signals_that_end_a_whole_job_do_not_end_a_writer(tmp_path: Path, number
     all_committed_once(tmp_path / "run", [3, 6])
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nor_do_they_end_one_that_is_still_starting(number: int) -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        writer = writer_client.spawn(theirs.fileno())
+        try:
+            os.kill(writer.pid, number)
+            assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), (
+                "the trainer takes it as before"
+            )
+            theirs.close()
+            ours.close()
+            assert writer.wait(30) == 0
+        finally:
+            writer.kill()
+            writer.wait(10)
+
+
 def test_a_writer_ends_with_its_trainer_though_a_child_of_that_holds_the_socket(tmp_path: Path) -> None:
     """A data loader's worker is a fork of the trainer: it holds every descriptor that the trainer had."""
     child = tmp_path / "child"
