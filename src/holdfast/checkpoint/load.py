@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.adapters import flatten
 from holdfast.checkpoint.assembled import AssembledShards
 from holdfast.checkpoint.manifest import Manifest, ManifestError
 from holdfast.checkpoint.planner import own_prefix
@@ -31,7 +32,6 @@ from holdfast.checkpoint.state import (
     Tracked,
     check_parts,
     check_strict,
-    flatten,
     from_blob,
     rank_key,
 )
@@ -147,7 +147,7 @@ def load_stock(directory: Path, tracked: Tracked) -> LoadedState:
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
-    tensors, others = tracked.collect()
+    tensors, others = _stock_targets(tracked, metadata)
     notes = ["no digests: nothing vouches for these bytes"]
     for name in tracked.names():
         wanted = flatten(tensors.get(name, {}), f"{name}.")
@@ -158,14 +158,30 @@ def load_stock(directory: Path, tracked: Tracked) -> LoadedState:
                 f"{directory} lacks {len(missing)} tensors of {name}, first {missing[0]}. "
                 f"It holds {sorted(stored)[:6]} …"
             )
-        if not wanted or len(there) < len(wanted):
+        if not wanted:
             tensors.pop(name, None)
+            if tracked.kind(name) != "model":
+                others.pop(name, None)
             notes.append(f"{name}: not in the directory; it keeps its initial state")
-    part_of = {name: tensors[name] for name in tensors}
-    for key, tensor in flatten(part_of).items():
+    for key, tensor in flatten(tensors).items():
         entry = stored[key]
         if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
             raise IncompleteStateError(f"{key}: {tuple(tensor.size())} tracked, the directory holds {entry}")
-    _load_tensors(part_of, reader)
+    _load_tensors(tensors, reader)
     notes.append("samples, RNG and data position are not in a plain DCP directory; the step is from its name")
-    return LoadedState(tracked, {**tracked.collect()[0], **part_of}, others, {}, None, notes)
+    return LoadedState(tracked, tensors, others, {}, None, notes)
+
+
+def _stock_targets(tracked: Tracked, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(tensors to read into, all else) by part, for a plain DCP directory. Of a part that is in neither
+    nothing can be read, and it is not touched: a schedule, an optimizer without tensors there."""
+    tensors, others = tracked.collect()
+    for name in tracked.names():
+        if tracked.kind(name) == "model":
+            continue
+        found = tracked.stock_targets(name, metadata)
+        if found is None:
+            others.pop(name, None)
+        else:
+            tensors[name], others[name] = found
+    return tensors, others
