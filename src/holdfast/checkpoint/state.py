@@ -20,16 +20,20 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from holdfast.checkpoint.adapters import GeneratorState, Stateful, TrackerState, as_stateful
-from holdfast.checkpoint.failures import FAILURES, about, naming
+from holdfast.checkpoint import module_state
+from holdfast.checkpoint.adapters import (
+    GeneratorState,
+    Stateful,
+    TrackerState,
+    as_stateful,
+    rewrapped,
+    split,
+)
+from holdfast.checkpoint.failures import naming
 from holdfast.checkpoint.manifest import PartEntry
 from holdfast.errors import IncompleteStateError, UsageError
 
@@ -49,6 +53,7 @@ class Tracked:
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._given: dict[str, object] = {}
+        self._built: dict[str, module_state.Built] = {}
 
     def add(self, name: str, thing: object) -> None:
         if name == OWN or not name.isidentifier():
@@ -62,6 +67,13 @@ class Tracked:
                 "give it both, or track the object that has them"
             )
         self._given[name], self._objects[name] = thing, stateful
+        if isinstance(thing, nn.Module):
+            self._built[name] = module_state.look_at(thing, final=False)
+
+    def begin(self) -> None:
+        """The script has built everything: what is loaded next, at every resume, is loaded into this."""
+        for name, model in self.models():
+            self._built[name] = module_state.look_at(model, final=True)
 
     def names(self) -> list[str]:
         return list(self._objects)
@@ -110,8 +122,7 @@ class Tracked:
         for name, thing in self._objects.items():
             with naming(f"track({name}=…), in its state_dict"):
                 if isinstance(thing, nn.Module):
-                    state = get_model_state_dict(thing)
-                    tensors[name], others[name] = _split(state, name)
+                    tensors[name], others[name] = module_state.collect(thing, name, self._built[name])
                 elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                     tensors[name], others[name] = _split_optimizer(
                         get_optimizer_state_dict(owner, thing), name
@@ -122,16 +133,27 @@ class Tracked:
 
     def targets(self, others: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
         """The tensors, by part, that a load of this checkpoint reads into. `others` is all else in it."""
+        for name, model in self.models():
+            module_state.materialise(model, name, metadata)
         tensors, _ = self.collect()
+        tensors |= self.module_targets(tensors, others, metadata)
         drop_stateless(tensors, others, metadata)
         return tensors
 
+    def module_targets(
+        self, live: Mapping[str, Any], others: Mapping[str, Any], metadata: Metadata
+    ) -> dict[str, Any]:
+        """Those of the modules alone; `live` is what was collected."""
+        return {
+            name: module_state.targets(model, name, live[name], others.get(name, {}), metadata)
+            for name, model in self.models()
+        }
+
     def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-        """Put loaded state into the tracked objects. Tensors were loaded in place already."""
+        """Put loaded state into the tracked objects: `tensors` are the targets, and were read into."""
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
-                if others[name]:
-                    set_model_state_dict(thing, {**rewrapped(tensors[name]), **others[name]})
+                module_state.apply(thing, name, tensors[name], others[name], self._built[name])
             elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 merged = _merge_optimizer(tensors[name], others[name])
                 # Not torch's strictness but ours (check_strict): it refuses parameters without saved state.
@@ -146,48 +168,11 @@ class Tracked:
         }
 
 
-class Wrapped(dict[str, Any]):
-    """The tensors that a tensor subclass is made of, by name, and the subclass around them."""
-
-    def __init__(self, whole: torch.Tensor, inner: dict[str, Any]) -> None:
-        super().__init__(inner)
-        self.whole = whole
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor | Wrapped:
-    """A tensor that only wraps others, such as a quantized weight, has no bytes of its own: those have."""
-    whole: Any = tensor
-    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(whole):
-        return tensor
-    names, _ = whole.__tensor_flatten__()
-    return Wrapped(tensor, {name: unwrapped(getattr(tensor, name)) for name in names})
-
-
-def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The other way round: inner tensors were loaded in place, so what wraps them is up to date."""
-    return {key: value.whole if isinstance(value, Wrapped) else value for key, value in entries.items()}
-
-
-def _split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors, everything else); an error names the entry that it befell."""
-    tensors: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            others[key] = value
-            continue
-        try:
-            tensors[key] = unwrapped(value)
-        except FAILURES as error:
-            raise about(f"{prefix}.{key}", error) from error
-    return tensors, others
-
-
 def _split_optimizer(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, entries in state["state"].items():
-        tensors[name], others[name] = _split(entries, f"{prefix}.state.{name}")
+        tensors[name], others[name] = split(entries, f"{prefix}.state.{name}")
     return {"state": tensors}, {"state": others, "param_groups": state["param_groups"]}
 
 
