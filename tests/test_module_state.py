@@ -6,6 +6,7 @@ import copy
 import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import holdfast
 from holdfast.checkpoint.load import _load_tensors
 from holdfast.checkpoint.module_state import RECORD
+from holdfast.checkpoint.plan import signature_of
+from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.state import Tracked, check_strict, flatten, from_blob, to_blob
+from holdfast.errors import IncompleteStateError, SaveFailedError
 
 WIDTH = 4
 Build = Callable[[], nn.Module]
@@ -426,3 +432,233 @@ def test_what_is_thawed_or_evaluated_during_training_is_so_after_a_resume() -> N
         "requires_grad": {"frozen.weight": True, "frozen.bias": True},
         "training": {"norm.": False},
     }
+
+
+def test_names_are_those_of_torch_whatever_is_wrapped() -> None:
+    inner = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(2, 2))), nn.BatchNorm1d(2))
+    model = torch.compile(
+        nn.Sequential(inner, torch.compile(nn.Linear(2, 2)), AveragedModel(nn.Linear(2, 2)))
+    )
+    tensors, others = tracking(model=model).collect()
+    assert list(tensors["model"]) == list(get_model_state_dict(model))
+    assert others == {"model": {}}
+
+
+def test_a_run_goes_on_exactly_with_state_that_only_load_state_dict_restores(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(TensorExtra(), OwnFormat(), Hooked(), Buffers(), nn.LazyLinear(WIDTH))
+
+    def run_to(where: Path, until: int) -> dict[str, Any]:
+        torch.manual_seed(3)
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        run = holdfast.Run(run_dir=where, checkpoint_interval=2)
+        run.track(model=model, optimizer=optimizer)
+        for step, _ in run.steps(range(100), until=until):
+            (model(batch(step)) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model)
+
+    whole = run_to(tmp_path / "whole", 7)
+    run_to(tmp_path / "parts", 4)
+    assert run_to(tmp_path / "parts", 7) == whole
+
+
+# --- refused, by name --------------------------------------------------------------------------------------
+
+
+class Forgetting(TensorExtra):
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        del state
+
+
+class ForgettingNumbers(nn.Linear):
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        del state
+
+
+class Rounding(OwnFormat):
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.values = [round(value, 2) for value in self.values]
+
+
+class Resetting(nn.BatchNorm1d):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_load_state_dict_post_hook(lambda module, _: module.reset_running_stats())
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "kind"),
+    [
+        (
+            Forgetting,
+            "model.1._extra_state",
+            "Forgetting did not take it.* Make Forgetting's set_extra_state",
+        ),
+        (
+            lambda: ForgettingNumbers(WIDTH, WIDTH),
+            "model.1._extra_state",
+            "ForgettingNumbers did not take it",
+        ),
+        (Rounding, "model.1.values.0", "Rounding did not take it"),
+        (lambda: Resetting(WIDTH), "model.1.running_mean", "Resetting did not take it"),
+    ],
+)
+def test_what_a_module_does_not_take_is_refused_by_name(build: Build, name: str, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), build())
+    tracked = tracking(model=model)
+    train(model, range(2))
+    if isinstance(model[1], ForgettingNumbers):
+        model[1].count = 41
+    saved = Saved(tracked)
+    with pytest.raises(IncompleteStateError, match=f"{name}: {kind}"):
+        saved.load(tracking(model=nn.Sequential(nn.Linear(WIDTH, WIDTH), build())))
+
+
+class Clock(nn.Linear):
+    """Its state is another whenever it is asked for."""
+
+    asked = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"asked": self.asked}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.asked = state["asked"]
+
+
+class Converting(nn.Linear):
+    """It keeps what it was given, in other types and another order."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.value: Any = [0, {"b": 1, "a": 2}]
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = (float(state[0]), dict(sorted(state[1].items())))
+
+
+@pytest.mark.parametrize("kind", [Clock, Converting])
+def test_state_that_is_no_certain_difference_is_not_refused(kind: type[nn.Linear]) -> None:
+    saved = Saved(tracking(model=kind(2, 2)))
+    saved.load(tracking(model=kind(2, 2)))
+
+
+def test_a_load_that_the_module_refuses_says_which_and_why() -> None:
+    class Picky(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+        def set_extra_state(self, state: int) -> None:
+            raise ValueError("format 1 is no longer read")
+
+    saved = Saved(tracking(model=Picky(2, 2)))
+    with pytest.raises(
+        IncompleteStateError, match=r"track\(model=…\): Picky.load_state_dict.*format 1 is no longer"
+    ):
+        saved.load(tracking(model=Picky(2, 2)))
+    saved = Saved(tracking(model=TensorExtra()))
+    with pytest.raises(IncompleteStateError, match=r"model._extra_state: in the checkpoint, but not tracked"):
+        saved.load(tracking(model=nn.Linear(WIDTH, WIDTH)))
+    saved = Saved(tracking(model=nn.Linear(WIDTH, WIDTH)))
+    with pytest.raises(IncompleteStateError, match=r"TensorExtra.load_state_dict.*Missing.*_extra_state"):
+        saved.load(tracking(model=TensorExtra()))
+
+
+def add(model: Any) -> None:
+    model.more = nn.Parameter(torch.ones(2))
+
+
+def replace(model: Any) -> None:
+    model.inward.weight = nn.Parameter(torch.ones(WIDTH, 2 * WIDTH))
+    model.outward.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+
+def take_away(model: Any) -> None:
+    model.outward = None
+
+
+def untie(model: Any) -> None:
+    model.outward.weight = nn.Parameter(model.outward.weight.detach().clone())
+
+
+def narrow(model: Any) -> None:
+    model.bfloat16()
+
+
+def prune(model: Any) -> None:
+    parametrize.register_parametrization(model.inward, "bias", Doubling())
+
+
+def add_norm(model: Any) -> None:
+    model.norm = nn.BatchNorm1d(WIDTH, affine=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (add, "model.more, a parameter of Tied, was added"),
+        (
+            replace,
+            r"model.inward.weight, a parameter of Linear, became torch.float32 \(4, 8\); it was .* \(4, 4\)",
+        ),
+        (take_away, "model.outward.bias, a parameter, was taken away"),
+        (untie, "model.outward.weight, a parameter of Linear, is no more the same as inward.weight"),
+        (narrow, r"model.inward.weight, a parameter of Linear, became torch.bfloat16"),
+        (
+            prune,
+            r"model.inward.parametrizations.bias.original, a parameter of ParametrizationList, was added",
+        ),
+        (add_norm, r"model.norm.running_mean, a buffer, is in a module that was added"),
+    ],
+)
+def test_a_save_that_no_fresh_model_would_take_is_refused_by_name(
+    change: Callable[[Any], None], told: str
+) -> None:
+    model = Tied()
+    tracked = tracking(model=model)
+    tracked.collect()
+    change(model)
+    with pytest.raises(SaveFailedError, match=f"{told}.*before the first step"):
+        tracked.collect()
+
+
+def test_what_the_script_changes_before_the_first_step_is_no_change() -> None:
+    model = Tied()
+    tracked = Tracked()
+    tracked.add("model", model)
+    add(model)
+    tracked.collect()
+    tracked.begin()
+    saved = Saved(tracked)
+    fresh_model = Tied()
+    add(fresh_model)
+    saved.load(tracking(model=fresh_model))
+    assert everything(fresh_model) == everything(model)
+
+
+def test_a_module_set_to_none_and_back_and_a_parameter_registered_again_are_exact() -> None:
+    def change(model: Any, step: int) -> None:
+        outward, model.outward = model.outward, None
+        model.outward = outward
+        model.inward.bias = nn.Parameter(model.inward.bias.detach() + 1)
+
+    goes_on_exactly(Tied, change)
+
+
+def test_parameters_that_have_no_shape_yet_are_named_at_a_save() -> None:
+    tensors, _ = tracking(model=nn.Sequential(nn.LazyLinear(WIDTH))).collect()
+    with pytest.raises(SaveFailedError, match=r"model.0.weight: .*uninitialized.*Call `forward`"):
+        signature_of(SnapshotPlanner(tensors, 0, is_coordinator=True), 1)

@@ -28,8 +28,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -130,11 +128,6 @@ def _takes_part(member: Member) -> bool:
     module = member.module
     extra = _overrides(module, "get_extra_state") or _overrides(module, "set_extra_state")
     return member.foreign or extra or any(map(_is_own, module._load_state_dict_post_hooks.values()))
-
-
-def _is_fsdp1(model: nn.Module) -> bool:
-    """FSDP's first kind makes a state_dict of copies, and by rules that only torch's own functions know."""
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 class _Names:
@@ -247,8 +240,6 @@ class Built:
 
 def look_at(model: nn.Module, *, final: bool) -> Built:
     built = Built(final)
-    if _is_fsdp1(model):
-        return built
     found = members(model)
     built.training = {member.name: member.module.training for member in found}
     built.foreign = {member.name for member in found if member.foreign}
@@ -394,8 +385,6 @@ def _told(kind: tuple[object, ...] | None) -> str:
 
 def collect(model: nn.Module, part: str, built: Built | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors by name, everything else by name); the tensors alias live state where the state_dict's do."""
-    if _is_fsdp1(model):
-        return split(get_model_state_dict(model), part)
     with torch.no_grad():
         state = model.state_dict()
     found = members(model)  # after the state_dict, which may put shards in place
@@ -442,12 +431,11 @@ def targets(
     }
     record = saved.get(RECORD, {})
     changed = set(record.get("buffers", []))
-    fsdp1 = _is_fsdp1(model)
     found = members(model)
     names, registered = _Names(found), _registered(found)
     wanted: dict[str, Any] = {}
     for name, value in live.items():
-        if not fsdp1 and name not in changed and _is_in_place(name, value, registered, names):
+        if name not in changed and _is_in_place(name, value, registered, names):
             wanted[name] = value
         elif _is_stored(name, value, stored):
             wanted[name] = _fresh(name, value, stored)
@@ -461,7 +449,7 @@ def targets(
             continue
         if name in changed or name.startswith(LOOSE):
             wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-        elif name.rpartition(".")[2] == EXTRA or names.owner(name).foreign:
+        elif _is_extra(name, names.owner(name)) or names.owner(name).foreign:
             wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     return wanted
 
@@ -471,6 +459,11 @@ def _is_in_place(name: str, value: Any, registered: Mapping[str, torch.Tensor], 
     if memory is None or names.owner(name).foreign:
         return False
     return _same_memory(value, split({name: memory.detach()}, "")[0][name])
+
+
+def _is_extra(name: str, owner: Member) -> bool:
+    """Whether an entry is the extra state of a module that takes one."""
+    return name == owner.name + EXTRA and _overrides(owner.module, "set_extra_state")
 
 
 def _is_stored(name: str, value: Any, stored: Mapping[str, TensorStorageMetadata]) -> bool:
@@ -503,9 +496,6 @@ def apply(
 ) -> None:
     """Put what was loaded into the module. What was read in place is there already."""
     others = {name: value for name, value in saved.items() if name != RECORD}
-    if _is_fsdp1(model):
-        set_model_state_dict(model, {**rewrapped(tensors), **others})
-        return
     record = saved.get(RECORD, {})
     loose = {name.removeprefix(LOOSE): t for name, t in tensors.items() if name.startswith(LOOSE)}
     given = {name: value for name, value in tensors.items() if not name.startswith(LOOSE)}
@@ -584,8 +574,8 @@ def _load(
     except Exception as error:
         raise IncompleteStateError(
             f"track({part}=…): {what}.load_state_dict does not take what was saved: {type(error).__name__}: "
-            f"{error}. Make the script build the model as it was when it was saved, or start with "
-            "resume_from = 'fresh'"
+            f"{' '.join(str(error).split()).rstrip(' .')}. Make the script build the model as it was when it "
+            "was saved, or start with resume_from = 'fresh'"
         ) from error
     now, others_now = collect(model, part, None)
     found_now = _fingerprints(now)
