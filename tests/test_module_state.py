@@ -12,20 +12,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import holdfast
-from holdfast.checkpoint.load import _load_tensors
+from holdfast.checkpoint.load import _load_tensors, _own_instead
 from holdfast.checkpoint.module_state import RECORD
 from holdfast.checkpoint.plan import signature_of
-from holdfast.checkpoint.planner import SnapshotPlanner
+from holdfast.checkpoint.planner import SnapshotPlanner, own_prefix
 from holdfast.checkpoint.state import Tracked, check_strict, flatten, from_blob, to_blob
 from holdfast.errors import IncompleteStateError, SaveFailedError
+from tiny import forked
 
 WIDTH = 4
 Build = Callable[[], nn.Module]
@@ -432,6 +438,86 @@ def test_what_is_thawed_or_evaluated_during_training_is_so_after_a_resume() -> N
         "requires_grad": {"frozen.weight": True, "frozen.bias": True},
         "training": {"norm.": False},
     }
+
+
+class Blocks(nn.Module):
+    """What large models are made of."""
+
+    def __init__(self, *, extra: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = checkpoint_wrapper(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.last = TensorExtra() if extra else nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.second(self.first(x))))
+
+
+def sharded(*, extra: bool, reshard: bool = True) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    model = Blocks(extra=extra)
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(*, extra: bool) -> nn.Module:
+    model = Blocks(extra=extra)
+    return parallelize_module(model, init_device_mesh("cpu", (1,)), {"first": ColwiseParallel()})
+
+
+def test_what_large_models_are_wrapped_in_is_read_in_place(tmp_path: Path) -> None:
+    """Memory matters there: only what cannot be read in place gets memory of its own."""
+
+    def work() -> None:
+        distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+        builds: list[Callable[..., nn.Module]] = [
+            sharded,
+            lambda **how: sharded(**how, reshard=False),
+            lambda **how: torch.compile(sharded(**how), backend="eager"),
+            tensor_parallel,
+            lambda **how: nn.parallel.DistributedDataParallel(Blocks(**how)),
+        ]
+        for build in builds:
+            for extra in (False, True):
+                model = build(extra=extra)
+                tracked = tracking(model=model)
+                model(batch(0)).sum().backward()
+                saved = Saved(tracked)
+                assert list(tracked.collect()[0]["model"]) == list(get_model_state_dict(model))
+                again = build(extra=extra)
+                live = {memory(tensor) for tensor in again.state_dict().values()}
+                targets = saved.load(tracking(model=again))["model"]
+                elsewhere = [name for name, tensor in targets.items() if memory(tensor) not in live]
+                assert elsewhere == (["last._extra_state"] if extra else [])
+                assert local(again) == local(model)
+        distributed.destroy_process_group()
+
+    assert forked(work) == 0
+
+
+def memory(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+
+
+def local(model: nn.Module) -> dict[str, Any]:
+    state = get_model_state_dict(model)
+    return {n: (t.to_local() if isinstance(t, DTensor) else t).tolist() for n, t in state.items()}
+
+
+def test_a_rank_reads_its_own_version_of_a_tensor_whatever_shape_that_has() -> None:
+    def entry(*shape: int) -> TensorStorageMetadata:
+        return TensorStorageMetadata(TensorProperties(), torch.Size(shape), [])
+
+    stored = {"model.a": entry(2), "model.b": entry(3), f"{own_prefix(1)}model.a": entry(5)}
+    metadata = Metadata(state_dict_metadata=stored)
+    assert {k: v.size for k, v in _own_instead(metadata, 1).state_dict_metadata.items()} == {
+        "model.a": (5,),
+        "model.b": (3,),
+        f"{own_prefix(1)}model.a": (5,),
+    }
+    assert _own_instead(metadata, 0) == metadata
 
 
 def test_names_are_those_of_torch_whatever_is_wrapped() -> None:
