@@ -1,5 +1,4 @@
-"""State of things that have some, but not under the names `state_dict` and `load_state_dict`; and tensors
-that have bytes, but none of their own."""
+"""State of things that have some, but not as `state_dict` and `load_state_dict`, or not as plain tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from holdfast.checkpoint.failures import FAILURES, about
 
 
 @runtime_checkable
@@ -92,3 +93,23 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The other way round: inner tensors were loaded in place, so what wraps them is up to date."""
+    return {key: value.whole if isinstance(value, Wrapped) else value for key, value in entries.items()}
+
+
+def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(tensors, everything else); an error names the entry that it befell."""
+    tensors: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            others[key] = value
+            continue
+        try:
+            tensors[key] = unwrapped(value)
+        except FAILURES as error:
+            raise about(f"{prefix}.{key}", error) from error
+    return tensors, others

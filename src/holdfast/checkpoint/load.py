@@ -8,6 +8,7 @@ and the checkpoint do not fit, which no other rung cures.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,9 @@ def load(
         blobs = [_read_blob(reader, metadata, saved) for saved in range(manifest.world.size)]
         others, own, notes = reshard(blobs, run=manifest.run, step=manifest.step, rank=rank, world=world)
     check_parts(tracked.names(), others)
-    tensors = tracked.targets(others, metadata)
-    check_strict(tensors, metadata)
+    seen = _own_instead(metadata, rank) if same_world else metadata
+    tensors = tracked.targets(others, seen)
+    check_strict(tensors, seen)
     wanted = flatten(tensors)
     _load_tensors(_own_first(wanted, metadata, rank) if same_world else wanted, reader)
     rest = reader.shard_paths()[rank::world] if shards is None else shards.rest(manifest.world.size)
@@ -110,6 +112,14 @@ def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -
     prefix = own_prefix(rank)
     there = metadata.state_dict_metadata
     return {prefix + name if prefix + name in there else name: tensor for name, tensor in wanted.items()}
+
+
+def _own_instead(metadata: Metadata, rank: int) -> Metadata:
+    """The metadata as this rank will read it: its own version of a tensor may have a shape of its own."""
+    prefix = own_prefix(rank)
+    entries = metadata.state_dict_metadata
+    own = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+    return dataclasses.replace(metadata, state_dict_metadata={**entries, **own})
 
 
 def _read_blob(reader: VerifyingReader, metadata: Metadata, rank: int) -> dict[str, Any]:
@@ -148,6 +158,7 @@ def load_stock(directory: Path, tracked: Tracked) -> LoadedState:
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
     tensors, others = _stock_targets(tracked, metadata)
+    tensors |= tracked.module_targets(tensors, {}, metadata)
     notes = ["no digests: nothing vouches for these bytes"]
     for name in tracked.names():
         wanted = flatten(tensors.get(name, {}), f"{name}.")

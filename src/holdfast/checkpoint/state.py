@@ -18,19 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from holdfast.checkpoint import optimizer_load, optimizer_state
+from holdfast.checkpoint import module_state, optimizer_load, optimizer_state
 from holdfast.checkpoint.adapters import (
     GeneratorState,
     Stateful,
     TrackerState,
-    Wrapped,
     as_stateful,
     flatten,
-    unwrapped,
 )
-from holdfast.checkpoint.failures import FAILURES, about, naming
+from holdfast.checkpoint.failures import naming
 from holdfast.checkpoint.manifest import PartEntry
 from holdfast.errors import IncompleteStateError, UsageError
 
@@ -50,6 +47,7 @@ class Tracked:
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._given: dict[str, object] = {}
+        self._built: dict[str, module_state.Built] = {}
 
     def add(self, name: str, thing: object) -> None:
         if name == OWN or not name.isidentifier():
@@ -65,6 +63,13 @@ class Tracked:
         if isinstance(thing, nn.Module):
             optimizer_state.refuse_flat_parameters(name, thing)
         self._given[name], self._objects[name] = thing, stateful
+        if isinstance(thing, nn.Module):
+            self._built[name] = module_state.look_at(thing, final=False)
+
+    def begin(self) -> None:
+        """The script has built everything: what is loaded next, at every resume, is loaded into this."""
+        for name, model in self.models():
+            self._built[name] = module_state.look_at(model, final=True)
 
     def names(self) -> list[str]:
         return list(self._objects)
@@ -113,8 +118,7 @@ class Tracked:
         for name, thing in self._objects.items():
             with naming(f"track({name}=…), in its state_dict"):
                 if isinstance(thing, nn.Module):
-                    state = get_model_state_dict(thing)
-                    tensors[name], others[name] = _split(state, name)
+                    tensors[name], others[name] = module_state.collect(thing, name, self._built[name])
                 elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                     tensors[name], others[name] = optimizer_state.collect(name, thing, owner)
                 else:
@@ -126,10 +130,20 @@ class Tracked:
         tensors: dict[str, Any] = {}
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
-                tensors[name], _ = _split(get_model_state_dict(thing), name)
+                module_state.materialise(thing, name, metadata)
+                tensors[name], _ = module_state.collect(thing, name, self._built[name])
             elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 tensors[name] = optimizer_state.targets(name, thing, owner, others[name], metadata)
-        return tensors
+        return tensors | self.module_targets(tensors, others, metadata)
+
+    def module_targets(
+        self, live: Mapping[str, Any], others: Mapping[str, Any], metadata: Metadata
+    ) -> dict[str, Any]:
+        """Those of the modules alone; `live` is what was collected."""
+        return {
+            name: module_state.targets(model, name, live[name], others.get(name, {}), metadata)
+            for name, model in self.models()
+        }
 
     def stock_targets(self, name: str, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """(tensors, all else) that a plain DCP directory may hold of an optimizer; None of anything else."""
@@ -139,16 +153,15 @@ class Tracked:
         return optimizer_state.stock_targets(name, thing, owner, metadata)
 
     def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-        """Put loaded state into the tracked objects; one that nothing was loaded for stays as it is.
+        """Put loaded state into the tracked objects: `tensors` are the targets, and were read into.
 
-        Tensors of models were loaded in place already.
+        One that nothing was loaded for stays as it is.
         """
         for name, thing in self._objects.items():
             if name not in others:
                 continue
             if isinstance(thing, nn.Module):
-                if others[name]:
-                    set_model_state_dict(thing, {**rewrapped(tensors[name]), **others[name]})
+                module_state.apply(thing, name, tensors[name], others[name], self._built[name])
             elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 optimizer_load.apply(name, thing, owner, tensors[name], others[name])
             elif isinstance(thing, torch.optim.Optimizer):
@@ -161,26 +174,6 @@ class Tracked:
             name: PartEntry(kind=self.kind(name), entries=len(flatten(tensors.get(name, {}))))
             for name in self._objects
         }
-
-
-def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The other way round: inner tensors were loaded in place, so what wraps them is up to date."""
-    return {key: value.whole if isinstance(value, Wrapped) else value for key, value in entries.items()}
-
-
-def _split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors, everything else); an error names the entry that it befell."""
-    tensors: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            others[key] = value
-            continue
-        try:
-            tensors[key] = unwrapped(value)
-        except FAILURES as error:
-            raise about(f"{prefix}.{key}", error) from error
-    return tensors, others
 
 
 def check_strict(tensors: Mapping[str, Any], metadata: Metadata) -> None:
