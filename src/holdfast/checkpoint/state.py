@@ -136,24 +136,16 @@ class Tracked:
         for name, model in self.models():
             module_state.materialise(model, name, metadata)
         tensors, _ = self.collect()
-        tensors |= self.module_targets(tensors, others, metadata)
+        for name, model in self.models():
+            tensors[name] = module_state.targets(model, name, others[name], metadata)
         drop_stateless(tensors, others, metadata)
         return tensors
-
-    def module_targets(
-        self, live: Mapping[str, Any], others: Mapping[str, Any], metadata: Metadata
-    ) -> dict[str, Any]:
-        """Those of the modules alone; `live` is what was collected."""
-        return {
-            name: module_state.targets(model, name, live[name], others.get(name, {}), metadata)
-            for name, model in self.models()
-        }
 
     def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
         """Put loaded state into the tracked objects: `tensors` are the targets, and were read into."""
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
-                module_state.apply(thing, name, tensors[name], others[name], self._built[name])
+                module_state.apply(thing, name, tensors.get(name, {}), others[name], self._built[name])
             elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 merged = _merge_optimizer(tensors[name], others[name])
                 # Not torch's strictness but ours (check_strict): it refuses parameters without saved state.
