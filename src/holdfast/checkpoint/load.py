@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint import module_state
 from holdfast.checkpoint.adapters import flatten
 from holdfast.checkpoint.assembled import AssembledShards
 from holdfast.checkpoint.manifest import Manifest, ManifestError
@@ -158,7 +159,8 @@ def load_stock(directory: Path, tracked: Tracked) -> LoadedState:
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
     tensors, others = _stock_targets(tracked, metadata)
-    tensors |= tracked.module_targets(tensors, {}, metadata)
+    for name, model in tracked.models():
+        tensors[name] = module_state.targets(model, name, {}, metadata)
     notes = ["no digests: nothing vouches for these bytes"]
     for name in tracked.names():
         wanted = flatten(tensors.get(name, {}), f"{name}.")
