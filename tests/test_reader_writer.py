@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import random
@@ -261,10 +262,18 @@ def test_many_small_ones_are_read_at_once_and_few_of_them_opened(
 
 
 def test_an_archive_like_others_but_for_its_strides_is_opened_by_itself(tmp_path: Path) -> None:
-    """dcp.save stores a transposed tensor as it lies: as many bytes as its neighbour, in another order."""
+    """As many bytes as its neighbours have, and of the same shape, but in another order."""
     square = torch.arange(16.0).reshape(4, 4)
-    state = {"a": square.clone(), "b": square.t(), "c": square * 2}
+    state = {"a": square + 1, "b": square.clone(), "c": square * 2}
     dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    storage = pickle.loads((tmp_path / "saved" / METADATA).read_bytes()).storage_data
+    [info] = [info for index, info in storage.items() if index.fqn == "b"]
+    transposed = io.BytesIO()
+    torch.save(square.t().contiguous().t(), transposed)
+    assert len(transposed.getvalue()) == info.length
+    with (tmp_path / "saved" / info.relative_path).open("r+b") as file:
+        file.seek(info.offset)
+        file.write(transposed.getvalue())
     target = blank(state)
     read_straight(tmp_path / "saved", seal(tmp_path / "saved"), target)
     assert [name for name in state if not torch.equal(target[name], state[name])] == []
@@ -292,7 +301,8 @@ def test_one_of_many_that_is_not_in_memory_what_was_saved_is_named(
 
 
 def small() -> dict[str, torch.Tensor]:
-    return {"a": torch.randn(64), "b": torch.randn(IN_PLACE), "c": torch.arange(300)}
+    side_by_side = {"c": torch.arange(300), "d": torch.randn(64), "e": torch.randn(64)}
+    return {"a": torch.randn(64), "b": torch.randn(IN_PLACE), **side_by_side}
 
 
 @pytest.fixture
