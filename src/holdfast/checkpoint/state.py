@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.adapters import GeneratorState, Stateful, TrackerState, as_stateful
 from holdfast.checkpoint.failures import FAILURES, about, naming
+from holdfast.checkpoint.gradient_state import GRADIENTS, GradientState
 from holdfast.checkpoint.manifest import PartEntry
 from holdfast.errors import IncompleteStateError, UsageError
 
@@ -49,9 +50,11 @@ class Tracked:
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._given: dict[str, object] = {}
+        self.gradients = GradientState(self)
+        """What lies between backward and optimizer at a step boundary."""
 
     def add(self, name: str, thing: object) -> None:
-        if name == OWN or not name.isidentifier():
+        if name in (OWN, GRADIENTS) or not name.isidentifier():
             raise UsageError(f"track({name}=…): the name must be a plain identifier other than {OWN!r}")
         if name in self._given and self._given[name] is not thing:
             raise UsageError(f"track({name}=…): something else is tracked under that name already")
@@ -85,6 +88,12 @@ class Tracked:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The tracked optimizers that are torch's own kind."""
         return [thing for thing in self._objects.values() if isinstance(thing, torch.optim.Optimizer)]
+
+    def named_optimizers(self) -> list[tuple[str, torch.optim.Optimizer]]:
+        """The same, by name."""
+        return [
+            (name, thing) for name, thing in self._objects.items() if isinstance(thing, torch.optim.Optimizer)
+        ]
 
     def models(self) -> list[tuple[str, nn.Module]]:
         """The tracked models, by name."""
@@ -231,7 +240,9 @@ def check_strict(tensors: Mapping[str, Any], metadata: Metadata) -> None:
     """Both directions, by name, shape and dtype: DCP ignores unread keys and casts dtypes silently."""
     wanted = flatten(tensors)
     stored = {
-        key: entry for key, entry in metadata.state_dict_metadata.items() if not key.startswith(f"{OWN}.")
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if not key.startswith((f"{OWN}.", f"{GRADIENTS}."))
     }
     problems = [f"{key}: tracked, but not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())]
     problems += [

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from holdfast.checkpoint.gradient_state import is_placeholder
+
 LOOKED_UP_EVERY = 64
 """Looks after which the models' parameters are looked up again: a model may be changed between steps."""
 NAMED = 3
@@ -39,6 +41,8 @@ class Gradients:
         self._models = list(models)
         self._places: list[tuple[dict[str, Any], str]] = []
         self._looks = 0
+        self._placeholders = True
+        """Whether there were any when this was last looked at: only a resume puts some there."""
 
     def soundings(self) -> list[torch.Tensor | float]:
         """Few numbers, all finite only if every element is: the sum of float32 on the host, else norms."""
@@ -60,7 +64,7 @@ class Gradients:
         found = []
         for name, model in self._models:
             for key, parameter in model.named_parameters():
-                if parameter.grad is None:
+                if parameter.grad is None or is_placeholder(parameter.grad):
                     continue
                 values = plain(parameter.grad)
                 if not bool(torch.isfinite(values).all()):
@@ -80,11 +84,16 @@ class Gradients:
         if self._looks % LOOKED_UP_EVERY == 0:
             self._places = list(_places(self._models))
         self._looks += 1
-        return [
+        found = [
             gradient
             for parameters, name in self._places
             if (parameter := parameters.get(name)) is not None and (gradient := parameter.grad) is not None
         ]
+        if self._placeholders and found:
+            real = [gradient for gradient in found if not is_placeholder(gradient)]
+            self._placeholders = len(real) < len(found)
+            return real
+        return found
 
 
 def plain(gradient: torch.Tensor) -> torch.Tensor:
