@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import warnings
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import holdfast
+from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint import metadata as metadatas
+from holdfast.checkpoint.gradient_state import GRADIENTS
 from holdfast.checkpoint.manifest import Versions
 from holdfast.checkpoint.roundtrip import check_round_trip, first_difference
-from holdfast.errors import SaveFailedError
+from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 from holdfast.journal.events import Warned
 from holdfast.journal.reader import read_journal
+from holdfast.worker.slots import local_part
 from holdfast.worker.versions import changes_since
-from tiny import checkpoints
+from tiny import build, checkpoints
+from together import together
 
 
 class Tracker:
@@ -182,3 +192,254 @@ def test_tensors_that_wrap_others_come_back_by_what_they_are_made_of(tmp_path: P
         assert torch.equal(getattr(found, inner), getattr(kept, inner))
     metadata = metadatas.read(next((tmp_path / "run" / "checkpoints").glob("step_*")))
     assert {"model.pair.a", "model.pair.b"} <= set(metadata.tensors)
+
+
+# --- gradients at a step boundary ---------------------------------------------------------------------------
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, int, torch.Tensor], None]
+
+
+def net() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model.register_parameter("unowned", nn.Parameter(torch.ones(4)))
+    return model
+
+
+def error(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = (model(x) + 0.01 * model.unowned - x).square().mean()
+    return found
+
+
+def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+    error(model, x).backward()
+    if step % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clearing_late(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+    if step % 4 == 1:
+        optimizer.zero_grad()
+    error(model, x).backward()
+    if step % 4 == 0:
+        optimizer.step()
+
+
+def clearing_first(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    error(model, x).backward()
+    optimizer.step()
+
+
+def zeroing_first(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+    """Zeros are no gradient to nobody but a person: momentum moves what has them."""
+    optimizer.zero_grad(set_to_none=False)
+    (error(model, x) if step % 2 else model[0](x).square().mean()).backward()
+    optimizer.step()
+
+
+def zeroing_last(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+    error(model, x).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def never_clearing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+    error(model, x).backward()
+    optimizer.step()
+
+
+def stepping_late(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+    error(model, x).backward()
+
+
+def decaying(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+    error(model, x).backward()
+    optimizer.step()
+
+
+def with_a_graph(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+    """What is added to is another tensor afterwards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error(model, x).backward(create_graph=True)
+    if step % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_a_penalty(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+    """Calculates a gradient while the old one lies there, and does not add to it."""
+    loss = error(model, x)
+    slope = torch.autograd.grad(loss, [model[0].weight], create_graph=True)[0]
+    optimizer.zero_grad()
+    (loss + slope.square().sum()).backward()
+    optimizer.step()
+
+
+def left(
+    run_dir: Path, work: Step, until: int, *, leave_at: int = 0, interval: int = 1
+) -> list[bytes | None]:
+    """Parameters, then gradients; left at a step, after the one before was saved."""
+    torch.manual_seed(0)
+    model = net()
+    owned = [parameter for name, parameter in model.named_parameters() if name != "unowned"]
+    optimizer = torch.optim.SGD(owned, lr=0.1, momentum=0.9)
+    data = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    run = holdfast.Run(run_dir=run_dir, checkpoint_interval=interval)
+    run.track(model=model, optimizer=optimizer)
+    steps = run.steps(data, until=until)
+    for step, x in steps:
+        work(model, optimizer, step, x)
+        if step == leave_at:
+            cast("Generator[Any, Any, Any]", steps).close()
+            break
+    every = list(model.parameters())
+    return [
+        None if tensor is None else tensor.detach().numpy().tobytes()
+        for tensor in [*every, *(parameter.grad for parameter in every)]
+    ]
+
+
+def stored_gradients(run_dir: Path) -> dict[int, int]:
+    """How many gradients each checkpoint holds."""
+    found = [manifests.read(path)[0] for path in checkpoints(run_dir)]
+    return {one.step: one.parts[GRADIENTS].entries for one in found if GRADIENTS in one.parts}
+
+
+LOOPS = [
+    accumulating,
+    clearing_late,
+    clearing_first,
+    zeroing_first,
+    zeroing_last,
+    never_clearing,
+    stepping_late,
+    decaying,
+    with_a_graph,
+    with_a_penalty,
+]
+
+
+@pytest.mark.parametrize("work", LOOPS, ids=lambda work: work.__name__)
+def test_gradients_at_a_boundary_go_on_as_the_loop_uses_them(tmp_path: Path, work: Step) -> None:
+    whole = left(tmp_path / "whole", work, 6, interval=0)
+    left(tmp_path / "parts", work, 6, leave_at=4, interval=3)
+    assert left(tmp_path / "parts", work, 6, interval=3) == whole
+    stored = stored_gradients(tmp_path / "parts")
+    if work in (clearing_first, zeroing_first, zeroing_last, with_a_penalty):
+        assert stored == {3: 1, 6: 1}, "only what no optimizer owns"
+    if work is accumulating:
+        assert stored[3] == 5
+        assert any(
+            "gradients are accumulated over more than one step" in t for t in warnings_of(tmp_path / "parts")
+        )
+
+
+def test_a_gradient_that_was_left_out_and_is_used_all_the_same_is_refused(tmp_path: Path) -> None:
+    def changing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, x: torch.Tensor) -> None:
+        (never_clearing if step == 7 else clearing_first)(model, optimizer, step, x)
+
+    left(tmp_path / "run", changing, 9, leave_at=8, interval=6)
+    assert any("the checkpoint of step 6 lacks gradients" in text for text in warnings_of(tmp_path / "run"))
+    with pytest.raises(IncompleteStateError, match=r"the gradient model\..* was left out of the checkpoint"):
+        left(tmp_path / "run", changing, 9)
+    assert [path.name[:13] for path in checkpoints(tmp_path / "run")] == ["step_00000006"]
+
+
+def test_a_scaler_in_the_middle_of_its_work_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    run = holdfast.Run(run_dir=tmp_path / "run")
+    run.track(model=model, optimizer=optimizer, scaler=scaler)
+    run.start()
+    run.begin_step()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(optimizer)
+    run.end_step()
+    with pytest.raises(SaveFailedError, match=r"scaler\.update\(\)"):
+        run.save()
+    assert not checkpoints(tmp_path / "run")
+    run.close()
+
+
+def test_several_batches_a_step_are_exact(tmp_path: Path) -> None:
+    def train(run_dir: Path, until: int) -> list[bytes]:
+        model, optimizer, _, loader = build()
+        run = holdfast.Run(run_dir=run_dir, checkpoint_interval=2)
+        run.track(model=model, optimizer=optimizer)
+        for _, batches in run.steps(loader, until=until, batches=3):  # five batches are an epoch
+            for _, x in batches:
+                run.compute(lambda x: (model(x) - x).square().mean().div(3).backward(), x)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.numpy().tobytes() for value in model.state_dict().values()]
+
+    model, optimizer, _, loader = build()
+    drawn = itertools.chain.from_iterable(iter(lambda: iter(loader), None))
+    for _ in range(6):
+        for _, x in list(itertools.islice(drawn, 3)):
+            (model(x) - x).square().mean().div(3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = [value.numpy().tobytes() for value in model.state_dict().values()]
+    assert train(tmp_path / "whole", 6) == plain
+    assert [train(tmp_path / "parts", until) for until in (1, 4, 6)][-1] == plain
+    assert not stored_gradients(tmp_path / "parts")
+    with holdfast.Run(run_dir=tmp_path / "none") as run, pytest.raises(UsageError, match="one batch or more"):
+        next(run.steps([1], until=1, batches=0))
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("kind", ["ddp", "ddp-views", "fsdp", "fsdp-mixed"])
+def test_gradients_that_ranks_accumulate_without_a_reduction_resume_exactly(
+    tmp_path: Path, kind: str
+) -> None:
+    def train(run_dir: Path, rank: int, leave_at: int) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        wrapped: Any = model
+        if kind.startswith("ddp"):
+            wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view="views" in kind)
+        else:
+            low, high = (torch.bfloat16, torch.float32) if "mixed" in kind else (None, None)
+            policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=high)
+            fully_shard(model[0], mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+        run = holdfast.Run(run_dir=run_dir, checkpoint_interval=1)
+        run.track(model=wrapped, optimizer=optimizer)
+        data = [torch.randn(2, 6, generator=torch.Generator().manual_seed(8 * rank + i)) for i in range(8)]
+        steps = run.steps(data, until=9)
+        for step, x in steps:
+            last = step % 4 == 0
+            quiet: Any = contextlib.nullcontext()
+            if kind.startswith("fsdp"):
+                wrapped.set_requires_gradient_sync(last)
+            elif not last:
+                quiet = wrapped.no_sync()
+            with quiet:
+                (wrapped(x) - x).square().mean().backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == leave_at:
+                cast("Generator[Any, Any, Any]", steps).close()
+                break
+        return [local_part(value).numpy().tobytes().hex() for value in wrapped.state_dict().values()]
+
+    def work(rank: int) -> list[list[str]]:
+        found = [train(tmp_path / "whole", rank, 0)]
+        for leave_at in (3, 7, 0):
+            dist.barrier()
+            found.append(train(tmp_path / "parts", rank, leave_at))
+        return found
+
+    for found in together(tmp_path, 2, work):
+        assert found[-1] == found[0]
+    assert stored_gradients(tmp_path / "parts")[6]

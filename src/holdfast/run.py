@@ -142,6 +142,7 @@ class Run:
             limit = chosen.checkpoint.timeout + 2 * EXCHANGE_SLACK
             with scope.critical(limit), self._beats.section(LOADING, at_least=limit):
                 self._parts.resume(self._group, self._member)
+            self._tracked.gradients.start()
             self._around.resumed(self._member, self._saving)
             if chosen.straggler.enabled:
                 self._find_stragglers()
@@ -169,14 +170,22 @@ class Run:
 
     # --- the loop -------------------------------------------------------------------------------------------
 
-    def steps(self, loader: Iterable[Any], *, until: int) -> Iterator[tuple[int, Any]]:
-        """Yield (step, batch) until `until` steps are done, resuming first; saves as set, and at the end."""
+    def steps(
+        self, loader: Iterable[Any], *, until: int, batches: int | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield (step, batch) until `until` steps are done, resuming first; saves as set, and at the end.
+
+        With `batches` each step gets a list of so many, for gradients that are accumulated within a step.
+        """
+        if batches is not None and batches < 1:
+            raise UsageError(f"steps(batches={batches}): a step takes one batch or more")
         feed = self.feed(loader)
         self.start()
         try:
             while self.step < until:
                 self.begin_step()
-                yield self.step + 1, feed.next()
+                given = feed.next() if batches is None else [feed.next() for _ in range(batches)]
+                yield self.step + 1, given
                 self.end_step(last=self.step + 1 >= until)
             self.finish()
         finally:
@@ -196,6 +205,7 @@ class Run:
             if self._halting.stopping.asked:
                 self._stop_if_reached()
         self._in_step = True
+        self._tracked.gradients.begin_step()
         self._beats.enter(STEP)
         self._meter.begin_step()
         assert self._validation is not None
@@ -257,6 +267,7 @@ class Run:
         if self._stragglers is not None:
             self._stragglers.end_step()
         self._meter.end_step()
+        self._tracked.gradients.end_step()
         self._around.stepped(self.step)
         self._beats.step_done(self.step)
         if self._fault is not None:

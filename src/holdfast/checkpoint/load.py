@@ -25,6 +25,7 @@ from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint import module_state
 from holdfast.checkpoint.adapters import flatten
 from holdfast.checkpoint.assembled import AssembledShards
+from holdfast.checkpoint.gradient_state import GRADIENTS
 from holdfast.checkpoint.manifest import Manifest, ManifestError
 from holdfast.checkpoint.planner import own_prefix
 from holdfast.checkpoint.reader import VerifyingReader
@@ -64,6 +65,8 @@ class LoadedState:
 
     def apply(self) -> None:
         self._tracked.apply(self._tensors, self._others)
+        if (left := self.own.get("gradients")) is not None:
+            self._tracked.gradients.apply(left, self._tensors[GRADIENTS])
 
 
 def load(
@@ -101,11 +104,26 @@ def load(
     seen = _own_instead(metadata, rank) if same_world else metadata
     tensors = tracked.targets(others, seen)
     check_strict(tensors, seen)
+    left = own.get("gradients")
+    if left is not None:
+        tensors[GRADIENTS] = tracked.gradients.targets(left, seen)
+        if not same_world:
+            _refuse_gradients_of_ranks(metadata, manifest.world.size)
     wanted = flatten(tensors)
     _load_tensors(_own_first(wanted, metadata, rank) if same_world else wanted, reader)
     rest = reader.shard_paths()[rank::world] if shards is None else shards.rest(manifest.world.size)
     reader.verify_rest(rest)
     return LoadedState(tracked, tensors, others, own, manifest, notes)
+
+
+def _refuse_gradients_of_ranks(metadata: Metadata, was: int) -> None:
+    for key in metadata.state_dict_metadata:
+        if key.startswith(f"{OWN}.own_") and f".{GRADIENTS}." in key:
+            name = key.partition(f".{GRADIENTS}.")[2]
+            raise IncompleteStateError(
+                f"the accumulated gradient {name} differs between the {was} ranks that saved it, so it "
+                f"cannot be shared out. Resume with {was} ranks"
+            )
 
 
 def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from holdfast.checkpoint.identity import ID, MANIFEST, METADATA
 from holdfast.files import read_regular
 
 FORMAT = 1
-UNDERSTOOD: frozenset[str] = frozenset()
+UNDERSTOOD: frozenset[str] = frozenset({"holdfast_gradients"})
 """Names a manifest may list in `needs` that this release understands."""
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
@@ -57,7 +57,7 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One tracked thing, or one of Holdfast's own parts."""
 
     kind: str
-    """model, optimizer, object, or one of Holdfast's own: rng, data, counters."""
+    """model, optimizer, object, or one of Holdfast's own: rng, data, counters, gradients."""
     entries: Count = 0
     """How many tensors of it the DCP metadata lists."""
     is_global: bool | None = None

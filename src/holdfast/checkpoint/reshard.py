@@ -8,6 +8,7 @@ what each rank stored of its own:
 * tensors that differed between ranks go on everywhere as the lowest rank's.
 * the data position must be a global one (see worker/batches.py), the same on all ranks: refused otherwise,
   because samples would be repeated or left out silently.
+* gradients that lie there must be the same on all ranks, or sharded ones: refused otherwise.
 * random generators are seeded anew, from run, step, rank and world size.
 * samples and tokens are counted per rank; their totals are kept.
 """
@@ -41,7 +42,22 @@ def reshard(
         "data": _share_position([blob["own"]["data"] for blob in blobs], world),
         "rng": {"seed": int(xxhash.xxh3_64_hexdigest(f"{run}/{step}/{rank}/{world}".encode())[:15], 16)},
     }
+    if (left := blobs[0]["own"].get("gradients")) is not None:
+        own["gradients"] = _share_gradients(left, [blob["own"].get("gradients") for blob in blobs], world)
     return tracked, own, [f"{was} ranks saved this, {world} resume it: random generators are seeded anew"]
+
+
+def _share_gradients(first: dict[str, Any], all_of_them: Sequence[Any], world: int) -> dict[str, Any]:
+    entries = first["entries"]
+    own = {name for name, entry in entries.items() if entry["kind"] == "local" or name.endswith(".unsharded")}
+    alike = all(other is not None and other["entries"] == entries for other in all_of_them)
+    if own or first["objects"] or not alike:
+        name = min(own | first["objects"].keys(), default="some")
+        raise IncompleteStateError(
+            f"gradients that {len(all_of_them)} ranks have accumulated on their own cannot be shared out to "
+            f"{world} ({name}). Resume with {len(all_of_them)} ranks"
+        )
+    return {**first, "unsynced": []}
 
 
 def _share_counters(counters: Sequence[dict[str, int]], rank: int, world: int) -> dict[str, int]:

@@ -17,6 +17,7 @@ import msgspec
 
 from holdfast.checkpoint import commit as commits
 from holdfast.checkpoint.failures import FAILURES, together
+from holdfast.checkpoint.gradient_state import GRADIENTS
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.manifest import FORMAT, Manifest, PartEntry, Versions, Windows, World
 from holdfast.checkpoint.snapshot import Snapshot, Snapshotter
@@ -81,6 +82,7 @@ class SaveContext(msgspec.Struct, frozen=True, kw_only=True):
             tokens=facts.tokens,
             reason=facts.reason,
             windows=facts.windows,
+            needs=[GRADIENTS] if GRADIENTS in parts else [],
         )
 
 

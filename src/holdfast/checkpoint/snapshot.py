@@ -17,6 +17,7 @@ import torch
 from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.failures import FAILURES, about, naming, raise_for_all, together
 from holdfast.checkpoint.frames import Frames
+from holdfast.checkpoint.gradient_state import GRADIENTS
 from holdfast.checkpoint.identity import CheckpointName, derive_id
 from holdfast.checkpoint.manifest import PartEntry
 from holdfast.checkpoint.plan import Plan, make_plan, signature_of
@@ -127,7 +128,7 @@ class Snapshotter:
         """
         name = self.next_name(0)
         try:
-            collected = together(self._group, name, lambda: self._collect(tracked, own))
+            collected = together(self._group, name, lambda: self._collect(tracked, own, None))
             together(self._group, name, lambda: self._replan(collected))
         except SaveFailedError as error:  # the first save will say so again, if it is still so then
             log.warning("holdfast: the first save could not be planned ahead: %s", error)
@@ -159,7 +160,7 @@ class Snapshotter:
             try:
                 if prepare is not None:
                     prepare(name)
-                collected = self._collect(tracked, own)
+                collected = self._collect(tracked, own, step)
                 plan = self._plan
                 replan = plan is None or plan.signature != collected.signature
                 if plan is not None and not replan:
@@ -196,18 +197,25 @@ class Snapshotter:
         }
         return Snapshot(name, plan, tensors, prints, collected.parts)
 
-    def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]]) -> _Collected:
+    def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]], step: int | None) -> _Collected:
         tensors, others = tracked.collect()
+        with naming("the gradients"):
+            gradients, described = tracked.gradients.collect(step)
         if self._serial == 0:
             self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) == "object"})
         with naming("the run's own state (generators, data position, counters)"):
-            mine = own()
+            mine = {**own(), "gradients": described}
         blob = to_blob({"format": 1, "tracked": others, "own": mine}, self._blob)
         self._blob = blob.numel()
         state = {**tensors, OWN: {rank_key(self._group.rank): blob}}
+        if gradients:
+            state[GRADIENTS] = gradients
         planner = SnapshotPlanner(state, self._group.rank, is_coordinator=self._group.is_coordinator)
         signature = signature_of(planner, self._group.world_size)
-        found = _Collected(planner, signature, {**tracked.parts(tensors), **_own_parts(mine)})
+        parts = {**tracked.parts(tensors), **_own_parts(mine)}
+        if gradients:
+            parts[GRADIENTS] = PartEntry(kind="gradients", entries=len(gradients))
+        found = _Collected(planner, signature, parts)
         if self._group.world_size > 1:
             shared = planner.plain_tensors()
             prints = _fingerprints(list(shared), list(shared.values()))

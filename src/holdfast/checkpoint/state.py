@@ -20,14 +20,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from holdfast.checkpoint import module_state, optimizer_load, optimizer_state
-from holdfast.checkpoint.adapters import (
-    GeneratorState,
-    Stateful,
-    TrackerState,
-    as_stateful,
-    flatten,
-)
+from holdfast.checkpoint.adapters import GeneratorState, Stateful, TrackerState, as_stateful, flatten
 from holdfast.checkpoint.failures import naming
+from holdfast.checkpoint.gradient_state import GRADIENTS, GradientState
 from holdfast.checkpoint.manifest import PartEntry
 from holdfast.errors import IncompleteStateError, UsageError
 
@@ -48,9 +43,11 @@ class Tracked:
         self._objects: dict[str, Stateful] = {}
         self._given: dict[str, object] = {}
         self._built: dict[str, module_state.Built] = {}
+        self.gradients = GradientState(self)
+        """What lies between backward and optimizer at a step boundary."""
 
     def add(self, name: str, thing: object) -> None:
-        if name == OWN or not name.isidentifier():
+        if name in (OWN, GRADIENTS) or not name.isidentifier():
             raise UsageError(f"track({name}=…): the name must be a plain identifier other than {OWN!r}")
         if name in self._given and self._given[name] is not thing:
             raise UsageError(f"track({name}=…): something else is tracked under that name already")
@@ -93,6 +90,12 @@ class Tracked:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The tracked optimizers that are torch's own kind."""
         return [thing for thing in self._objects.values() if isinstance(thing, torch.optim.Optimizer)]
+
+    def named_optimizers(self) -> list[tuple[str, torch.optim.Optimizer]]:
+        """The same, by name."""
+        return [
+            (name, thing) for name, thing in self._objects.items() if isinstance(thing, torch.optim.Optimizer)
+        ]
 
     def models(self) -> list[tuple[str, nn.Module]]:
         """The tracked models, by name."""
@@ -171,7 +174,9 @@ def check_strict(tensors: Mapping[str, Any], metadata: Metadata) -> None:
     """Both directions, by name, shape and dtype: DCP ignores unread keys and casts dtypes silently."""
     wanted = flatten(tensors)
     stored = {
-        key: entry for key, entry in metadata.state_dict_metadata.items() if not key.startswith(f"{OWN}.")
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if not key.startswith((f"{OWN}.", f"{GRADIENTS}."))
     }
     problems = [f"{key}: tracked, but not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())]
     problems += [

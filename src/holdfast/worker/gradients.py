@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from holdfast.checkpoint.gradient_state import is_placeholder
+
 LOOKED_UP_EVERY = 64
 """Looks after which the models' parameters are looked up again: a model may be changed between steps."""
 NAMED = 3
@@ -49,11 +51,16 @@ class Gradients:
         self._places: list[tuple[dict[str, Any], str]] = []
         self._usual: _Look | None = None
         self._looks = 0
+        self._placeholders = True
+        """Whether there were any when this was last looked at: only a resume puts some there."""
 
     def soundings(self) -> list[torch.Tensor | float]:
         """Few numbers, all finite only if every element is: the sum of float32 on the host, else norms."""
         self._look_up()
-        total = self._usual.total() if self._usual is not None else None
+        if self._placeholders:
+            self._there()
+        usual = None if self._placeholders else self._usual
+        total = usual.total() if usual is not None else None
         return [*total] if total is not None else self._norms()
 
     def norms(self) -> list[torch.Tensor | float]:
@@ -71,7 +78,7 @@ class Gradients:
         found = []
         for name, model in self._models:
             for key, parameter in model.named_parameters():
-                if parameter.grad is None:
+                if parameter.grad is None or is_placeholder(parameter.grad):
                     continue
                 values = plain(parameter.grad)
                 if not bool(torch.isfinite(values).all()):
@@ -97,12 +104,17 @@ class Gradients:
         self._looks += 1
 
     def _there(self) -> list[torch.Tensor]:
-        """All gradients that there are."""
-        return [
+        """All gradients that there are, without placeholders."""
+        found = [
             gradient
             for parameters, name in self._places
             if (parameter := parameters.get(name)) is not None and (gradient := parameter.grad) is not None
         ]
+        if self._placeholders and found:
+            real = [gradient for gradient in found if not is_placeholder(gradient)]
+            self._placeholders = len(real) < len(found)
+            return real
+        return found
 
 
 class _Look:

@@ -153,6 +153,7 @@ class Parts:
 
     def leave(self, member: Membership, outcome: str, code: ExitCode, *, unseen: bool) -> None:
         """Give everything back, and the lease; record the attempt's end where that is for this process."""
+        self.tracked.gradients.close()
         try:
             if self.validation is not None:
                 self.validation.close()

@@ -319,7 +319,8 @@ class Saving:
             log.warning("holdfast: %s", choice.warning)
 
     def _tell_doubts(self) -> None:
-        for doubt in self._snapshots.take_doubts() if self._group.is_coordinator else ():
+        found = [*self._snapshots.take_doubts(), *self._tracked.gradients.take_doubts()]
+        for doubt in found if self._group.is_coordinator else ():
             self._write(Warned(message=doubt))
             log.warning("holdfast: %s", doubt)
 
@@ -327,6 +328,7 @@ class Saving:
 
     def at_boundary(self) -> None:
         """Between two steps: take in what has ended. Raises after too many failures in a row."""
+        self._tell_doubts()
         if self._drain is not None:
             self._drain.poll()
         if self._read_back is not None:

@@ -1,7 +1,8 @@
 """The places in which a rank keeps gradients and buffers, and copies of what is in them.
 
 A gradient is in its parameter's `grad`. FSDP2 keeps what was accumulated without a reduction elsewhere, in
-the unsharded parameter that nobody sees between two calls: those places are named here, and nowhere else.
+the unsharded parameter that nobody sees between two calls: those places are named here and in
+checkpoint/gradient_state.py, and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from holdfast.checkpoint.gradient_state import sharded_parameters
 
 
 class Slot(NamedTuple):
@@ -38,7 +41,7 @@ def gradient_slots(models: Iterable[nn.Module]) -> list[Slot]:
                 seen.add(id(parameter))
                 slots.append(Slot(partial(getattr, parameter, "grad"), partial(setattr, parameter, "grad")))
         for module in model.modules():
-            for sharded in _sharded_parameters(module):
+            for sharded in sharded_parameters(module):
                 if id(sharded) not in seen:
                     seen.add(id(sharded))
                     name = "unsharded_accumulated_grad"
@@ -59,19 +62,6 @@ def buffer_slots(models: Iterable[nn.Module]) -> list[Slot]:
                     buffers: Any = module._buffers
                     slots.append(Slot(partial(buffers.get, name), partial(buffers.__setitem__, name)))
     return slots
-
-
-def _sharded_parameters(module: nn.Module) -> list[Any]:
-    """FSDP2's records of the parameters that a module shards; its private names differ between releases."""
-    state = getattr(module, "_get_fsdp_state", None)
-    if state is None:
-        return []
-    found = state()
-    groups = getattr(found, "_fsdp_param_groups", None)
-    if groups is None:
-        single = getattr(found, "_fsdp_param_group", None)
-        groups = [single] if single is not None else []
-    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _unsharded(sharded: Any) -> torch.Tensor | None:
