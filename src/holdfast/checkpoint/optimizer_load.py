@@ -98,6 +98,14 @@ def load_packed(part: str, optimizer: Optimizer, packed: Any) -> None:
     if len(numbers) == len(order):
         groups = [group for group in packed["param_groups"] for _ in group["params"]]
         for number, parameter, group in zip(numbers, order, groups, strict=True):
+            for tensor in _tensors_in(state.get(number)):
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
+                    raise IncompleteStateError(
+                        f"{part}: state of parameter {number} was distributed over {tensor.device_mesh}, and "
+                        f"the parameter is on {mesh or 'no mesh'} now. Resume with as many ranks as saved. "
+                        "(The state of an optimizer whose parameters are all of one tracked model reshards)"
+                    )
             if isinstance(entry := state.get(number), dict):
                 on_host = not (group.get("capturable") or group.get("fused"))
                 state[number] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.state import from_blob, to_blob
 from holdfast.errors import IncompleteStateError
@@ -44,6 +45,10 @@ def first_difference(a: Any, b: Any, path: str, *, by_value: bool = False) -> st
         a, b = _by_value(a), _by_value(b)
     if type(a) is not type(b):
         return path
+    if isinstance(a, DTensor):  # each rank compares what it holds: nobody else may be comparing
+        if a.placements != b.placements:
+            return path
+        return first_difference(a._local_tensor, b._local_tensor, path)
     if isinstance(a, torch.Tensor):
         same = a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
         return "" if same else path

@@ -6,8 +6,12 @@ buffers, where the mark was taken before the step changed any. Only what two mar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import xxhash
+from torch.utils._pytree import tree_leaves
 
 from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.state import Tracked
@@ -20,14 +24,17 @@ def mark(tracked: Tracked, *, buffers: bool) -> str:
     kept: list[torch.Tensor] = [parameter for model in models for parameter in model.parameters()]
     plain: list[str] = []
     for optimizer in tracked.optimizers():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                for key in sorted(state, key=str):
-                    if isinstance(state[key], torch.Tensor):
-                        kept.append(state[key])
+        every: Mapping[Any, Any] = optimizer.state
+        entries = [every.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
+        entries += [entry for key, entry in every.items() if not isinstance(key, torch.Tensor)]
+        for entry in entries:
+            state = entry if isinstance(entry, dict) else {"": entry}
+            for key in sorted(state, key=str):
+                for leaf in tree_leaves(state[key]):
+                    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                        kept.append(leaf)
                     else:
-                        plain.append(f"{key}={state[key]!r}")
+                        plain.append(f"{key}={leaf!r}")
     found = f"p:{_digest(kept, plain)}"
     if buffers:
         held = [slot.read() for slot in buffer_slots(models)]
