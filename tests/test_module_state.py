@@ -73,7 +73,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         found[f"{prefix} training"] = module.training
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
+            if tensor is not None and not tensor.is_sparse:
                 found[f"{prefix}.{name}"] = (
                     tuple(tensor.shape),
                     tensor.dtype,
@@ -288,6 +288,7 @@ class Buffers(nn.Module):
         self.register_buffer("cache", torch.zeros(WIDTH), persistent=False)
         self.register_buffer("constant", torch.ones(WIDTH), persistent=False)
         self.register_buffer("grown_cache", torch.zeros(1), persistent=False)
+        self.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)  # has no plain bytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x) + self.cache + self.grown_cache.sum()
@@ -518,6 +519,46 @@ def test_a_rank_reads_its_own_version_of_a_tensor_whatever_shape_that_has() -> N
         f"{own_prefix(1)}model.a": (5,),
     }
     assert _own_instead(metadata, 0) == metadata
+
+
+def test_a_buffer_that_only_another_rank_changed_is_left_as_it_is() -> None:
+    model = Buffers()
+    tracked = tracking(model=model)
+    train(model, range(2))
+    saved = Saved(tracked)
+    others = from_blob(saved.blob)
+    assert others["model"][RECORD]["loose"] == ["cache", "grown_cache", "made"]
+    others["model"][RECORD]["loose"] = [
+        "grown_cache",
+        "made",
+    ]  # as a rank says that has not changed the first
+    saved.blob = to_blob(others)
+    again = Buffers()
+    saved.load(tracking(model=again))
+    assert again.cache.tolist() == [0] * WIDTH
+    assert again.grown_cache.tolist() == model.grown_cache.tolist()
+
+
+class MadeInside(nn.Linear):
+    """Makes a part of itself at its first call, which has nothing but what it makes anew each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "rotary"):
+            self.rotary = nn.Module()
+            self.rotary.register_buffer("cos", torch.cos(torch.arange(WIDTH)), persistent=False)
+        return super().forward(x) * self.rotary.cos
+
+
+def test_a_module_made_at_the_first_call_that_has_no_state_is_nothing_to_refuse() -> None:
+    model = MadeInside(WIDTH, WIDTH)
+    tracked = tracking(model=model)
+    train(model, range(2))
+    again = MadeInside(WIDTH, WIDTH)
+    saved = Saved(tracked)
+    saved.load(tracking(model=again))
+    for one in (model, again):
+        train(one, range(2, 4))
+    assert everything(again) == everything(model)
 
 
 def test_names_are_those_of_torch_whatever_is_wrapped() -> None:

@@ -42,7 +42,8 @@ from holdfast.errors import IncompleteStateError, SaveFailedError
 RECORD = "holdfast.changed"
 """Where the changes that a state_dict does not tell are kept, among what is not a tensor."""
 LOOSE = "holdfast.loose."
-"""Before the names of buffers that are stored although they are not persistent: no state_dict has them."""
+"""Before the names of buffers that are stored although they are not persistent: no state_dict has them. Each
+rank's record says which of them it stored: what another rank changed, this one need not have."""
 EXTRA = "_extra_state"
 """The last part of the name of what get_extra_state gave."""
 FIRST_VERSION = {"version": 1}
@@ -227,8 +228,6 @@ def _kind(tensor: torch.Tensor) -> tuple[object, ...] | None:
 class Built:
     """A module when the script had built it, before anything was loaded: what a resume will find."""
 
-    final: bool = False
-    """Whether it is known that nothing is added any more before a load. Else no save is refused for it."""
     parameters: dict[str, _Parameter] = field(default_factory=dict)
     buffers: dict[str, _Buffer] = field(default_factory=dict)
     training: dict[str, bool] = field(default_factory=dict)
@@ -238,8 +237,9 @@ class Built:
     """Buffers that the loaded checkpoint had recorded: recorded again, however this module was built."""
 
 
-def look_at(model: nn.Module, *, final: bool) -> Built:
-    built = Built(final)
+def look_at(model: nn.Module) -> Built:
+    """Now, when nothing is added any more before a load."""
+    built = Built()
     found = members(model)
     built.training = {member.name: member.module.training for member in found}
     built.foreign = {member.name for member in found if member.foreign}
@@ -270,17 +270,20 @@ def _buffers(found: list[Member]) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def _fingerprints(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Of what this rank holds of tensors, by name; those that have no bytes are left out."""
-    flat: dict[str, torch.Tensor] = {}
+    """Of what this rank holds of tensors, by name; those that cannot be seen as plain bytes are left out."""
+    kinds: dict[str, str] = {}
+    plains: list[torch.Tensor] = []
     for name, value in _flat(tensors):
         local = value.to_local() if isinstance(value, DTensor) else value
-        if not is_lazy(local) and local.device.type != "meta":
-            flat[name] = local
-    found = fingerprints.begin([plain(tensor) for tensor in flat.values()]).result()
-    return {
-        name: f"{tuple(tensor.shape)} {tensor.dtype} {fingerprint}"
-        for (name, tensor), fingerprint in zip(flat.items(), found, strict=True)
-    }
+        if is_lazy(local) or local.device.type == "meta" or local.layout is not torch.strided:
+            continue
+        try:
+            plains.append(plain(local))
+        except (RuntimeError, TypeError):  # a subclass, or a dtype, that cannot be viewed as bytes
+            continue
+        kinds[name] = f"{tuple(local.shape)} {local.dtype}"
+    found = fingerprints.begin(plains).result()
+    return {name: f"{kind} {one}" for (name, kind), one in zip(kinds.items(), found, strict=True)}
 
 
 def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -299,10 +302,13 @@ def _changes(found: list[Member], built: Built, part: str) -> tuple[dict[str, An
     prints = _fingerprints(loose)
     changed: list[str] = []
     for name, buffer, persistent in _buffers(found):
-        if persistent and names.owner(name).name in foreign:
+        owner = names.owner(name).name
+        if persistent and owner in foreign:
             continue  # it says itself what it is like
+        if not persistent and (name not in prints or owner not in built.training):
+            continue  # nothing to store, or made by a module that is itself made anew
         now = _Buffer(_kind(buffer), persistent, prints.get(name, ""))
-        if now != built.buffers.get(name) or name in built.kept or (name in loose and not now.content):
+        if now != built.buffers.get(name) or name in built.kept:
             changed.append(name)
     gone = [
         name
@@ -319,10 +325,15 @@ def _changes(found: list[Member], built: Built, part: str) -> tuple[dict[str, An
         for member in found
         if built.training.get(member.name, member.module.training) != member.module.training
     }
-    if built.final:
-        _refuse_misfits(found, built, part, foreign, changed)
+    _refuse_misfits(found, built, part, foreign, changed)
     buffers = [name for name in changed if name not in loose]
-    told = {"buffers": buffers, "gone": sorted(gone), "requires_grad": thawed, "training": training}
+    told = {
+        "buffers": buffers,
+        "loose": [name for name in changed if name in loose],
+        "gone": sorted(gone),
+        "requires_grad": thawed,
+        "training": training,
+    }
     record = {what: values for what, values in told.items() if values}
     return record, {LOOSE + name: loose[name] for name in changed if name in loose}
 
@@ -364,8 +375,10 @@ def _refuse_misfits(
     prefixes = {member.name for member in found}
     problems += [
         f"{part}.{name}, a buffer, is in a module that was taken away"
-        for name in built.buffers
-        if name[: name.rfind(".") + 1] not in prefixes and not name.startswith(tuple(foreign))
+        for name, buffer in built.buffers.items()
+        if buffer.persistent
+        and name[: name.rfind(".") + 1] not in prefixes
+        and not name.startswith(tuple(foreign))
     ]
     if problems:
         more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
@@ -432,7 +445,7 @@ def targets(model: nn.Module, part: str, saved: Mapping[str, Any], metadata: Met
         if key.startswith(f"{part}.") and isinstance(entry, TensorStorageMetadata)
     }
     record = saved.get(RECORD, {})
-    changed = set(record.get("buffers", []))
+    changed = {*record.get("buffers", []), *(LOOSE + name for name in record.get("loose", []))}
     found = members(model)
     names, registered = _Names(found), _registered(found)
     wanted: dict[str, Any] = {}
@@ -449,7 +462,7 @@ def targets(model: nn.Module, part: str, saved: Mapping[str, Any], metadata: Met
     for name, entry in stored.items():
         if name in inside:
             continue
-        if name in changed or name.startswith(LOOSE):
+        if name in changed:
             wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
         elif _is_extra(name, names.owner(name)) or names.owner(name).foreign:
             wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -60,13 +60,10 @@ class Tracked:
         if isinstance(thing, nn.Module):
             optimizer_state.refuse_flat_parameters(name, thing)
         self._given[name], self._objects[name] = thing, stateful
-        if isinstance(thing, nn.Module):
-            self._built[name] = module_state.look_at(thing, final=False)
 
     def begin(self) -> None:
         """The script has built everything: what is loaded next, at every resume, is loaded into this."""
-        for name, model in self.models():
-            self._built[name] = module_state.look_at(model, final=True)
+        self._built = {name: module_state.look_at(model) for name, model in self.models()}
 
     def names(self) -> list[str]:
         return list(self._objects)
@@ -121,7 +118,7 @@ class Tracked:
         for name, thing in self._objects.items():
             with naming(f"track({name}=…), in its state_dict"):
                 if isinstance(thing, nn.Module):
-                    tensors[name], others[name] = module_state.collect(thing, name, self._built[name])
+                    tensors[name], others[name] = module_state.collect(thing, name, self._built.get(name))
                 elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                     tensors[name], others[name] = optimizer_state.collect(name, thing, owner)
                 else:
@@ -155,7 +152,7 @@ class Tracked:
             if name not in others:
                 continue
             if isinstance(thing, nn.Module):
-                module_state.apply(thing, name, tensors.get(name, {}), others[name], self._built[name])
+                module_state.apply(thing, name, tensors.get(name, {}), others[name], self._built.get(name))
             elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 optimizer_load.apply(name, thing, owner, tensors[name], others[name])
             elif isinstance(thing, torch.optim.Optimizer):
@@ -180,7 +177,9 @@ def check_strict(tensors: Mapping[str, Any], metadata: Metadata) -> None:
     }
     problems = [f"{key}: tracked, but not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())]
     problems += [
-        f"{key}: in the checkpoint, but not tracked" for key in sorted(stored.keys() - wanted.keys())
+        f"{key}: in the checkpoint, but not tracked"
+        for key in sorted(stored.keys() - wanted.keys())
+        if f".{module_state.LOOSE}" not in key  # a rank reads those that it stored itself
     ]
     for key in sorted(wanted.keys() & stored.keys()):
         entry, tensor = stored[key], wanted[key]
