@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoints import ID, RUN, STEP, list_file, make_checkpoint, small_state
+from commands import ckpt
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint import remote_store
 from holdfast.checkpoint.commit import Owner, sweep_staging
@@ -456,6 +457,35 @@ def test_a_cut_at_any_file_operation_leaves_nothing_half(local: Path, tmp_path: 
 
 
 # --- addresses ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ["ls", "verify"])
+def test_a_copy_that_is_deleted_after_it_was_listed_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    url = f"file://{tmp_path}/remote"
+    older, newer = (
+        make_checkpoint(tmp_path / "root", step=step, id=id * 8) for step, id in ((140, "a"), (160, "b"))
+    )
+    for one in (older, newer):
+        open_remote(url, retry_seconds=5.0).push(one)
+    real, done = Remote.manifest, list[int]()
+
+    def first(self: Remote, name: CheckpointName, *more: Any) -> Any:
+        if not done:
+            done.append(Remote.delete(self, CheckpointName(140, "a" * 8)))
+        return real(self, name, *more)
+
+    monkeypatch.setattr(Remote, "manifest", first)
+    told = ckpt(act, url)
+    assert done
+    assert told.code == 0, told.text
+    assert "no-manifest" not in told.text
+    assert "160" in told.out
+    assert (f"{older.name}: deleted meanwhile" in told.out) is (act == "verify")
+    monkeypatch.undo()
+    named = ckpt("verify", f"{url}/{older.name}")
+    assert (named.code, "no-manifest" in named.text) == (1, True), "asked for by name"
 
 
 @pytest.mark.parametrize(

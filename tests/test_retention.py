@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,26 +21,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from commands import ckpt, ckpt_json
-from harness import wait_until
-from holdfast.checkpoint import read_back
+from commands import ckpt, ckpt_json, command
+from harness import await_child, wait_until
+from holdfast.checkpoint import read_back, structure
+from holdfast.checkpoint import reading as locks
 from holdfast.checkpoint import retention as effects
+from holdfast.checkpoint import verify as verifying
 from holdfast.checkpoint.identity import MANIFEST, CheckpointRoot, parse_name
 from holdfast.checkpoint.inventory import take_inventory
 from holdfast.checkpoint.read_back import ReadBack, last_read_back
-from holdfast.checkpoint.reading import reading
+from holdfast.checkpoint.reading import reading, unread
+from holdfast.checkpoint.resolver import resolve_resume
 from holdfast.checkpoint.retention import Item, Retention, empty
 from holdfast.checkpoint.verify import verify
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence, LeaseKeeper, claim
 from holdfast.control.standing import Standing, StandingBook
-from holdfast.errors import LeaseLostError, NoValidRungError
+from holdfast.errors import LeaseLostError, NoValidRungError, UsageError
 from holdfast.journal.events import CheckpointsDeleted, CopyQuarantined, CopyReadBack, Warned
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.retention import Candidate, Condition, Rules, Verdict, retain
 from test_resume import flip_bit
-from tiny import checkpoints, counting_file_operations, die, forked, let_saves_end, train
+from tiny import checkpoints, counting_file_operations, die, end_with, forked, let_saves_end, train
 
 HOUR = 3600.0
 
@@ -482,6 +488,182 @@ def test_what_somebody_reads_is_left_for_later(run_dir: Path) -> None:
             assert steps_of(run_dir) == [5, 4, 2]
         assert gone(retention.take_away(retention.plan(), fence).items) == [2]
     assert steps_of(run_dir) == [5, 4]
+
+
+# --- who lists first and reads later, beside a live run -----------------------------------------------------
+
+
+@contextmanager
+def once_before(module: Any, name: str, act: Callable[[], None], *, at: str = "") -> Iterator[list[int]]:
+    """Do this before the first call of `module.name` (with a path that ends so); the others go through."""
+    original, done = getattr(module, name), list[int]()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not done and (not at or str(args[0]).endswith(at)):
+            done.append(1)
+            act()
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, called)
+        yield done
+
+
+@pytest.mark.parametrize(
+    ("args", "hook"),
+    [
+        (["verify", "RUN"], (locks, "OpenFile")),
+        (["verify", "RUN/checkpoints"], (locks, "OpenFile")),
+        (["verify", "--tier", "global", "RUN"], (locks, "OpenFile")),
+        (["ls", "RUN"], (structure, "_look")),
+        (["gc", "RUN", "--dry-run", "--keep-last", "4"], (structure, "_look")),
+    ],
+)
+def test_what_retention_takes_away_between_the_list_and_the_look_is_no_fault(
+    run_dir: Path, args: list[str], hook: tuple[Any, str]
+) -> None:
+    with once_before(*hook, lambda: delete(run_dir)) as done:
+        told = ckpt(*(word.replace("RUN", str(run_dir)) for word in args))
+    assert done
+    assert steps_of(run_dir) == [5, 4]
+    assert told.code == 0, told.text
+    assert not re.search("missing|not sound|no such|broken|damaged", told.text), told.text
+    if args[0] == "verify":
+        assert told.out.count("taken away meanwhile: deleted by retention, 20") == 3
+        assert "2 checkpoints, nothing wrong found" in told.out
+
+
+def test_verify_tells_programs_what_is_gone_and_what_was_lost_is_a_fault(run_dir: Path) -> None:
+    with once_before(locks, "OpenFile", lambda: delete(run_dir)):
+        told = ckpt_json("verify", run_dir)
+    assert told["sound"]
+    assert [bool(row["gone"]) for row in told["checkpoints"]] == [False, False, True, True, True]
+    last = checkpoints(run_dir)[-1]
+    with once_before(locks, "OpenFile", lambda: shutil.rmtree(last)):
+        lost = ckpt("verify", run_dir)
+    assert lost.code == 1, lost.text
+    assert f"{last.name}: not sound" in lost.out
+    assert "missing" in lost.out
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_what_is_being_read_stays_and_without_locks_its_end_is_no_fault(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    def without(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    third = checkpoints(run_dir)[2]
+    if not locked:
+        monkeypatch.setattr(locks, "fcntl", SimpleNamespace(LOCK_SH=1, LOCK_EX=2, LOCK_NB=4, flock=without))
+    with once_before(verifying, "_open_beneath", lambda: delete(run_dir), at=third.name) as done:
+        told = ckpt("verify", run_dir)
+    assert done
+    assert told.code == 0, told.text
+    assert steps_of(run_dir) == ([5, 4, 3] if locked else [5, 4])
+    assert (f"{third.name}: sound" in told.out) is locked
+
+
+def test_a_reader_waits_for_a_deletion_that_is_under_way(run_dir: Path) -> None:
+    """It held the lock already, and then gave up: the reader has it afterwards."""
+    fifth = checkpoints(run_dir)[-1]
+    held, read = threading.Event(), list[bool]()
+
+    def look() -> None:
+        with reading(fifth) as there, unread(fifth) as free:
+            read.extend((there, free))
+
+    with unread(fifth) as free:
+        assert free
+        looking = threading.Thread(target=look)
+        looking.start()
+        assert not held.wait(0.1)
+        assert read == []
+    looking.join(10)
+    assert read == [True, False], "it is there, and kept from deletion"
+
+
+def test_a_checkpoint_that_was_named_and_deleted_is_said_to_be(run_dir: Path, tmp_path: Path) -> None:
+    first, newest = checkpoints(run_dir)[-1], checkpoints(run_dir)[0]
+    delete(run_dir)
+    said = re.compile(r"deleted:? by retention, 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \(.+\)")
+    for args in (
+        ["verify", first],
+        ["verify", "--tier", "global", run_dir, "1"],
+        ["diff", newest, first],
+        ["diff", first, newest],
+        ["export", first, tmp_path / "out"],
+        ["locate", run_dir, "--resume-from", "1"],
+    ):
+        told = ckpt(*args)
+        assert told.code == (18 if args[0] == "locate" else 2), told.text
+        assert said.search(told.text), told.text
+    assert not (tmp_path / "out").exists()
+    pin = command("control", "pin", run_dir, "1", "--reason", "back", "--yes")
+    assert pin.code == 2
+    assert said.search(pin.text)
+    for resume_from in ("1", str(first)):
+        with pytest.raises((NoValidRungError, UsageError), match=said):
+            train(run_dir, until=6, checkpoint_resume_from=resume_from)
+    assert (
+        "no such directory" in ckpt("verify", run_dir / "checkpoints" / "step_00000009-0123456789abcdef").text
+    )
+
+
+def test_one_that_is_deleted_while_it_is_exported_or_compared_is_said_to_be(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    first, newest = checkpoints(run_dir)[-1], checkpoints(run_dir)[0]
+    for args in (["export", first, tmp_path / "out"], ["diff", newest, first], ["verify", first]):
+        copy = Path(shutil.copytree(run_dir, tmp_path / f"run-{args[0]}"))
+        words = [
+            Path(str(one).replace(str(run_dir), str(copy))) if one in (first, newest) else one for one in args
+        ]
+        with once_before(locks, "OpenFile", lambda copy=copy: delete(copy), at=first.name) as done:
+            told = ckpt(*words)
+        assert done
+        assert told.code == 2, told.text
+        assert "deleted by retention, 20" in told.text
+        assert "not sound" not in told.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_resolver_looks_again_when_the_run_went_on_past_its_ladder(run_dir: Path) -> None:
+    def go_on() -> None:
+        for until in (8, 11):  # the second attempt lets go of what the first came from
+            settings = {"checkpoint_keep_last": 2, "checkpoint_read_back": False}
+            train(run_dir, until=until, checkpoint_interval=1, **settings)
+
+    with once_before(locks, "OpenFile", go_on) as done:
+        found = resolve_resume(run_dir)
+    assert done
+    assert 5 not in steps_of(run_dir)
+    assert found.step == 11, found.why
+    assert found.storage_alarm == []
+    assert "missing" not in str(found.candidates)
+
+
+def test_a_live_run_with_retention_is_verified_without_a_fault(run_dir: Path) -> None:
+    """Each look meets deletions; without the rule above about every second one ended with 1."""
+    stop = run_dir / "enough"
+
+    def work() -> None:
+        def at_step(step: int, run: holdfast.Run) -> None:
+            if stop.exists():
+                raise SystemExit(0)
+
+        train(run_dir, until=10_000, at_step=at_step, checkpoint_interval=1, checkpoint_keep_last=2)
+
+    pid = os.fork()
+    if pid == 0:
+        end_with(work)
+    try:
+        wait_until(lambda: 1 not in steps_of(run_dir), 30, "retention is at work")
+        looks = [ckpt("verify", run_dir) for _ in range(12)] + [ckpt("ls", run_dir) for _ in range(12)]
+    finally:
+        stop.touch()
+        assert await_child(pid, 30.0) == 0
+    assert [look.text for look in looks if look.code] == []
 
 
 def test_standing_decides_what_stays(run_dir: Path) -> None:

@@ -21,7 +21,7 @@ from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.identity import METADATA
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.metadata import MetadataError, Offsets, StoredMetadata
-from holdfast.checkpoint.reading import reading
+from holdfast.checkpoint.reading import is_gone, no_such, reading
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError, UsageError
 
@@ -79,9 +79,11 @@ class _Side:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         if not directory.is_dir():
-            raise UsageError(f"{directory}: there is no such directory")
+            raise UsageError(no_such(directory))
         inspection = verify(directory, files=[METADATA])
         if inspection.problems:
+            if is_gone(directory):
+                raise UsageError(no_such(directory))
             told = "\n".join(f"  {problem}" for problem in inspection.problems)
             raise UsageError(f"{directory} is not sound, so it is not compared:\n{told}")
         if inspection.manifest is None:
@@ -121,6 +123,8 @@ class _Side:
         try:
             return read_entry(self._reader, name)
         except CheckpointError as error:
+            if is_gone(self.directory):
+                raise UsageError(no_such(self.directory)) from error
             raise UsageError(f"{self.directory} is not sound, so it is not compared: {error}") from error
 
 

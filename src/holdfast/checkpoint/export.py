@@ -32,7 +32,7 @@ from holdfast.checkpoint.identity import METADATA
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.module_state import LOOSE
 from holdfast.checkpoint.reader import VerifyingReader
-from holdfast.checkpoint.reading import reading
+from holdfast.checkpoint.reading import is_gone, no_such, reading
 from holdfast.checkpoint.state import OWN
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
@@ -93,6 +93,8 @@ def _export(directory: Path, out: Path, part: str, form: str, *, overwrite: bool
                 torch.save(tensors, file)
             reader.verify_rest(reader.shard_paths())
     except CheckpointError as error:
+        if is_gone(directory):
+            raise UsageError(f"{no_such(directory)}; nothing was exported") from error
         raise CheckpointError(f"{directory} is not sound, nothing was exported: {error}") from error
     except OSError as error:
         raise HoldfastError(
@@ -129,6 +131,8 @@ def read_entry(reader: VerifyingReader, name: str) -> torch.Tensor:
 def _sound(directory: Path) -> tuple[Manifest, str]:
     """The manifest, after the cheap checks; every byte is checked later, as it is read."""
     inspection = verify(directory, files=[METADATA])
+    if inspection.problems and is_gone(directory):
+        raise UsageError(f"{no_such(directory)}; nothing was exported")
     if inspection.problems:
         told = "\n".join(f"  {problem}" for problem in inspection.problems)
         raise CheckpointError(f"{directory} is not sound, nothing was exported:\n{told}")

@@ -8,13 +8,21 @@ from pathlib import Path
 
 from holdfast.checkpoint import local_manifest
 from holdfast.checkpoint.identity import MANIFEST, METADATA, CheckpointName, CheckpointRoot, parse_name
-from holdfast.checkpoint.ladder import REFUSED, Ladder, Rung, build_ladder
+from holdfast.checkpoint.ladder import DELETED, REFUSED, Ladder, Rung, build_ladder
 from holdfast.checkpoint.problems import printable
+from holdfast.checkpoint.reading import removed
 from holdfast.checkpoint.structure import Inspection, check_structure
 from holdfast.checkpoint.verify import verify
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import told_progress
-from holdfast.control.lineage import CommitRecord, Timeline, deleted_names, read_timeline, was_committed
+from holdfast.control.lineage import (
+    CommitRecord,
+    Timeline,
+    deleted_names,
+    find_deleted,
+    read_timeline,
+    was_committed,
+)
 from holdfast.control.standing import StandingBook
 from holdfast.errors import StorageError, UsageError
 from holdfast.journal.events import RejectedOption
@@ -54,7 +62,11 @@ def take_inventory(
             step=int(resume_from) if resume_from.isdigit() else None,
             force=force,
         )
-        return _with_origin(ladder, timeline, control) if resume_from == "auto" else ladder
+        return (
+            _with_origin(ladder, timeline, control)
+            if resume_from == "auto"
+            else _with_deletions(ladder, control)
+        )
     return _named(Path(resume_from), control, force=force)
 
 
@@ -86,8 +98,8 @@ def take_pinned(
     if standing in REFUSED and not force:
         why = f"{standing}: pin it with --force to use it all the same"
     elif name not in root.names() and name not in copies:
-        gone = name in deleted_names(control)
-        why = "deleted: by retention, as its record says" if gone else "missing: its directory is gone"
+        gone = find_deleted(control, name.step, name.id)
+        why = f"deleted: {gone.describe()}" if gone is not None else "missing: its directory is gone"
     if why:
         return Ladder([], [RejectedOption(pinned, [why])], False)
     return Ladder([Rung(name=pinned, step=record.step, id=record.id, manifest=record.manifest)], [], False)
@@ -95,6 +107,17 @@ def take_pinned(
 
 def _name(record: CommitRecord) -> str:
     return str(CheckpointName(record.step, record.id))
+
+
+def _with_deletions(ladder: Ladder, control: ControlDirectory) -> Ladder:
+    """The ladder of a step that was asked for, with when and why retention deleted what it has deleted."""
+    rejected = []
+    for option in ladder.rejected:
+        name = parse_name(option.option)
+        found = find_deleted(control, *name) if name is not None and option.why == [DELETED] else None
+        why = [f"deleted: {found.describe()}"] if found is not None else option.why
+        rejected.append(RejectedOption(option.option, why))
+    return Ladder(ladder.rungs, rejected, ladder.may_start_fresh)
 
 
 def _with_origin(ladder: Ladder, timeline: Timeline, control: ControlDirectory) -> Ladder:
@@ -133,7 +156,9 @@ def refuse_named(rung: Rung, control: ControlDirectory) -> Ladder | None:
 
 def _named(path: Path, control: ControlDirectory, *, force: bool) -> Ladder:
     if not path.is_dir():
-        raise UsageError(f"checkpoint.resume_from = {str(path)!r}: no such directory")
+        why = removed(path, control) or removed(path)
+        told = f"this checkpoint is not there any more: {why}" if why else "no such directory"
+        raise UsageError(f"checkpoint.resume_from = {str(path)!r}: {told}")
     rung = _rung_at(path.absolute())
     if not force and (refused := refuse_named(rung, control)) is not None:
         return refused

@@ -18,6 +18,7 @@ from holdfast.journal.events import RejectedOption
 Name = tuple[int, str]
 """(step, id), as a CheckpointName is one."""
 REFUSED = frozenset({Standing.SUSPECT, Standing.CONDEMNED})
+DELETED = "deleted: by retention, as its record says"
 LOST = "lost: only the local tier had it, and no node holds any of it now"
 UNSEEN = "not seen: nodes may hold it, but this attempt goes on without the local tier"
 AVOIDED = "avoided: the recovery decision was to resume below it"
@@ -110,7 +111,7 @@ def leave_out(ladder: Ladder, avoid: Collection[str]) -> Ladder:
 
 def _deleted(gone: Sequence[CheckpointName], step: int | None) -> list[RejectedOption]:
     """One line for all that retention deleted, which may be very many; or those of the step asked for."""
-    why = ["deleted: by retention, as its record says"]
+    why = [DELETED]
     if step is not None:
         return [RejectedOption(str(name), why) for name in gone if name.step == step]
     if len(gone) < 2:

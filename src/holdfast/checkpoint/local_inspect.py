@@ -20,8 +20,9 @@ from holdfast.checkpoint.local_verify import verify_copy
 from holdfast.checkpoint.manifest import Manifest, ManifestError
 from holdfast.checkpoint.problems import Problem, Reason, printable
 from holdfast.checkpoint.verify import Progress
+from holdfast.control.attempts import attempt_numbers
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.lineage import CommitRecord, read_timeline
+from holdfast.control.lineage import CommitRecord, find_commit, read_timeline
 from holdfast.files import read_regular
 
 TIERS = {"local": "own", "peer": "replica"}
@@ -121,7 +122,8 @@ class Judge:
         )
         found = self._manifest(record.name)
         if isinstance(found, Problem):
-            inspection.problems = [found]
+            inspection.gone = tier.find(record.checkpoint, record.rank) != record
+            inspection.problems = [] if inspection.gone else [found]
             return inspection
         manifest, digest = found
         inspection.problems = verify_copy(
@@ -152,6 +154,8 @@ class Judge:
                 problem = Problem(Reason.ALTERED, METADATA, f"expected digest {entry.digest}, found {digest}")
                 sound = digest == entry.digest
             except FileNotFoundError:
+                if not (folder / MANIFEST).exists():
+                    continue  # no node holds the checkpoint any more, and it was forgotten meanwhile
                 problem, sound = (
                     Problem(Reason.MISSING_METADATA, METADATA, f"expected {entry.size} bytes"),
                     False,
@@ -192,7 +196,7 @@ class Judge:
         return self._manifests[name]
 
     def _read(self, name: CheckpointName) -> tuple[Manifest, str] | Problem:
-        commit = self._commits.get(name)
+        commit = self._commits.get(name) or self._committed_since(name)
         if commit is None:
             return Problem(Reason.NO_MANIFEST, ".", "this run has no record of having committed it")
         try:
@@ -208,6 +212,14 @@ class Judge:
             detail = f"it is of run {printable(manifest.run)}, expected {self._control.run_id}"
             return Problem(Reason.WRONG_RUN, MANIFEST, detail)
         return manifest, commit.manifest
+
+    def _committed_since(self, name: CheckpointName) -> CommitRecord | None:
+        """A live run commits on while somebody looks."""
+        for number in reversed(attempt_numbers(self._control)):
+            if (record := find_commit(self._control, number, name.step, name.id)) is not None:
+                self._commits[name] = record
+                return record
+        return None
 
     def _from_root(self, name: CheckpointName, digest: str) -> Manifest | None:
         """A checkpoint that the local tier has forgotten may have its manifest beside its global copy."""

@@ -316,8 +316,8 @@ class Reader:
         self._tries[name] = self._tries.get(name, 0) + 1
         directory, started = self._root.committed(name), time.monotonic()
         try:
-            with reading(directory):  # also while it is recorded: its records go when it goes
-                found = self._compare(name, directory)
+            with reading(directory) as there:  # also while it is recorded: its records go when it goes
+                found = self._compare(name, directory) if there else None
                 if found is not None:
                     self._record(name, found, time.monotonic() - started)
         except OSError as error:

@@ -175,6 +175,10 @@ class Remote:
         tries = self._tries(deadline)
         return [name for name in self._folders(tries) if self._store.size(_marker(name), tries) is not None]
 
+    def is_finished(self, name: CheckpointName) -> bool:
+        """Whether a copy has its marker; one that had it and has it no more is being deleted, or is gone."""
+        return self._store.size(_marker(name), self._tries()) is not None
+
     def folders(self) -> list[CheckpointName]:
         """Also what has no marker: copies that were never finished, or whose deletion was cut."""
         return self._folders(self._tries())
@@ -296,7 +300,10 @@ class Remote:
         missing = [entry for entry in book.files(str(name)) if f"{under}/{entry}" not in there]
         for entry in missing:
             stop()
-            data = read_regular(book.folder(str(name)) / entry, MAX_RECORD_BYTES)
+            try:
+                data = read_regular(book.folder(str(name)) / entry, MAX_RECORD_BYTES)
+            except FileNotFoundError:
+                continue  # retention took the checkpoint away, and its records with it
             self._store.upload(f"{under}/{entry}", [data], len(data), tries)
         return len(missing)
 

@@ -23,7 +23,7 @@ from holdfast.checkpoint.ladder import Ladder, Rung, leave_out
 from holdfast.checkpoint.local_recorded import read_recorded
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.problems import printable
-from holdfast.checkpoint.reading import reading
+from holdfast.checkpoint.reading import reading, removed
 from holdfast.checkpoint.remote import Remote, open_remote
 from holdfast.checkpoint.resolution import Resolution
 from holdfast.checkpoint.storage_probe import ALARM
@@ -41,6 +41,8 @@ from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import RejectedOption
 from holdfast.policy.rungs import BAD, FRESH, LOCAL, LOWER, NO_RUNG, REFUSED, USED, Candidate
 
+LOOKS = 3
+"""How often the ladder is looked at, if a live run's retention takes away all of it meanwhile."""
 REMOTE_SECONDS = 30.0
 """For finding out what an object store holds; without an answer it counts as not seen."""
 
@@ -123,6 +125,8 @@ class _Resolver:
         self._unseen: list[str] = []
         self._remote: Remote | None = None
         self._in_remote: set[CheckpointName] = set()
+        self._removed: set[str] = set()
+        """Rungs that retention took away after the inventory was taken; none of them is a bad one."""
         self._loaded: Manifest | None = None
         """Of the rung that would be used."""
 
@@ -138,9 +142,12 @@ class _Resolver:
         self._look_at_remote()
         local = local_manifest.names(self._control)
         try:
-            ladder, fresh = self._ladder(resume_from, force=force)
-            recorded = {str(name): where_recorded(self._control, name) for name in local}
-            rows, alarm = self._walk(self._with_evidence(ladder), recorded)
+            for _ in range(LOOKS):
+                ladder, fresh = self._ladder(resume_from, force=force)
+                recorded = {str(name): where_recorded(self._control, name) for name in local}
+                rows, alarm = self._walk(self._with_evidence(ladder), recorded)
+                if not self._removed or any(row.verdict in (LOCAL, USED) for row in rows):
+                    break
         except OSError as error:
             raise UsageError(f"the checkpoint root {self._root.path} cannot be read: {error}") from error
         used = next((row for row in rows if row.verdict == USED), None)
@@ -238,6 +245,8 @@ class _Resolver:
             row = self._lower(rung) if used else self._judge(rung, recorded)
             rows.append(self._finished(row, recorded))
             used = used or row.verdict == USED
+            if rung.name in self._removed:
+                continue
             bad = [*bad, rung.name] if row.verdict == BAD else []
             alarm = bad if len(bad) >= ALARM else alarm
         for option in ladder.rejected:
@@ -274,6 +283,9 @@ class _Resolver:
             reasons = [*reasons, *(f"in {self._url}: {problem}" for problem in problems)]
         if not reasons:
             return self._used(rung, manifest, where, tier, [])
+        if not in_local and (why := removed(path, self._control) or removed(path)):
+            self._removed.add(rung.name)
+            return Candidate(name=rung.name, step=rung.step, verdict=NO_RUNG, reasons=[why])
         verdict = LOCAL if in_local else BAD
         if in_local and not path.is_dir():
             where, reasons = None, []
@@ -318,6 +330,10 @@ class _Resolver:
 
     def _look(self, rung: Rung) -> tuple[Path, Manifest | None, list[str]]:
         """Where a rung lies, its manifest, and what a resume would find wrong: cheaply, or all."""
+        with reading(Path(rung.path) if rung.path else self._root.path / rung.name):
+            return self._look_in_peace(rung)
+
+    def _look_in_peace(self, rung: Rung) -> tuple[Path, Manifest | None, list[str]]:
         path, inspection = look_at(rung, self._root, self._control.run_id)
         manifest = inspection.manifest
         if inspection.sound and rung.manifest and inspection.manifest_digest != rung.manifest:
@@ -326,8 +342,7 @@ class _Resolver:
             why = f"altered: holdfast.json: its digest is {found}; {was}"
             return path, manifest, [why]
         if inspection.sound and rung.manifest and not self._quick:
-            with reading(path):
-                inspection = verify(path, progress=self._progress)
+            inspection = verify(path, progress=self._progress)
         return path, manifest, [str(problem) for problem in inspection.problems]
 
     def _look_in_remote(self, rung: Rung) -> tuple[Manifest | None, list[str]] | None:

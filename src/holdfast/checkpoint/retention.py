@@ -30,7 +30,7 @@ from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoo
 from holdfast.checkpoint.manifest import MAX_MANIFEST_BYTES, digest_bytes
 from holdfast.checkpoint.problems import Reason
 from holdfast.checkpoint.read_back import ReadBackRecord, last_read_back
-from holdfast.checkpoint.reading import unread
+from holdfast.checkpoint.reading import removed, unread
 from holdfast.checkpoint.structure import check_structure
 from holdfast.control.attempts import latest_head
 from holdfast.control.directory import ControlDirectory
@@ -113,6 +113,8 @@ class Retention:
         standings = {name: str(self._book.of(str(name))) for name in present}
         pins = self._pins(records)
         fresh = self._refresh(present)
+        # A dry run has no lease: a live run's own retention may take some away while they are looked at.
+        present = [name for name in present if not self._went(name)]
         while True:
             candidates = [self._candidate(name, standings[name], pins) for name in present]
             verdicts = {verdict.id: verdict for verdict in retain(candidates, self._rules)}
@@ -201,6 +203,11 @@ class Retention:
             bad = read is not None and not read.sound
             wanted -= again and self._looks[name].condition is Condition.SOUND and not bad
         return fresh
+
+    def _went(self, name: CheckpointName) -> bool:
+        """Whether it was deleted by somebody else since it was listed."""
+        bad = self._looks[name].condition is not Condition.SOUND
+        return bad and bool(removed(self._root.committed(name), self._control))
 
     def _look(self, name: CheckpointName) -> _Look:
         directory = self._root.committed(name)

@@ -36,6 +36,8 @@ class Inspection:
     files: int = 0
     size: int = 0
     """Bytes in the files that belong to the checkpoint, as found."""
+    gone: str = ""
+    """It was taken away on purpose while it was looked at, which is no fault: when and why, in words."""
 
     @property
     def sound(self) -> bool:

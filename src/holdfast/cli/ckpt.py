@@ -15,6 +15,7 @@ from holdfast.cli.output import Bar, print_columns, print_json, show_bytes, show
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.structure import Inspection
+    from holdfast.checkpoint.verify import Progress
     from holdfast.control.directory import ControlDirectory
     from holdfast.control.standing import RootBook, StandingBook
 
@@ -49,6 +50,7 @@ def list_checkpoints(
     checkpoint is not whole.
     """
     from holdfast.checkpoint.identity import STAGING
+    from holdfast.checkpoint.reading import gone_since
 
     if is_url(path):
         _list_remote(path, as_json=as_json)
@@ -58,6 +60,8 @@ def list_checkpoints(
     latest = _latest(folder)
     for directory in _checkpoints(folder) if folder.is_dir() else ():
         row = _row(directory, standings)
+        if row["problems"] and gone_since(directory, control):
+            continue  # retention took it away after it was listed
         row["latest"] = directory.name == latest
         rows.append(row)
     if control is not None:
@@ -97,10 +101,9 @@ def verify_checkpoints(
 ) -> None:
     """Read every byte of checkpoints and compare digests; name each problem.
 
-    Exits with 0 if all are sound, 1 if one is not, 2 if asked for something that cannot be verified.
+    What a live run's retention takes away meanwhile is named, and is no fault. Exits with 0 if all are sound,
+    1 if one is not, 2 if asked for something that cannot be verified.
     """
-    from holdfast.checkpoint.reading import reading
-    from holdfast.checkpoint.verify import verify
     from holdfast.errors import UsageError
 
     if tier is not None:
@@ -109,20 +112,25 @@ def verify_checkpoints(
         ckpt_tier.verify(paths, tier, local_dir=local_dir, config=config, root=root, as_json=as_json)
     if local_dir is not None or root is not None or config is not None:
         raise UsageError("--local-dir, --root and --config belong to --tier: give that too")
-    directories: list[Path] = []
+    listed: list[tuple[Path, ControlDirectory | None]] = []
     if any(map(is_url, paths)):
         _verify_remote(paths, as_json=as_json)
     for path in map(_existing, map(Path, paths)):
-        found = _checkpoints(_resolve(path)[0])
+        folder, control = _resolve(path)
+        found = _checkpoints(folder)
         if not found:
             raise UsageError(f"{path}: there are no checkpoints here; give a checkpoint, its root or its run")
-        directories += found
+        listed += [(directory, control) for directory in found]
     inspections: list[Inspection] = []
     started = time.perf_counter()
-    with Bar(lambda: listed_bytes(directories)) as bar:
-        for directory in directories:
-            with reading(directory):
-                inspections.append(verify(directory, run=run, world=world, progress=bar.advance))
+    with Bar(lambda: listed_bytes([directory for directory, _ in listed])) as bar:
+        for directory, control in listed:
+            inspection = read_listed(directory, control, run=run, world=world, progress=bar.advance)
+            if inspection.gone and directory in map(Path, paths):
+                raise UsageError(f"{directory}: this checkpoint is not there any more: {inspection.gone}")
+            inspections.append(inspection)
+    if all(inspection.gone for inspection in inspections):
+        raise UsageError("all that was listed was taken away before it could be read; try again")
     seconds = time.perf_counter() - started
     sound = all(inspection.sound for inspection in inspections)
     if as_json:
@@ -137,6 +145,25 @@ def verify_checkpoints(
     else:
         _print_inspections(inspections, seconds)
     raise typer.Exit(0 if sound else 1)
+
+
+def read_listed(
+    directory: Path,
+    control: ControlDirectory | None,
+    *,
+    run: str | None = None,
+    world: int | None = None,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Verify a checkpoint that was listed. If retention took it away since, that is said, and no problem."""
+    from holdfast.checkpoint.reading import gone_since, reading
+    from holdfast.checkpoint.verify import verify
+
+    with reading(directory):
+        inspection = verify(directory, run=run, world=world, progress=progress)
+    if inspection.problems and (why := gone_since(directory, control)):
+        inspection.problems, inspection.gone = [], why
+    return inspection
 
 
 # --- remote copies -----------------------------------------------------------------------------------------
@@ -175,7 +202,9 @@ def _existing(path: Path) -> Path:
     from holdfast.errors import UsageError
 
     if not path.exists():
-        raise UsageError(f"{path}: there is no such directory")
+        from holdfast.checkpoint.reading import no_such
+
+        raise UsageError(no_such(path))
     if not path.is_dir():
         raise UsageError(f"{path}: this is not a directory; give a checkpoint, its root or its run")
     return path
@@ -334,6 +363,7 @@ def verified_row(inspection: Inspection) -> dict[str, Any]:
         "size": inspection.size,
         "bytes_checked": inspection.bytes_checked,
         "problems": _problems(inspection),
+        "gone": inspection.gone or None,
     }
 
 
@@ -401,7 +431,9 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
     for inspection in inspections:
         name = printable(str(inspection.directory), 4096)
         summary = f"{inspection.files} files, {show_bytes(inspection.size)}"
-        if not inspection.sound:
+        if inspection.gone:
+            typer.echo(f"{name}: taken away meanwhile: {printable(inspection.gone, 2000)}")
+        elif not inspection.sound:
             typer.echo(f"{name}: not sound")
         elif inspection.digests_missing:
             typer.echo(
@@ -415,8 +447,9 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
     bad = sum(not inspection.sound for inspection in inspections)
     rate = f"{total / max(seconds, 1e-9) / 1e9:.2f} GB/s"
     verdict = f"{bad} not sound" if bad else "nothing wrong found"
-    noun = "checkpoint" if len(inspections) == 1 else "checkpoints"
-    typer.echo(f"{len(inspections)} {noun}, {verdict}; {show_bytes(total)} read in {seconds:.2f} s ({rate})")
+    there = sum(not inspection.gone for inspection in inspections)
+    noun = "checkpoint" if there == 1 else "checkpoints"
+    typer.echo(f"{there} {noun}, {verdict}; {show_bytes(total)} read in {seconds:.2f} s ({rate})")
 
 
 def listed_bytes(directories: list[Path]) -> int | None:

@@ -32,7 +32,10 @@ def with_local(
     only_local: list[dict[str, Any]] = []
     for name in local:
         if str(name) not in in_root:
-            only_local.append(_row(control, standings, name, commits.get(name)))
+            row = _row(control, standings, name, commits.get(name))
+            if row["problems"] and name not in local_manifest.names(control):
+                continue  # no node holds it any more, as happens in a live run
+            only_local.append(row)
             in_root[str(name)] = only_local[-1]
         in_root[str(name)]["copies"]["local"] = _recorded(control, name)
     return sorted(

@@ -230,7 +230,9 @@ def export(
     from holdfast.errors import UsageError
 
     if not path.is_dir():
-        raise UsageError(f"{path}: there is no such directory")
+        from holdfast.checkpoint.reading import no_such
+
+        raise UsageError(no_such(path))
     import msgspec
 
     from holdfast.checkpoint.export import export as write

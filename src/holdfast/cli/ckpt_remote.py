@@ -28,6 +28,8 @@ def rows(url: str) -> list[dict[str, Any]]:
             try:
                 row |= _described(remote, name)
             except BadCopyError as error:
+                if not remote.is_finished(name):
+                    continue  # its deletion has begun since it was listed
                 problem = error.problem
                 row["state"] = str(problem.reason)
                 row["problems"] = [
@@ -63,11 +65,13 @@ def verify(urls: list[str]) -> tuple[list[dict[str, Any]], float]:
 
     started = time.perf_counter()
     found: list[dict[str, Any]] = []
+    named: CheckpointName | None
     for url in urls:
         if parse_name(url.rstrip("/").rpartition("/")[2]) is not None:
-            root, name = split_copy_url(url)
-            remote, names = _open(root), [name]
+            root, named = split_copy_url(url)
+            remote, names = _open(root), [named]
         else:
+            named = None
             remote = _open(url)
             names = remote.names()
         if not names:
@@ -82,11 +86,14 @@ def verify(urls: list[str]) -> tuple[list[dict[str, Any]], float]:
                 read += more
 
             manifest, problems = remote.verify(name, count)
+            gone = bool(problems) and name != named and not remote.is_finished(name)
+            problems = [] if gone else problems
             listed = [{"reason": str(p.reason), "path": p.path, "detail": p.detail} for p in problems]
             found.append(
                 {
                     "path": f"{remote.url}/{name}",
                     "sound": not problems,
+                    "gone": gone,
                     "step": name.step,
                     "id": name.id,
                     "run": printable(manifest.run) if manifest else None,
@@ -101,14 +108,15 @@ def verify(urls: list[str]) -> tuple[list[dict[str, Any]], float]:
 def print_verified(found: list[dict[str, Any]], seconds: float) -> None:
     for row in found:
         word = f"sound, {row['files']} files" if row["sound"] else "not sound"
-        typer.echo(f"{row['path']}: {word}")
+        typer.echo(f"{row['path']}: {'deleted meanwhile' if row['gone'] else word}")
         for problem in row["problems"]:
             typer.echo(f"  {problem['reason']:<19}  {problem['path']}  {problem['detail']}")
     total = sum(row["bytes_checked"] for row in found)
     bad = sum(not row["sound"] for row in found)
     verdict = f"{bad} not sound" if bad else "nothing wrong found"
-    noun = "copy" if len(found) == 1 else "copies"
-    typer.echo(f"{len(found)} {noun}, {verdict}; {total / 1e6:.1f} MB read in {seconds:.2f} s")
+    there = sum(not row["gone"] for row in found)
+    noun = "copy" if there == 1 else "copies"
+    typer.echo(f"{there} {noun}, {verdict}; {total / 1e6:.1f} MB read in {seconds:.2f} s")
 
 
 def _open(url: str) -> Remote:

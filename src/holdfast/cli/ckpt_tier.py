@@ -42,6 +42,7 @@ def verify(
 ) -> NoReturn:
     """Read every byte of a run's copies in a tier; prints, and exits as `ckpt verify` does."""
     from holdfast.checkpoint.local_inspect import Judge
+    from holdfast.checkpoint.reading import removed
     from holdfast.cli.ckpt_inspect import open_run
     from holdfast.errors import UsageError
 
@@ -53,13 +54,16 @@ def verify(
     place = _place(control, tier, local_dir, config) if HERE[tier] else None
     only = _named(control, there, judge, place, paths[1]) if len(paths) > 1 else None
     started = time.perf_counter()
-    inspections = _in_root(judge, control.run_id, there, only) if tier in (Tier.in_root, Tier.all) else []
+    inspections = _in_root(judge, control, there, only) if tier in (Tier.in_root, Tier.all) else []
     copies = _on_this_node(judge, place, HERE[tier], only) if place is not None else []
     seconds = time.perf_counter() - started
-    if not inspections and not copies:
+    there_still = [one for one in inspections if only is None or not one.gone]
+    if not there_still and not copies:
         what = str(only) if only is not None else "this run"
+        why = removed(there / str(only), control) if only is not None else ""
         raise UsageError(
-            f"there is nothing of {what} to verify in tier {tier} here; `holdfast ckpt ls` lists it"
+            f"there is nothing of {what} to verify in tier {tier} here"
+            + (f": {why}" if why else "; `holdfast ckpt ls` lists it")
         )
     sound = all(one.sound for one in inspections) and all(one.sound for one in copies)
     if as_json:
@@ -127,19 +131,19 @@ def _named(
 # --- reading them -------------------------------------------------------------------------------------------
 
 
-def _in_root(judge: Judge, run: str, root: Path, only: CheckpointName | None) -> list[Inspection]:
+def _in_root(
+    judge: Judge, control: ControlDirectory, root: Path, only: CheckpointName | None
+) -> list[Inspection]:
     from holdfast.checkpoint.identity import MANIFEST, CheckpointRoot
-    from holdfast.checkpoint.reading import reading
-    from holdfast.checkpoint.verify import Reason, verify
-    from holdfast.cli.ckpt import listed_bytes
+    from holdfast.checkpoint.verify import Reason
+    from holdfast.cli.ckpt import listed_bytes, read_listed
 
     there = CheckpointRoot(root)
     found: list[Inspection] = []
     names = [name for name in there.names() if only in (None, name)]
     with Bar(lambda: listed_bytes([there.committed(name) for name in names])) as bar:
         for name in names:
-            with reading(there.committed(name)):
-                inspection = verify(there.committed(name), run=run, progress=bar.advance)
+            inspection = read_listed(there.committed(name), control, run=control.run_id, progress=bar.advance)
             expected = judge.expected(name)
             if inspection.manifest_digest and expected not in (None, inspection.manifest_digest):
                 told = f"its digest is {inspection.manifest_digest}; {expected} was committed under this name"
@@ -172,6 +176,9 @@ def _print(
 
     for inspection in inspections:
         name = printable(str(inspection.directory), 4096)
+        if inspection.gone:
+            typer.echo(f"{name}: taken away meanwhile: {printable(inspection.gone, 2000)}")
+            continue
         _print_one(name, inspection.sound, inspection.files, inspection.size, inspection.problems)
     node = printable(place.record.node) if place is not None else ""
     for copy in copies:
@@ -183,7 +190,8 @@ def _print(
             _print_one(name, copy.sound, copy.files, copy.size, copy.problems)
     total = sum(one.bytes_checked for one in inspections) + sum(one.bytes_checked for one in copies)
     bad = sum(not one.sound for one in inspections) + sum(not one.sound for one in copies)
-    what = [plural(len(inspections), "checkpoint")] if inspections else []
+    there = sum(not one.gone for one in inspections)
+    what = [plural(there, "checkpoint")] if inspections else []
     what += [f"{len(copies)} {'copy' if len(copies) == 1 else 'copies'}"] if copies else []
     verdict = f"{bad} not sound" if bad else "nothing wrong found"
     rate = f"{total / max(seconds, 1e-9) / 1e9:.2f} GB/s"

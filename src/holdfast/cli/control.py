@@ -274,6 +274,7 @@ def _choose(control: ControlDirectory, root: Path, which: str, *, force: bool) -
     from holdfast.checkpoint import local_manifest
     from holdfast.checkpoint.identity import CheckpointRoot
     from holdfast.checkpoint.inventory import look_at, take_pinned
+    from holdfast.checkpoint.reading import removed
     from holdfast.cli.ckpt_judge import find_checkpoint
     from holdfast.control.lineage import read_timeline
     from holdfast.errors import CheckpointError, UsageError
@@ -288,6 +289,8 @@ def _choose(control: ControlDirectory, root: Path, which: str, *, force: bool) -
         raise UsageError(f"{name} cannot be pinned: {'; '.join(option.why)}; nothing was changed")
     _, inspection = look_at(ladder.rungs[0], there, control.run_id)
     # What the root lacks its nodes may have: the resume judges that, byte by byte.
+    if inspection.problems and (why := removed(root / name, control)):
+        raise UsageError(f"{name} cannot be pinned: {why}; nothing was changed")
     if inspection.problems and name not in map(str, local):
         told = "; ".join(str(problem) for problem in inspection.problems)
         raise CheckpointError(f"{name} cannot be pinned: {told}; nothing was changed. Choose another one")

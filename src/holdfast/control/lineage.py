@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import msgspec
 from holdfast.control.attempts import HeadRecord, attempt_numbers
 from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
 from holdfast.control.lease import Fence
+from holdfast.errors import ControlError
 from holdfast.files import explain_os_error, replace_atomic
 
 SHELF = "shelf.jsonl"
@@ -68,6 +70,14 @@ class DeletedRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     at: float
 
+    def describe(self) -> str:
+        """By whom, when and why; `deleted …`."""
+        try:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
+        except (OverflowError, ValueError, OSError):
+            when = "at a time out of range"
+        return f"by retention, {when} ({self.reason})"
+
 
 def record_deleted(control: ControlDirectory, record: CommitRecord, deleted: DeletedRecord) -> None:
     """Called with the fence held, just before the rename that takes the checkpoint away."""
@@ -79,6 +89,19 @@ def deleted_names(control: ControlDirectory) -> frozenset[tuple[int, str]]:
     names = [name for n in attempt_numbers(control) for name in list_names(_folder(control, n))]
     deleted = (name.removesuffix(".deleted").partition("-") for name in names if name.endswith(".deleted"))
     return frozenset((int(step), id) for step, _, id in deleted if step.isdecimal())
+
+
+def find_deleted(control: ControlDirectory, step: int, id: str) -> DeletedRecord | None:
+    """The record of one deletion, without reading all the others; it counts also if it cannot be read."""
+    for number in reversed(attempt_numbers(control)):
+        path = _folder(control, number) / f"{step:012d}-{id}.deleted"
+        try:
+            found = read_record(path, DeletedRecord)
+        except ControlError as error:
+            return DeletedRecord(id=id, step=step, reason=str(error), epoch=0, at=0.0)
+        if found is not None:
+            return found
+    return None
 
 
 def find_commit(control: ControlDirectory, attempt: int, step: int, id: str) -> CommitRecord | None:

@@ -10,6 +10,7 @@ the journal adds what changes every second.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -274,9 +275,10 @@ def _last_save(control: ControlDirectory, numbers: list[int]) -> LastSave | None
 
 def _last_local_save(control: ControlDirectory) -> LastSave | None:
     """The newest checkpoint that the nodes themselves hold, as recorded."""
-    for name in local_manifest.names(control)[:1]:
-        at = (local_manifest.folder(control, name) / MANIFEST).stat().st_mtime
-        return LastSave(checkpoint=str(name), step=name.step, at=at)
+    for name in local_manifest.names(control):
+        with contextlib.suppress(FileNotFoundError):  # a live run forgets what no node holds any more
+            at = (local_manifest.folder(control, name) / MANIFEST).stat().st_mtime
+            return LastSave(checkpoint=str(name), step=name.step, at=at)
     return None
 
 
