@@ -23,11 +23,14 @@ import holdfast
 from harness import REPO, finish, job, python, wait_until
 from harness import holdfast as command
 from holdfast.checkpoint import writer_exchange, writer_process
+from holdfast.checkpoint.background import Ended
+from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.stage import Stager
 from holdfast.checkpoint.verify import verify
+from holdfast.control import writing
 from holdfast.control.attempts import latest_head
 from holdfast.control.directory import ControlDirectory
-from holdfast.errors import SaveFailedError
+from holdfast.errors import LeaseLostError, SaveFailedError, SaveStorageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import (
     LeaseClaimed,
@@ -39,10 +42,11 @@ from holdfast.journal.events import (
     Warned,
 )
 from holdfast.journal.reader import read_journal
+from holdfast.worker.saving import to_raise
 from test_end_to_end import record
 from test_writer_process import ASYNC, all_committed_once, nothing_in_staging, steps_of
 from tiny import Outcome, checkpoints, die, forked, train, tree
-from writers import forked_writers, holding, patched, ranks, told
+from writers import Around, forked_writers, holding, patched, ranks, told
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +332,90 @@ def test_an_error_is_told_at_the_next_step_though_nothing_is_under_way_any_more(
         run.close()
 
 
+def failing(*steps: int, gate: Path) -> Any:
+    """The writes of these steps fail, once the gate file is there; so they end only when that is wanted."""
+    names = [f"step_{step:08d}" for step in steps]
+
+    def wrap(write_image: Any) -> Any:
+        def fail(path: Path, *args: Any) -> Any:
+            if not any(name in str(path) for name in names):
+                return write_image(path, *args)
+            wait_until(gate.exists, 30, "the gate")
+            raise OSError(5, "Input/output error")
+
+        return fail
+
+    return lambda number: patched(writer_process, "write_image", wrap)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_save_that_is_asked_for_tells_of_itself_and_not_of_the_one_before(tmp_path: Path, bad: int) -> None:
+    """It failed on one of two ranks, as the last that `max_failed_saves` allows; the next is committed."""
+    run_dir, gate = tmp_path / "run", tmp_path / "gate"
+
+    def work(rank: int) -> None:
+        with forked_writers(failing(1, gate=gate) if rank == bad else None):
+            run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0, checkpoint_max_failed_saves=1, **ASYNC)
+            run.track(model=nn.Linear(2, 2))
+            run.start()
+            for step in (1, 2):
+                run.begin_step()
+                run.end_step()
+                if step == 1:
+                    earlier = run.save(wait=False)
+            if rank == 0:
+                gate.touch()
+            mine = run.save()
+            assert run.head == mine
+            assert mine.step == 2
+            run.begin_step()
+            run.end_step()  # nor is it too many in a row any more
+            run.finish()
+            assert earlier.step == 1
+
+    ranks(tmp_path / "group", 2, work)
+    assert steps_of(run_dir) == [3, 2]
+    (failed,) = told(run_dir, SaveFailed)
+    assert (failed.step, failed.in_a_row) == (1, 1)
+    assert "Input/output error" in failed.error
+    assert [event.step for event in told(run_dir, SaveCommitted)] == [2, 3], "none was saved twice"
+
+
+def test_a_save_that_fails_itself_says_so_though_the_one_before_failed_too(tmp_path: Path) -> None:
+    run_dir, gate = tmp_path / "run", tmp_path / "gate"
+    with forked_writers(failing(0, gate=gate)):
+        run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0, checkpoint_max_failed_saves=2, **ASYNC)
+        run.track(model=nn.Linear(2, 2))
+        run.start()
+        earlier = run.save(wait=False)
+        gate.touch()
+        with pytest.raises(SaveStorageError, match="was not saved") as raised:
+            run.save()
+        assert str(earlier) not in str(raised.value)
+        assert run.head is None
+        run.begin_step()
+        run.end_step()  # it was told to who asked
+        run.finish()
+    assert [event.in_a_row for event in told(run_dir, SaveFailed)] == [1, 2]
+    assert steps_of(run_dir) == [1]
+
+
+def test_of_several_outcomes_one_s_own_error_is_raised_and_a_lost_lease_always() -> None:
+    first, own = CheckpointName(1, "1" * 16), CheckpointName(2, "2" * 16)
+    error, lost = SaveFailedError("first"), LeaseLostError("lost")
+
+    def ended(name: CheckpointName, error: Any = None, *, local_only: bool = False) -> Ended:
+        return Ended(name=name, diagnostic=False, blocked=0.0, error=error, local_only=local_only)
+
+    assert to_raise([ended(first, error), ended(own)], own) is None
+    assert to_raise([ended(first, error), ended(own)]) is error
+    assert to_raise([ended(first), ended(own, error)], own) is error
+    assert to_raise([ended(first, lost), ended(own)], own) is lost
+    assert to_raise([ended(first, lost), ended(own, error)], own) is lost
+    assert to_raise([ended(first, error, local_only=True)]) is None
+    assert to_raise([], own) is None
+
+
 def test_too_little_memory_for_staging_is_told_as_such(tmp_path: Path) -> None:
     """On one rank of two: the save fails on both, with the reason, and the next one works."""
     run_dir = tmp_path / "run"
@@ -589,6 +677,62 @@ def test_a_staged_snapshot_outlives_a_killed_trainer(tmp_path: Path, reference: 
     assert outcome.losses == {step: loss for step, loss in reference.losses.items() if step > 6}
     all_committed_once(run_dir, [3, 6, 9, 12])
     assert "its writer finished step_00000006" in told(run_dir, LeaseClaimed)[-1].evidence
+
+
+def starting_at(gate: Path) -> Around:
+    """Writers are held before they have done anything, as by a slow file system, until the gate is there."""
+
+    @contextlib.contextmanager
+    def held() -> Iterator[None]:
+        deadline = time.monotonic() + 60.0
+        while not gate.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        yield
+
+    return lambda number: held()
+
+
+def test_a_staged_snapshot_outlives_its_trainer_also_while_its_writer_is_still_starting(
+    tmp_path: Path, reference: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL right after staging, of a trainer whose writer has not even begun; the next attempt waits."""
+    run_dir, gate = tmp_path / "run", tmp_path / "gate"
+    before: list[int] = []
+
+    def work() -> None:
+        with forked_writers(starting_at(gate)) as writers:
+
+            def at_step(step: int, run: holdfast.Run) -> None:
+                if step == 4:
+                    (tmp_path / "writer").write_text(str(writers[0].pid))
+                    die()
+
+            train(run_dir, until=12, at_step=at_step, **ASYNC)
+
+    def release() -> None:
+        wait_until(lambda: watches_the_writer(os.getpid()), 30, "the next attempt waits for the writer")
+        before.extend(steps_of(run_dir))
+        gate.touch()
+
+    assert forked(work) == -9
+    writer = int((tmp_path / "writer").read_text())
+    assert not is_gone(writer)
+    monkeypatch.setattr(writing, "IDLE_PATIENCE", 0.0)  # not even for a moment for one with nothing to do
+    releasing = threading.Thread(target=release)
+    try:
+        releasing.start()
+        outcome = train(run_dir, until=12, **ASYNC)
+        releasing.join(40)
+        wait_until(lambda: is_gone(writer), 10, "a writer without a trainer ends")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(writer, signal.SIGKILL)
+    assert before == []
+    assert outcome.started_at == 3
+    assert outcome.parameters == reference.parameters
+    all_committed_once(run_dir, [3, 6, 9, 12])
+    assert "its writer finished step_00000003" in told(run_dir, LeaseClaimed)[-1].evidence
+    assert not any("staged by a trainer that is gone" in event.message for event in told(run_dir, Warned))
 
 
 def test_the_wait_for_a_writer_is_bounded_and_a_late_commit_is_refused(

@@ -415,24 +415,19 @@ def test_a_writer_that_reads_nothing_fails_the_save_and_not_the_stream(
     assert steps_of(tmp_path / "run") == [0]
 
 
-def test_a_writer_that_cannot_be_started_fails_the_save_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with forked_writers() as writers:
+def test_a_writer_that_cannot_be_started_fails_the_save_and_training_goes_on(tmp_path: Path) -> None:
+    def no_more_processes(descriptor: int) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with forked_writers() as writers, pytest.MonkeyPatch.context() as patch:
 
         def at_step(step: int, run: holdfast.Run) -> None:
             if step == 2:
-                good = writer_client.spawn
-
-                def no_more_processes(descriptor: int) -> Any:
-                    raise BlockingIOError(11, "Resource temporarily unavailable")
-
                 writers[0].kill()
                 writers[0].wait(5)
-                monkeypatch.setattr(writer_client, "spawn", no_more_processes)
-                monkeypatch.setattr(holdfast.Run, "good", good, raising=False)
+                patch.setattr(writer_client, "spawn", no_more_processes)
             if step == 5:
-                monkeypatch.setattr(writer_client, "spawn", holdfast.Run.good)  # type: ignore[attr-defined]
+                patch.undo()
 
         train(tmp_path / "run", until=6, at_step=at_step, **ASYNC)
     assert steps_of(tmp_path / "run") == [6]
@@ -458,6 +453,26 @@ def test_signals_that_end_a_whole_job_do_not_end_a_writer(tmp_path: Path, number
         assert len(writers) == 1
         assert writers[0].wait(10) == 0
     all_committed_once(tmp_path / "run", [3, 6])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nor_do_they_end_one_that_is_still_starting(number: int) -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        writer = writer_client.spawn(theirs.fileno())
+        try:
+            os.kill(writer.pid, number)
+            assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), (
+                "the trainer takes it as before"
+            )
+            theirs.close()
+            ours.close()
+            assert writer.wait(30) == 0
+        finally:
+            writer.kill()
+            writer.wait(10)
 
 
 def test_a_writer_ends_with_its_trainer_though_a_child_of_that_holds_the_socket(tmp_path: Path) -> None:

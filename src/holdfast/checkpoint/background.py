@@ -3,7 +3,9 @@
 Guarantee: once it is copied, this rank's snapshot is outside the trainer and in the hands of a process that
 outlives it. What is copied when `begin` returns is handed over at once; a copy from a device, or by a forked
 child, may go on for a while, and is handed over by a thread as soon as it is complete. Snapshots are handed
-over in the order they were taken. Whether one was committed is learnt later, from `poll`.
+over in the order they were taken. That one is coming is recorded before it is copied, so that not even an
+attempt that comes at once, while the writer is still starting, takes the run from it. Whether one was
+committed is learnt later, from `poll`.
 
 Every rank makes the same calls in the same order. All that ranks must agree on (is anyone still busy, does
 the plan still fit) is settled in the one exchange that a snapshot takes.
@@ -282,6 +284,8 @@ class BackgroundSaver:
         )
         staged = None
         if not failed:
+            with self._lock:
+                self._writer.expect(snapshot.name)
             try:
                 buffer.prepare(snapshot.plan)
                 staged = self._stager.stage(snapshot, buffer, tracked)
@@ -410,10 +414,14 @@ class BackgroundSaver:
         ended, self._ended = self._ended, []
         return ended
 
-    def wait(self, timeout: float) -> list[Ended]:
-        """Wait until nothing is under way, at most `timeout`; everything that has ended."""
+    def is_under_way(self, name: CheckpointName | None = None) -> bool:
+        """Whether this save is, or, without a name, any."""
+        return any(name in (None, under.begun.name) for under in self._under_way.values())
+
+    def wait(self, timeout: float, name: CheckpointName | None = None) -> list[Ended]:
+        """Wait until nothing is under way, or not this, at most `timeout`; everything that has ended."""
         deadline = time.monotonic() + timeout
-        while self._under_way and (left := deadline - time.monotonic()) > 0:
+        while self.is_under_way(name) and (left := deadline - time.monotonic()) > 0:
             self._take(stretch(left))
         return self.poll()
 

@@ -1,7 +1,8 @@
 """What a trainer and its writer process say to each other.
 
 A stream socket between parent and child carries length-prefixed msgpack messages (never pickle), and once for
-each staging buffer its file descriptor. The trainer never waits for the writer here, except, with a deadline,
+each staging buffer its file descriptor. The first one carries the writer's lock (control/writing.py), which
+is held also while it is on its way. The trainer never waits for the writer here, except, with a deadline,
 when the socket is full.
 """
 
@@ -45,6 +46,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Checkpoints that the local tier keeps."""
     trainer: int = 0
     """Its process id, which the writer's parent has for as long as the trainer lives; 0: not told."""
+    locked: bool = False
+    """The writer's lock comes with this message."""
 
 
 class UseBuffer(msgspec.Struct, frozen=True, tag="buffer"):
@@ -225,8 +228,8 @@ class Channel:
         while True:
             message = self._next()
             if message is not None:
-                fd = self._descriptors.pop(0) if isinstance(message, UseBuffer) else None
-                return message, fd
+                with_one = isinstance(message, UseBuffer) or (isinstance(message, Start) and message.locked)
+                return message, self._descriptors.pop(0) if with_one else None
             try:
                 data, ancillary, _, _ = self._socket.recvmsg(1 << 20, socket.CMSG_SPACE(4))
             except BlockingIOError:

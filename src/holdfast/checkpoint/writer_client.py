@@ -37,10 +37,11 @@ from holdfast.checkpoint.handoff import (
     UsePeers,
     UsePlan,
 )
+from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.plan import Plan
 from holdfast.checkpoint.staging import Buffer
-from holdfast.control.marks import outliving
-from holdfast.control.writing import give_up, is_busy
+from holdfast.control.marks import outliving, stopping_blocked
+from holdfast.control.writing import announce, give_up, lock_for_writer
 from holdfast.errors import SaveFailedError
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -49,23 +50,20 @@ RESTARTS = 3
 LATE = 30.0
 """Seconds past a job's own deadline after which the writer is taken to be stuck, and ended."""
 
-TAKING_UP = 5.0
-"""Seconds for a writer that was only just started to show that it lives."""
-TAKING_UP_POLL = 0.005
-
 Outcome = JobDone | JobFailed
 News = Outcome | LocalDone
 
 
 def spawn(descriptor: int) -> subprocess.Popen[bytes]:
     """Start a writer process that talks over this socket."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "holdfast.checkpoint.writer_process", str(descriptor)],
-        pass_fds=[descriptor],
-        stdin=subprocess.DEVNULL,
-        env=outliving("holdfast.checkpoint.writer_process"),
-        start_new_session=True,  # what ends a trainer's session or group must not end its writer
-    )
+    with stopping_blocked():
+        return subprocess.Popen(
+            [sys.executable, "-m", "holdfast.checkpoint.writer_process", str(descriptor)],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            env=outliving("holdfast.checkpoint.writer_process"),
+            start_new_session=True,  # what ends a trainer's session or group must not end its writer
+        )
 
 
 class _Handed(NamedTuple):
@@ -115,12 +113,37 @@ class WriterClient:
             theirs.close()
         self._channel = Channel.of_trainer(ours)
         self._told = set()
-        self._channel.send(self._start)
+        self._send_start()
         for buffer in self._buffers.values():
             self._tell_buffer(buffer)
         for told in (self._peers, self._mend):
             if told is not None:
                 self._channel.send(told)
+
+    def _send_start(self) -> None:
+        """With rank 0's sign of life: a message under way holds the lock until the writer reads it."""
+        start, locked = self._start, None
+        if start.rank == 0:
+            under_way = [CheckpointName(h.job.step, h.job.id) for h in self._jobs.values()]
+            what = str(under_way[0]) if under_way else ""
+            locked = lock_for_writer(Path(start.run_dir), start.epoch, what)
+        try:
+            self._channel_now().send(msgspec.structs.replace(start, locked=locked is not None), locked)
+        finally:
+            if locked is not None:
+                os.close(locked)
+
+    def expect(self, name: CheckpointName) -> None:
+        """A snapshot is about to be staged: from now on the next attempt waits for what becomes of it.
+
+        What goes wrong here is told when the snapshot is handed over.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            self._drain()
+        with contextlib.suppress(Gone, SaveFailedError):
+            self.launch()
+        if self._start.rank == 0:
+            announce(Path(self._start.run_dir), self._start.epoch, str(name))
 
     def use_peers(self, peers: UsePeers) -> None:
         """Where replicas go from now on. A writer that is gone is told when it is replaced."""
@@ -313,22 +336,9 @@ class WriterClient:
             self._channel.close()
             self._channel = None
         if self._process is not None:
-            if self._jobs:
-                self._await_taking_up(self._process)
             _see_off(self._process, await_at_exit if self._jobs else 0.0)
         self._process = None
         self._jobs.clear()
-
-    def _await_taking_up(self, process: subprocess.Popen[bytes]) -> None:
-        """The next attempt may come at once: it lets a writer finish that it sees, not one that starts."""
-        start, deadline = self._start, time.monotonic() + TAKING_UP
-        while (
-            start.rank == 0
-            and process.poll() is None
-            and not is_busy(Path(start.run_dir), start.epoch, drain=True)
-            and time.monotonic() < deadline
-        ):
-            time.sleep(TAKING_UP_POLL)
 
     def close(self, timeout: float = 5.0) -> None:
         """Nothing is outstanding: the writer exits when its socket is closed."""

@@ -6,7 +6,7 @@ rank 0 also waits for the others' parts and commits. It talks to other ranks thr
 joins a process group. With a local tier a save is committed there first; what also goes to the root is then
 drained by a thread, one at a time and in order, and replicas are sent by another, so that neither holds up
 the next local save; after a resume a third makes copies again that were lost. A signal that asks a whole job
-to end does not end it: it ends by itself, soon after its trainer.
+to end does not end it, not even while it starts: it ends by itself, soon after its trainer.
 
 Guarantee: a job that was handed over is carried to its end also when the trainer is gone: committed, or
 cleared away by its deadline. Then, when its trainer is gone and nothing is left, this process exits.
@@ -72,7 +72,8 @@ KEPT_PLANS = 4
 class Writer:
     """Works through the jobs of one trainer."""
 
-    def __init__(self, start: Start, channel: Channel) -> None:
+    def __init__(self, start: Start, channel: Channel, locked: int | None = None) -> None:
+        """`locked`: on rank 0 the sign of life, as the trainer has taken it."""
         self._start = start
         self._channel = channel
         self._root = CheckpointRoot(Path(start.root))
@@ -81,7 +82,7 @@ class Writer:
             raise SaveFailedError(f"{start.run_dir} holds run {self._control.run_id}, not {start.run}")
         self._fence = Fence(self._control, start.epoch, timeout=start.lease_ttl)
         self._leads = start.rank == 0
-        self._writing = Writing(self._control, start.epoch) if self._leads else None
+        self._writing = Writing(self._control, start.epoch, locked) if self._leads else None
         self._journal = JournalWriter(self._control.journal, f"writer-{start.rank}", start.attempt)
         self._buffers: dict[int, mmap.mmap] = {}
         self._plans: dict[int, UsePlan] = {}
@@ -431,7 +432,8 @@ def main(descriptor: int) -> int:
         return 0
     if received is None or not isinstance(received[0], Start):
         return 1
-    Writer(received[0], channel).work()
+    start, locked = received
+    Writer(start, channel, locked).work()
     return 0
 
 

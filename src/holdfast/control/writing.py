@@ -5,8 +5,11 @@ is claimed, the fence refuses that commit. So whoever claims the next epoch firs
 ending one finish, for a bounded time.
 
 The sign of life is a lock on `writing/<epoch>.lock`, held for as long as the writer lives; the kernel lets go
-of it however the writer ends. What the file says is what the writer is doing; a writer whose trainer is gone
-takes up what it was handed within moments, or exits. So a writer that stays idle is not waited for.
+of it however the writer ends. It is taken by the trainer, which sends it to the writer: so it is held from
+the moment the process exists, however long that takes to start. What the file says is what the writer is
+doing or is about to be handed: the trainer writes that before it stages anything, and the writer takes it
+back when that is done. A writer whose trainer is gone takes up what it was handed within moments, or exits.
+So a writer that stays idle is not waited for.
 
 Writers of different ranks reach each other through files only. One that gives a save up says so here, in
 `writing/<epoch>.<rank>.failed`, so that the others need not wait for it until their deadline. What is
@@ -88,16 +91,73 @@ def _path(run_dir: Path, epoch: int) -> Path:
     return run_dir / "writing" / f"{epoch:08d}.lock"
 
 
+def lock_for_writer(run_dir: Path, epoch: int, what: str) -> int | None:
+    """For the trainer of rank 0: a descriptor that holds the lock, for a writer that is about to do `what`.
+
+    None: it cannot be had now, and the writer itself has to take it.
+    """
+    path = _path(run_dir, epoch)
+    try:
+        make_dirs(path.parent)
+        fd = _open(path)
+    except OSError:
+        return None
+    if not _locked(fd):  # by an earlier writer that is still dying
+        os.close(fd)
+        return None
+    _say(fd, what)
+    return fd
+
+
+def announce(run_dir: Path, epoch: int, what: str) -> None:
+    """For the trainer of rank 0: its writer, which may still be starting, is about to be handed this."""
+    with contextlib.suppress(OSError):  # then the next attempt may not wait for a writer that starts, no more
+        fd = os.open(_path(run_dir, epoch), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            _say(fd, what)
+        finally:
+            os.close(fd)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _say(fd: int, what: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk: then the next attempt does not wait, no more
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, what.encode(), 0)
+
+
+def _said(fd: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.pread(fd, 256, 0).decode(errors="replace")
+    return ""
+
+
 class Writing:
     """Held by the writer process of rank 0."""
 
-    def __init__(self, control: ControlDirectory, epoch: int) -> None:
+    def __init__(self, control: ControlDirectory, epoch: int, locked: int | None = None) -> None:
+        """`locked`: the lock as the trainer has taken it; else it is taken here."""
         self._path = _path(control.path, epoch)
+        if locked is not None:
+            os.set_inheritable(locked, False)
+            self._fd = locked
+            return
         make_dirs(self._path.parent)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        self._fd = _open(self._path)
         # A writer that replaces a dead one finds the lock free; one that is still dying lets go in a moment.
         deadline = time.monotonic() + LOCK_PATIENCE
-        while not self._locked():
+        while not _locked(self._fd):
             if time.monotonic() > deadline:
                 raise ControlError(
                     f"{self._path} stayed locked for {LOCK_PATIENCE:g} s: another writer of this attempt "
@@ -105,25 +165,16 @@ class Writing:
                 )
             time.sleep(POLL)
 
-    def _locked(self) -> bool:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
     @contextlib.contextmanager
     def busy_with(self, what: str) -> Iterator[None]:
-        self._say(what)
+        """What the trainer has announced since then stays said until it is done too."""
+        if not _said(self._fd):
+            _say(self._fd, what)
         try:
             yield
         finally:
-            self._say("")
-
-    def _say(self, what: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk: then the next attempt does not wait, no more
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, what.encode(), 0)
+            if _said(self._fd) == what:
+                _say(self._fd, "")
 
     def close(self) -> None:
         """Nothing was left undone: take the file away, so that nobody needs to look at it."""
@@ -154,7 +205,7 @@ def _watch(fd: int, timeout: float) -> str:
             return f"its writer finished {seen} first, in {now - started:.1f} s" if seen else ""
         except BlockingIOError:
             pass
-        doing = os.pread(fd, 256, 0).decode(errors="replace")
+        doing = _said(fd)
         if doing:
             seen, idle_since = doing, now
         elif now - idle_since > IDLE_PATIENCE:

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.checkpoint import manifest as manifests
@@ -120,6 +120,8 @@ class Saving:
             )
             self._background.launch()
         self._failed = self._failed_locally = 0
+        self._too_many: SaveFailedError | None = None
+        """To be raised, unless a save is committed first: then they are no longer in a row."""
         self._told_skip = ""
         """Why the last local save was left out; told when it changes."""
         self.head: CheckpointName | None = None
@@ -166,7 +168,10 @@ class Saving:
     # --- saving ---------------------------------------------------------------------------------------------
 
     def save(self, reason: str, *, diagnostic: bool = False, wait: bool = True) -> CheckpointName:
-        """Save now. With `wait` the checkpoint is committed when this returns, or an error is raised."""
+        """Save now. With `wait` the checkpoint is committed when this returns, or an error is raised.
+
+        The error is this save's own. That an earlier one failed is told and counted meanwhile, as at a step.
+        """
         if self._background is None:
             return self._save_in_foreground(reason, diagnostic=diagnostic)
         begun = self._begin(self._background, reason, diagnostic=diagnostic, must=True)
@@ -174,7 +179,7 @@ class Saving:
         if not wait:
             return begun
         try:
-            self.wait(f"the save of {begun}")
+            self.wait(f"the save of {begun}", own=begun)
         except SaveFailedError as error:
             if diagnostic or not self._background.has_local_tier:
                 raise
@@ -183,7 +188,7 @@ class Saving:
             self._write(Warned(message=told))
             begun = self._begin(self._background, reason, must=True, local=False)
             assert begun is not None
-            self.wait(f"the save of {begun}")
+            self.wait(f"the save of {begun}", own=begun)
         return begun
 
     def diagnose(self) -> str:
@@ -221,13 +226,13 @@ class Saving:
         try:
             if self._background is None:
                 self._save_in_foreground("scheduled")
-                self._failed = 0
             else:
                 self._begin(self._background, "scheduled")
         except LeaseLostError:
             raise
         except HoldfastError as error:  # on every rank alike
             self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""))
+            self._raise_too_many()
 
     def scheduled_locally(self) -> None:
         """A save to the local tier alone is due: a failure is reported."""
@@ -245,6 +250,7 @@ class Saving:
         facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
         self._write(SaveStarted(checkpoint=str(self._snapshots.next_name(facts.step)), step=facts.step))
         saved = self._foreground.save(self._tracked, self._own, facts, diagnostic=diagnostic)
+        self._failed, self._too_many = 0, None
         self._tell_doubts()
         seconds = time.monotonic() - started
         self._write(
@@ -329,23 +335,26 @@ class Saving:
             self._background.boundary()
             for ended in self._background.poll():
                 self._take(ended)
+            self._raise_too_many()
 
-    def wait(self, what: str) -> None:
-        """Wait until nothing is under way; raise on every rank what went wrong on any."""
+    def wait(self, what: str, own: CheckpointName | None = None) -> None:
+        """Wait until nothing is under way; raise on every rank what went wrong on any.
+
+        `own`: wait for this save, and raise what went wrong with it. What an earlier one came to is told, and
+        counted, and not raised here: only a lost lease is, whichever save met with it.
+        """
         if self._background is None:
             return
-        error: BaseException | None = None
-        for ended in self._background.wait(self._settings.timeout):
-            try:
+        outcomes = self._background.wait(self._settings.timeout, own)
+        for ended in outcomes:
+            if not isinstance(ended.error, LeaseLostError):
                 self._take(ended)
-            except (SaveFailedError, LeaseLostError) as raised:
-                error = raised
-            error = _to_raise(ended) or error
-        if self._background.outstanding and error is None:
+        error = to_raise(outcomes, own)
+        if error is None and self._background.is_under_way(own):
             error = SaveFailedError(f"{what} was not done after {self._settings.timeout:g} s")
         failed, storage = add_up(self._group, [error is not None, isinstance(error, SaveStorageError)])
         if failed:
-            self.saved_step = self._rooted = None
+            self.saved_step = self._rooted = self._too_many = None
             told = f"{what} failed on another rank, whose error says why"
             raise error or (SaveStorageError(told) if storage else SaveFailedError(told))
 
@@ -358,7 +367,10 @@ class Saving:
             if ended.tier == "local":
                 self._failed_locally = 0
                 return
-            self._failed = 0
+            self._failed, self._too_many = 0, None
+            if not ended.diagnostic and self._rooted is None:  # an earlier save of this step may have failed
+                self.saved_step = max(ended.name.step, self.saved_step or 0)
+                self._rooted = ended.name.step
             self._committed(
                 ended.name, diagnostic=ended.diagnostic, blocked=ended.blocked, seconds=ended.seconds
             )
@@ -396,10 +408,16 @@ class Saving:
         self._write(SaveFailed(checkpoint=shown, step=name.step, error=told, in_a_row=in_a_row))
         log.error("holdfast: %s (%d in a row)", told, in_a_row)
         if fatal and self._failed >= self._settings.max_failed_saves:
-            raise type(error)(
+            self._too_many = type(error)(
                 f"{self._failed} saves in a row failed, as many as checkpoint.max_failed_saves "
                 f"allows; the last: {error}"
-            ) from error
+            )
+            self._too_many.__cause__ = error
+
+    def _raise_too_many(self) -> None:
+        if (error := self._too_many) is not None:
+            self._too_many = None
+            raise error
 
     def _write(self, event: Event) -> None:
         if self._group.is_coordinator:
@@ -460,7 +478,7 @@ class Saving:
             background.abandon()
             raise
         for ended in outcomes:
-            if (error := _to_raise(ended)) is not None:
+            if (error := to_raise([ended])) is not None:
                 errors.append(error)
             elif ended.error is not None:
                 self._take(ended)  # told, and no more
@@ -480,6 +498,18 @@ def _as_failed(error: HoldfastError) -> SaveFailedError:
     return failed
 
 
-def _to_raise(ended: Ended) -> SaveFailedError | LeaseLostError | None:
-    """Why it failed, if somebody has to do something about that; a local copy is only a shortcut."""
-    return None if ended.local_only and isinstance(ended.error, SaveFailedError) else ended.error
+def to_raise(
+    outcomes: Sequence[Ended], own: CheckpointName | None = None
+) -> SaveFailedError | LeaseLostError | None:
+    """Pure: why saves failed, if somebody has to do something about that; of several the last.
+
+    A local copy is only a shortcut. With `own`, only the error of that save counts; a lost lease always does.
+    """
+    errors = [
+        ended.error
+        for ended in outcomes
+        if isinstance(ended.error, LeaseLostError)
+        or (ended.error is not None and not ended.local_only and own in (None, ended.name))
+    ]
+    lost = [error for error in errors if isinstance(error, LeaseLostError)]
+    return (lost or errors or [None])[-1]
