@@ -220,7 +220,7 @@ def test_whatever_goes_wrong_on_one_rank_is_a_failed_save_on_all_and_training_go
             let_saves_end(run)
             if step == 3:
                 pair = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
-                model.odd = nn.Parameter(DTensor.from_local(pair, mesh, [Shard(0)]))
+                model.register_buffer("odd", DTensor.from_local(pair, mesh, [Shard(0)]))
             if step == 4:
                 del model.odd
             if step == 5 and rank == 1:  # a mistake of Holdfast's own, after the last exchange of a new plan

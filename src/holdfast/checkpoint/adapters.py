@@ -1,10 +1,15 @@
-"""State of things that have some, but not under the names `state_dict` and `load_state_dict`."""
+"""State of things that have some, but not as `state_dict` and `load_state_dict`, or not as plain tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from holdfast.checkpoint.failures import FAILURES, about
 
 
 @runtime_checkable
@@ -60,3 +65,51 @@ def as_stateful(thing: object) -> Stateful | None:
     if isinstance(thing, RngTracker):
         return TrackerState(thing)
     return None
+
+
+class Wrapped(dict[str, Any]):
+    """The tensors that a tensor subclass is made of, by name, and the subclass around them."""
+
+    def __init__(self, whole: torch.Tensor, inner: dict[str, Any]) -> None:
+        super().__init__(inner)
+        self.whole = whole
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor | Wrapped:
+    """A tensor that only wraps others, such as a quantized weight, has no bytes of its own: those have."""
+    whole: Any = tensor
+    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(whole):
+        return tensor
+    names, _ = whole.__tensor_flatten__()
+    return Wrapped(tensor, {name: unwrapped(getattr(tensor, name)) for name in names})
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """DCP's own naming: path elements joined by dots."""
+    flat: dict[str, torch.Tensor] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The other way round: inner tensors were loaded in place, so what wraps them is up to date."""
+    return {key: value.whole if isinstance(value, Wrapped) else value for key, value in entries.items()}
+
+
+def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(tensors, everything else); an error names the entry that it befell."""
+    tensors: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            others[key] = value
+            continue
+        try:
+            tensors[key] = unwrapped(value)
+        except FAILURES as error:
+            raise about(f"{prefix}.{key}", error) from error
+    return tensors, others

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from holdfast.checkpoint.identity import METADATA
 from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.module_state import LOOSE
 from holdfast.checkpoint.reader import VerifyingReader
 from holdfast.checkpoint.reading import reading
 from holdfast.checkpoint.state import OWN
@@ -161,7 +162,10 @@ def _entries(
     found = {
         name.removeprefix(prefix): entry
         for name, entry in stored.items()
-        if name.startswith(prefix) and part != OWN and isinstance(entry, TensorStorageMetadata)
+        if name.startswith(prefix)
+        and part != OWN
+        and isinstance(entry, TensorStorageMetadata)
+        and not name.startswith(prefix + LOOSE)
     }
     if found:
         return found

@@ -8,6 +8,7 @@ and the checkpoint do not fit, which no other rung cures.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast.checkpoint import manifest as manifests
+from holdfast.checkpoint.adapters import flatten
 from holdfast.checkpoint.assembled import AssembledShards
 from holdfast.checkpoint.manifest import Manifest, ManifestError
 from holdfast.checkpoint.planner import own_prefix
@@ -31,7 +33,6 @@ from holdfast.checkpoint.state import (
     Tracked,
     check_parts,
     check_strict,
-    flatten,
     from_blob,
     rank_key,
 )
@@ -96,8 +97,9 @@ def load(
         blobs = [_read_blob(reader, metadata, saved) for saved in range(manifest.world.size)]
         others, own, notes = reshard(blobs, run=manifest.run, step=manifest.step, rank=rank, world=world)
     check_parts(tracked.names(), others)
-    tensors = tracked.targets(others, metadata)
-    check_strict(tensors, metadata)
+    seen = _own_instead(metadata, rank) if same_world else metadata
+    tensors = tracked.targets(others, seen)
+    check_strict(tensors, seen)
     wanted = flatten(tensors)
     _load_tensors(_own_first(wanted, metadata, rank) if same_world else wanted, reader)
     rest = reader.shard_paths()[rank::world] if shards is None else shards.rest(manifest.world.size)
@@ -110,6 +112,14 @@ def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -
     prefix = own_prefix(rank)
     there = metadata.state_dict_metadata
     return {prefix + name if prefix + name in there else name: tensor for name, tensor in wanted.items()}
+
+
+def _own_instead(metadata: Metadata, rank: int) -> Metadata:
+    """The metadata as this rank will read it: its own version of a tensor may have a shape of its own."""
+    prefix = own_prefix(rank)
+    entries = metadata.state_dict_metadata
+    own = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+    return dataclasses.replace(metadata, state_dict_metadata={**entries, **own})
 
 
 def _read_blob(reader: VerifyingReader, metadata: Metadata, rank: int) -> dict[str, Any]:
@@ -147,7 +157,8 @@ def load_stock(directory: Path, tracked: Tracked) -> LoadedState:
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
-    tensors, others = tracked.collect()
+    tensors, others = _stock_targets(tracked, metadata)
+    tensors |= tracked.module_targets(tensors, {}, metadata)
     notes = ["no digests: nothing vouches for these bytes"]
     for name in tracked.names():
         wanted = flatten(tensors.get(name, {}), f"{name}.")
@@ -158,14 +169,30 @@ def load_stock(directory: Path, tracked: Tracked) -> LoadedState:
                 f"{directory} lacks {len(missing)} tensors of {name}, first {missing[0]}. "
                 f"It holds {sorted(stored)[:6]} …"
             )
-        if not wanted or len(there) < len(wanted):
+        if not wanted:
             tensors.pop(name, None)
+            if tracked.kind(name) != "model":
+                others.pop(name, None)
             notes.append(f"{name}: not in the directory; it keeps its initial state")
-    part_of = {name: tensors[name] for name in tensors}
-    for key, tensor in flatten(part_of).items():
+    for key, tensor in flatten(tensors).items():
         entry = stored[key]
         if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
             raise IncompleteStateError(f"{key}: {tuple(tensor.size())} tracked, the directory holds {entry}")
-    _load_tensors(part_of, reader)
+    _load_tensors(tensors, reader)
     notes.append("samples, RNG and data position are not in a plain DCP directory; the step is from its name")
-    return LoadedState(tracked, {**tracked.collect()[0], **part_of}, others, {}, None, notes)
+    return LoadedState(tracked, tensors, others, {}, None, notes)
+
+
+def _stock_targets(tracked: Tracked, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(tensors to read into, all else) by part, for a plain DCP directory. Of a part that is in neither
+    nothing can be read, and it is not touched: a schedule, an optimizer without tensors there."""
+    tensors, others = tracked.collect()
+    for name in tracked.names():
+        if tracked.kind(name) == "model":
+            continue
+        found = tracked.stock_targets(name, metadata)
+        if found is None:
+            others.pop(name, None)
+        else:
+            tensors[name], others[name] = found
+    return tensors, others

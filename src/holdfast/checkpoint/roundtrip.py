@@ -35,8 +35,13 @@ def check_round_trip(parts: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def first_difference(a: Any, b: Any, path: str) -> str:
-    """The place of the first difference between two states; empty if none is seen."""
+def first_difference(a: Any, b: Any, path: str, *, by_value: bool = False) -> str:
+    """The place of the first difference between two states; empty if none is seen.
+
+    `by_value`: 1 is the same as 1.0, a list as a tuple, and the order of keys does not matter.
+    """
+    if by_value:
+        a, b = _by_value(a), _by_value(b)
     if type(a) is not type(b):
         return path
     if isinstance(a, torch.Tensor):
@@ -47,15 +52,27 @@ def first_difference(a: Any, b: Any, path: str) -> str:
     if isinstance(a, Mapping):
         if list(a) != list(b):
             return path
-        return next(filter(None, (first_difference(a[k], b[k], f"{path}.{k}") for k in a)), "")
+        each = (first_difference(a[k], b[k], f"{path}.{k}", by_value=by_value) for k in a)
+        return next(filter(None, each), "")
     if isinstance(a, (list, tuple)):
         if len(a) != len(b):
             return path
         pairs = enumerate(zip(a, b, strict=True))
-        return next(filter(None, (first_difference(x, y, f"{path}[{i}]") for i, (x, y) in pairs)), "")
+        each = (first_difference(x, y, f"{path}[{i}]", by_value=by_value) for i, (x, y) in pairs)
+        return next(filter(None, each), "")
     if isinstance(a, PLAIN):
         return "" if a == b or (a != a and b != b) else path
     return ""
+
+
+def _by_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().as_subclass(torch.Tensor)
+    if isinstance(value, Mapping):
+        return {key: value[key] for key in sorted(value, key=lambda key: (type(key).__name__, str(key)))}
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return float(value) if isinstance(value, (bool, int)) and abs(value) < 1 << 53 else value
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,7 @@ class Snapshotter:
     def plan_ahead(self, tracked: Tracked, own: Callable[[], dict[str, Any]]) -> Plan | None:
         """Plan before the first save is due, on all ranks; None if some rank cannot yet.
 
-        Only for state that is complete: collecting that of an optimizer which never stepped would change it.
+        It holds for state that is complete; an optimizer that has not stepped yet makes another necessary.
         """
         name = self.next_name(0)
         try:

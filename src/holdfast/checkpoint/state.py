@@ -18,18 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from holdfast.checkpoint.adapters import GeneratorState, Stateful, TrackerState, as_stateful
-from holdfast.checkpoint.failures import FAILURES, about, naming
+from holdfast.checkpoint import module_state, optimizer_load, optimizer_state
+from holdfast.checkpoint.adapters import (
+    GeneratorState,
+    Stateful,
+    TrackerState,
+    as_stateful,
+    flatten,
+)
+from holdfast.checkpoint.failures import naming
 from holdfast.checkpoint.manifest import PartEntry
 from holdfast.errors import IncompleteStateError, UsageError
 
@@ -49,6 +47,7 @@ class Tracked:
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._given: dict[str, object] = {}
+        self._built: dict[str, module_state.Built] = {}
 
     def add(self, name: str, thing: object) -> None:
         if name == OWN or not name.isidentifier():
@@ -61,7 +60,16 @@ class Tracked:
                 f"track({name}=…): a {type(thing).__name__} has no state_dict and load_state_dict; "
                 "give it both, or track the object that has them"
             )
+        if isinstance(thing, nn.Module):
+            optimizer_state.refuse_flat_parameters(name, thing)
         self._given[name], self._objects[name] = thing, stateful
+        if isinstance(thing, nn.Module):
+            self._built[name] = module_state.look_at(thing, final=False)
+
+    def begin(self) -> None:
+        """The script has built everything: what is loaded next, at every resume, is loaded into this."""
+        for name, model in self.models():
+            self._built[name] = module_state.look_at(model, final=True)
 
     def names(self) -> list[str]:
         return list(self._objects)
@@ -110,32 +118,54 @@ class Tracked:
         for name, thing in self._objects.items():
             with naming(f"track({name}=…), in its state_dict"):
                 if isinstance(thing, nn.Module):
-                    state = get_model_state_dict(thing)
-                    tensors[name], others[name] = _split(state, name)
+                    tensors[name], others[name] = module_state.collect(thing, name, self._built[name])
                 elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
-                    tensors[name], others[name] = _split_optimizer(
-                        get_optimizer_state_dict(owner, thing), name
-                    )
+                    tensors[name], others[name] = optimizer_state.collect(name, thing, owner)
                 else:
                     others[name] = thing.state_dict()
         return tensors, others
 
     def targets(self, others: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
         """The tensors, by part, that a load of this checkpoint reads into. `others` is all else in it."""
-        tensors, _ = self.collect()
-        drop_stateless(tensors, others, metadata)
-        return tensors
-
-    def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-        """Put loaded state into the tracked objects. Tensors were loaded in place already."""
+        tensors: dict[str, Any] = {}
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
-                if others[name]:
-                    set_model_state_dict(thing, {**rewrapped(tensors[name]), **others[name]})
+                module_state.materialise(thing, name, metadata)
+                tensors[name], _ = module_state.collect(thing, name, self._built[name])
             elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
-                merged = _merge_optimizer(tensors[name], others[name])
-                # Not torch's strictness but ours (check_strict): it refuses parameters without saved state.
-                set_optimizer_state_dict(owner, thing, merged, options=StateDictOptions(strict=False))
+                tensors[name] = optimizer_state.targets(name, thing, owner, others[name], metadata)
+        return tensors | self.module_targets(tensors, others, metadata)
+
+    def module_targets(
+        self, live: Mapping[str, Any], others: Mapping[str, Any], metadata: Metadata
+    ) -> dict[str, Any]:
+        """Those of the modules alone; `live` is what was collected."""
+        return {
+            name: module_state.targets(model, name, live[name], others.get(name, {}), metadata)
+            for name, model in self.models()
+        }
+
+    def stock_targets(self, name: str, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """(tensors, all else) that a plain DCP directory may hold of an optimizer; None of anything else."""
+        thing = self._objects[name]
+        if not isinstance(thing, torch.optim.Optimizer) or (owner := self._owner(thing)) is None:
+            return None
+        return optimizer_state.stock_targets(name, thing, owner, metadata)
+
+    def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        """Put loaded state into the tracked objects: `tensors` are the targets, and were read into.
+
+        One that nothing was loaded for stays as it is.
+        """
+        for name, thing in self._objects.items():
+            if name not in others:
+                continue
+            if isinstance(thing, nn.Module):
+                module_state.apply(thing, name, tensors[name], others[name], self._built[name])
+            elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
+                optimizer_load.apply(name, thing, owner, tensors[name], others[name])
+            elif isinstance(thing, torch.optim.Optimizer):
+                optimizer_load.load_packed(name, thing, others[name])
             else:
                 thing.load_state_dict(others[name])
 
@@ -144,87 +174,6 @@ class Tracked:
             name: PartEntry(kind=self.kind(name), entries=len(flatten(tensors.get(name, {}))))
             for name in self._objects
         }
-
-
-class Wrapped(dict[str, Any]):
-    """The tensors that a tensor subclass is made of, by name, and the subclass around them."""
-
-    def __init__(self, whole: torch.Tensor, inner: dict[str, Any]) -> None:
-        super().__init__(inner)
-        self.whole = whole
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor | Wrapped:
-    """A tensor that only wraps others, such as a quantized weight, has no bytes of its own: those have."""
-    whole: Any = tensor
-    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(whole):
-        return tensor
-    names, _ = whole.__tensor_flatten__()
-    return Wrapped(tensor, {name: unwrapped(getattr(tensor, name)) for name in names})
-
-
-def rewrapped(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The other way round: inner tensors were loaded in place, so what wraps them is up to date."""
-    return {key: value.whole if isinstance(value, Wrapped) else value for key, value in entries.items()}
-
-
-def _split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors, everything else); an error names the entry that it befell."""
-    tensors: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            others[key] = value
-            continue
-        try:
-            tensors[key] = unwrapped(value)
-        except FAILURES as error:
-            raise about(f"{prefix}.{key}", error) from error
-    return tensors, others
-
-
-def _split_optimizer(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    tensors: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for name, entries in state["state"].items():
-        tensors[name], others[name] = _split(entries, f"{prefix}.state.{name}")
-    return {"state": tensors}, {"state": others, "param_groups": state["param_groups"]}
-
-
-def _merge_optimizer(tensors: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {
-        name: {**rewrapped(entries), **others["state"].get(name, {})}
-        for name, entries in tensors["state"].items()
-    }
-    return {"state": merged, "param_groups": others["param_groups"]}
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """DCP's own naming: path elements joined by dots."""
-    flat: dict[str, torch.Tensor] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def drop_stateless(tensors: dict[str, Any], others: Mapping[str, Any], metadata: Metadata) -> None:
-    """Forget optimizer entries for parameters that had no state when the checkpoint was saved.
-
-    A fresh optimizer is given state for all of its parameters before a load, one in use has it only for those
-    that ever had a gradient. The saved parameter groups tell such a parameter from a new one.
-    """
-    for name, tree in tensors.items():
-        saved = others.get(name)
-        if not isinstance(saved, Mapping) or "param_groups" not in saved or "state" not in tree:
-            continue
-        known = {parameter for group in saved["param_groups"] for parameter in group["params"]}
-        for parameter in [p for p in tree["state"] if p in known]:
-            wanted = flatten(tree["state"][parameter], f"{name}.state.{parameter}.")
-            if not any(key in metadata.state_dict_metadata for key in wanted):
-                del tree["state"][parameter]
 
 
 def check_strict(tensors: Mapping[str, Any], metadata: Metadata) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,8 +17,10 @@ from holdfast.checkpoint.digesting import DigestingFile
 from holdfast.checkpoint.failures import FAILURES, about
 from holdfast.checkpoint.layout import Item, Shard, torn
 from holdfast.checkpoint.manifest import FileEntry
-from holdfast.checkpoint.plan import Plan
 from holdfast.errors import SaveFailedError, TornSnapshotError
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.plan import Plan  # which plans what is tracked, and so builds on this
 
 
 def write_shards(

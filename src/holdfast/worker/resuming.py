@@ -151,6 +151,7 @@ def resume(
     versions: Versions,
 ) -> None:
     """Put this rank where the run goes on from. `insist`: no earlier attempt of this launch has trained."""
+    tracked.begin()
     resumer = make_resumer(
         settings, root, group, member, tracked=tracked, avoid=avoid, insist=insist, places=places
     )
