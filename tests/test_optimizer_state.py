@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 
+import holdfast
+from holdfast.checkpoint.adapters import flatten
+from holdfast.checkpoint.load import load_stock
+from holdfast.checkpoint.optimizer_state import match_groups, parameter_names
 from holdfast.checkpoint.roundtrip import first_difference
 from holdfast.checkpoint.state import Tracked, check_strict, from_blob, to_blob
+from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
+from tiny import forked
 
 
 @dataclass
@@ -289,6 +304,25 @@ class Upcast(torch.optim.Adam):
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
 
 
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: int
+
+
+class Shared(Plain):
+    """Tensors that are the same memory, and one that is the parameter's own."""
+
+    def one(self, parameter: nn.Parameter, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state["a"] = state["b"] = torch.zeros_like(parameter)
+            state["mine"], state["pair"] = parameter.detach(), Pair(torch.zeros(2), 3)
+        state["a"].add_(grad)
+        state["pair"].one.add_(1)
+        state["mine"].add_(state["b"], alpha=-0.1)
+        assert torch.equal(state["a"], state["b"])
+        assert state["mine"].data_ptr() == parameter.data_ptr()
+
+
 def precise_half(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return Precise(parameters, lr=0.01)
 
@@ -315,6 +349,7 @@ KINDS: dict[str, Callable[[], Training]] = {
     "numbers": plainly(Numbers),
     "containers": plainly(Containers),
     "precise": plainly(precise_half, torch.bfloat16),
+    "shared": plainly(Shared),
     "stepping": plainly(lambda ps: Stepping(ps, lr=0.1)),
     "upcast": plainly(lambda ps: Upcast(ps, lr=0.1)),
 }
@@ -383,3 +418,321 @@ def test_one_that_is_in_use_goes_back_exactly(kind: str, tmp_path: Path) -> None
     for step in range(4, 8):
         training.step(step)
     same(after, training.state())
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "adagrad", "late", "stepping"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_nobody_steps_an_optimizer_but_the_loop(kind: str, after: int, tmp_path: Path) -> None:
+    """Hooks are counted over a start, saves and a resume of a real run; gradients stay what they are."""
+    calls: Counter[str] = Counter()
+
+    def hooked(training: Training) -> Training:
+        for one in training.optimizers.values():
+            one.register_step_pre_hook(lambda *_: calls.update(["step"]))
+            one.register_step_post_hook(lambda *_: calls.update(["step"]))
+            one.register_state_dict_pre_hook(lambda *_: calls.update(["state_dict"]))
+            one.register_state_dict_post_hook(lambda *_: calls.update(["state_dict"]))
+            one.register_load_state_dict_pre_hook(lambda *_: calls.update(["load"]))
+            one.register_load_state_dict_post_hook(lambda *_: calls.update(["load"]))
+        return training
+
+    def start(training: Training) -> holdfast.Run:
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=training.model, **training.optimizers)
+        run.start()
+        return run
+
+    def looked_at(training: Training) -> Any:
+        grads = {name: p.grad for name, p in training.model.named_parameters()}
+        told = {name: grad.clone() if grad is not None else None for name, grad in grads.items()}
+        return training.state(), told, [id(grad) for grad in grads.values()]
+
+    first = hooked(built(kind))
+    run = start(first)
+    for step in range(after):
+        run.begin_step()
+        first.step(step)
+        run.end_step()
+    run.begin_step()
+    run.end_step()
+    first.model(batch(0)).sum().backward()
+    calls.clear()
+    before = looked_at(first)
+    run.save()
+    run.save()
+    run.finish()
+    same(before, looked_at(first))
+    assert set(calls) == {"state_dict"}
+    again = hooked(built(kind, seed=1))
+    calls.clear()
+    start(again).close()
+    same(before[0], again.state())
+    assert all(parameter.grad is None for parameter in again.model.parameters())
+    del calls["state_dict"]
+    asked = {"step": 2} if kind == "stepping" else {"load": 2 * len(first.optimizers)}
+    assert calls == asked, "its own load_state_dict may do what it wants"
+
+
+def test_what_a_plain_dcp_directory_does_not_hold_is_not_touched(tmp_path: Path) -> None:
+    saved, fresh = built("late"), built("late", seed=1)
+    for step in range(3):
+        saved.step(step)
+    tensors, _ = saved.tracked().collect()
+    hooks: list[str] = []
+    for one in fresh.optimizers.values():
+        one.register_step_pre_hook(lambda *_: hooks.append("step"))
+    fresh.optimizers["later"].register_load_state_dict_pre_hook(lambda *_: hooks.append("load"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save(tensors, checkpoint_id=tmp_path / "saved", no_dist=True)
+    loaded = load_stock(tmp_path / "saved", fresh.tracked())
+    loaded.apply()
+    same(saved.state(), fresh.state())
+    assert not hooks
+    assert [note for note in loaded.notes if note.startswith("later: not in the directory")]
+    assert not [note for note in loaded.notes if note.startswith("early")]
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd momentum", "adafactor", "nadam"])
+def test_a_checkpoint_of_an_older_release_loads(kind: str, tmp_path: Path) -> None:
+    """Its optimizers were taken with torch's own function, and nothing more was noted."""
+    first, resumed = built(kind), built(kind, seed=1)
+    for step in range(3):
+        first.step(step)
+    given = get_optimizer_state_dict(first.model, first.optimizers["optimizer"])
+    state = {
+        name: {key: one for key, one in entry.items() if isinstance(one, torch.Tensor)}
+        for name, entry in given["state"].items()
+    }
+    others = {
+        name: {key: one for key, one in entry.items() if not isinstance(one, torch.Tensor)}
+        for name, entry in given["state"].items()
+    }
+    tensors, all_else = first.tracked().collect()
+    names = set(flatten(tensors["optimizer"]))
+    tensors["optimizer"] = {"state": state}
+    all_else["optimizer"] = {"state": others, "param_groups": given["param_groups"]}
+    assert set(flatten(tensors["optimizer"])) == names, "the names are what they were"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save(tensors, checkpoint_id=tmp_path / "saved", no_dist=True)
+    load(resumed.tracked(), tmp_path / "saved", to_blob(all_else))
+    same(first.state(), resumed.state())
+
+
+def test_parameters_have_the_names_that_models_are_stored_under() -> None:
+    model = nn.Sequential(
+        checkpoint_wrapper(nn.Linear(2, 2)), nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Linear(2, 2))
+    )
+    model[1][1].weight = model[0].weight
+    names = parameter_names(torch.compile(model))
+    assert list(names) == ["0.weight", "0.bias", "1.0.weight", "1.0.bias", "1.1.bias"]
+    assert set(names) <= set(get_model_state_dict(torch.compile(model)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = get_optimizer_state_dict(model, optimizer)
+    assert given["param_groups"][0]["params"] == list(names)
+
+
+def test_an_optimizer_over_no_tracked_model_goes_on_exactly(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Tracked]:
+        torch.manual_seed(seed)
+        model, tracked = Mlp(torch.bfloat16), Tracked()
+        optimizer = Precise(model.parameters(), lr=0.01)
+        tracked.add("model", nn.Linear(1, 1))
+        tracked.add("optimizer", optimizer)
+        return model, optimizer, tracked
+
+    model, optimizer, tracked = build(0)
+    model(batch(0, torch.bfloat16)).sum().backward()
+    optimizer.step()
+    blob = save(tracked, tmp_path / "saved")
+    other, its_optimizer, its_tracked = build(1)
+    load(its_tracked, tmp_path / "saved", blob)
+    one, two = optimizer.state[model.first.weight], its_optimizer.state[other.first.weight]
+    assert two["average"].dtype is torch.float32
+    assert torch.equal(one["average"], two["average"])
+    same(contents(model, optimizer)["state"], contents(other, its_optimizer)["state"])
+
+
+class Forgetting(torch.optim.Adam):
+    """Takes over all but the averages."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for entry in self.state.values():
+            entry["exp_avg"].zero_()
+
+
+class Decaying(torch.optim.Adam):
+    """Changes the weights that were loaded."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].mul_(0.5)
+
+
+class Refusing(torch.optim.Adam):
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise KeyError("something")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Forgetting, "Forgetting.load_state_dict, or a hook of it, changes the parameters or the state"),
+        (Decaying, "Decaying.load_state_dict, or a hook of it, changes the parameters or the state"),
+        (Refusing, "Refusing.load_state_dict does not take back what its state_dict gave: KeyError"),
+    ],
+)
+def test_one_that_does_not_take_its_state_back_is_refused_by_name(
+    kind: type[torch.optim.Adam], told: str, tmp_path: Path
+) -> None:
+    first, resumed = (plainly(lambda ps: kind(ps, lr=0.1))() for _ in range(2))
+    first.step(0)
+    blob = save(first.tracked(), tmp_path / "saved")
+    with pytest.raises(IncompleteStateError, match=f"optimizer: {told}"):
+        load(resumed.tracked(), tmp_path / "saved", blob)
+
+
+def test_an_entry_under_a_number_is_refused_at_the_save() -> None:
+    training = built("adam")
+    state: Any = training.optimizers["optimizer"].state
+    state[3] = {"steps": 1}
+    with pytest.raises(SaveFailedError, match=r"optimizer\.state\[3\].*Give it a name"):
+        training.tracked().collect()
+
+
+def test_groups_are_known_by_their_parameters() -> None:
+    known = ["a", "b", "c", "d"]
+    assert match_groups("o", [["a"], ["b"]], [["b"], ["a"]], known) == [1, 0]
+    assert match_groups("o", [["a", "b"]], [["b", "a"], ["c"], ["d"]], known) == [0, 1, 2]
+    for live, saved, told in [
+        ([["a", "new"]], [["a"]], "parameter new is optimized, but was not when this was saved"),
+        ([["a"]], [["a", "b"]], "parameter group 0 holds other parameters than when this was saved"),
+        ([["a"]], [["a"], ["gone"]], "parameter gone was optimized, and the model has none of that name"),
+        ([["a", "b"]], [["a"], ["b"]], "group 0 holds other parameters"),
+        ([], [[]], "group 0 of the checkpoint has no counterpart"),
+    ]:
+        with pytest.raises(IncompleteStateError, match=told):
+            match_groups("o", live, saved, known)
+
+
+def test_a_parameter_that_was_not_optimized_is_missing_and_one_without_state_is_not(tmp_path: Path) -> None:
+    first = built("adam")
+    first.step(0)  # leaves the first bias without any
+    blob = save(first.tracked(), tmp_path / "saved")
+    model = Mlp()
+    model.first.bias.requires_grad_(False)
+    wholly = torch.optim.Adam(model.parameters())
+    load(Training(model, {"optimizer": wholly}, print).tracked(), tmp_path / "saved", blob)
+    assert model.first.bias not in wholly.state
+    partly = torch.optim.Adam([*model.first.parameters(), model.nothing, model.scale])
+    with pytest.raises(IncompleteStateError, match="parameter group 0 holds other parameters"):
+        load(Training(model, {"optimizer": partly}, print).tracked(), tmp_path / "saved", blob)
+
+
+def flat_parameters(folder: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
+    with pytest.raises(UsageError, match=r"track\(model=…\): .* FullyShardedDataParallel.*fully_shard"):
+        Tracked().add("model", model)
+
+
+def test_flat_parameters_are_refused_when_they_are_tracked(tmp_path: Path) -> None:
+    """What was saved of them came back as something else, silently."""
+    assert forked(partial(flat_parameters, tmp_path)) == 0
+
+
+class Mixed(Plain):
+    """State of every layout over distributed parameters."""
+
+    def one(self, parameter: nn.Parameter, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state["like"] = torch.zeros_like(parameter, dtype=torch.float64)
+            state["whole"] = torch.zeros(parameter.shape)
+            state["rows"] = [torch.zeros_like(grad[:, :1])] if grad.dim() == 2 else []
+            state["count"] = torch.zeros(3, dtype=torch.int32)
+        state["like"].add_(grad)
+        state["whole"].add_(grad.full_tensor())
+        for rows in state["rows"]:
+            rows.add_(grad.sum(dim=1, keepdim=True))
+        state["count"] += 1
+
+
+class Local(Plain):
+    """Each rank keeps something of the size of its own part of a parameter."""
+
+    def one(self, parameter: nn.Parameter, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        state.setdefault("own", torch.zeros_like(grad.to_local())).add_(grad.to_local())
+
+
+def rank_of(world: int, rank: int, folder: Path, name: str, kinds: Sequence[type[Plain]], steps: int) -> None:
+    """Starts a run with FSDP2, trains, and notes all of the optimizers' state, put together."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    store = dist.FileStore(str(folder / f"store-{name}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    torch.manual_seed(steps)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        "adam": torch.optim.AdamW(model[0].parameters(), lr=0.1),
+        "sgd": torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9),
+        **{kind.__name__: kind(model[2].parameters()) for kind in kinds},
+    }
+    run = holdfast.Run(run_dir=folder / "run", checkpoint_interval=0)
+    run.track(model=model, **optimizers)
+    run.start()
+    for step in range(steps):
+        run.begin_step()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        model.zero_grad()
+        run.end_step()
+
+    def told(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return (str(value.placements), value.full_tensor())
+        if isinstance(value, dict):
+            return {key: told(value[key]) for key in sorted(value)}
+        return [told(one) for one in value] if isinstance(value, list) else value
+
+    state = {
+        f"{name}.{at}": told(optimizer.state.get(parameter))
+        for name, optimizer in optimizers.items()
+        for at, parameter in enumerate(optimizer.param_groups[0]["params"])
+    }
+    if rank == 0:
+        torch.save(state, folder / f"{name}.pt")
+    run.finish()
+    dist.destroy_process_group()
+
+
+def ranks_of(world: int, folder: Path, name: str, kinds: Sequence[type[Plain]], steps: int = 0) -> list[int]:
+    with ThreadPoolExecutor(world) as pool:
+        works = [partial(rank_of, world, rank, folder, name, kinds, steps) for rank in range(world)]
+        return list(pool.map(forked, works))
+
+
+def test_distributed_state_is_laid_out_as_its_parameters_are_now(tmp_path: Path) -> None:
+    """FSDP2, over as many ranks and over others; what is whole on every rank, and what has other shapes."""
+    assert ranks_of(2, tmp_path, "saved", [Mixed], steps=2) == [0, 0]
+    assert ranks_of(2, tmp_path, "same", [Mixed]) == [0, 0]
+    assert ranks_of(3, tmp_path, "other", [Mixed]) == [0, 0, 0]
+    saved = torch.load(tmp_path / "saved.pt")
+    assert saved["Mixed.0"]["like"][0] == "(Shard(dim=0),)"
+    assert saved["Mixed.0"]["whole"].any()
+    same(saved, torch.load(tmp_path / "same.pt"))
+    same(saved, torch.load(tmp_path / "other.pt"))
+
+
+def test_what_each_rank_keeps_of_its_own_is_refused_by_name_on_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ranks_of(2, tmp_path, "saved", [Local], steps=1) == [0, 0]
+    assert ranks_of(2, tmp_path, "same", [Local]) == [0, 0]
+    same(torch.load(tmp_path / "saved.pt"), torch.load(tmp_path / "same.pt"))
+    capfd.readouterr()
+    assert ranks_of(1, tmp_path, "other", [Local]) != [0]
+    assert "Local.state.2.weight.own: each rank kept its own, of shape (2, 6)" in capfd.readouterr().err

@@ -27,6 +27,7 @@ from holdfast.checkpoint.optimizer_state import (
     Path,
     group_names,
     homes_of,
+    is_named_tuple,
     live_tensors,
     match_groups,
     parameter_names,
@@ -138,6 +139,8 @@ def _whole(form: Form, node: Any) -> Any:
     values = [_whole(one, members.get(str(at))) for at, one in enumerate(form[1])]
     if kind == "deque":
         return deque(values, form[2])
+    if kind == "named":
+        return form[2](*values)
     return tuple(values) if kind == "tuple" else values
 
 
@@ -277,7 +280,7 @@ def _is_same(value: Any, found: Any) -> bool:
         return list(value) == list(found) and all(_is_same(one, found[key]) for key, one in value.items())
     if type(value) is deque and value.maxlen != found.maxlen:
         return False
-    if type(value) in (list, tuple, deque):
+    if type(value) in (list, tuple, deque) or is_named_tuple(value):
         return len(value) == len(found) and all(map(_is_same, value, found))
     return False
 
@@ -289,7 +292,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         for one in value.values():
             yield from _tensors_in(one)
-    elif type(value) in (list, tuple, deque):
+    elif type(value) in (list, tuple, deque) or is_named_tuple(value):
         for one in value:
             yield from _tensors_in(one)
 

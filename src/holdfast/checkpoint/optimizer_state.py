@@ -191,10 +191,16 @@ class _Lifting:
         self.unusual: dict[Path, dict[str, Any]] = {}
         self._part = part
         self._homes = homes
+        self._places: dict[object, Path] = {
+            _place(home.parameter): (name,) for name, home in homes.items() if home.parameter is not None
+        }
 
     def lift(self, tensor: torch.Tensor, path: Path, home: str) -> None:
         try:
             facts = _unusual(tensor, self._homes[home], path)
+            same = self._places.setdefault(_place(tensor), path)
+            if same != path:
+                facts["same"] = same
             self._put(path, unwrapped(tensor))
         except FAILURES as error:
             raise about(".".join((self._part, *path)), error) from error
@@ -221,6 +227,8 @@ class _Lifting:
         forms = [self.form(one, (*path, str(at)), home) for at, one in enumerate(value)]
         if type(value) is deque:
             return ("deque", forms, value.maxlen)
+        if is_named_tuple(value):
+            return ("named", forms, type(value))
         return (type(value).__name__, forms)
 
 
@@ -232,13 +240,19 @@ def _is_storable(value: object) -> bool:
 def _holds_tensor(value: object) -> bool:
     if type(value) in (dict, OrderedDict):
         return any(_is_storable(one) or _holds_tensor(one) for one in value.values())  # type: ignore[attr-defined]
-    if type(value) in (list, tuple, deque):
+    if type(value) in (list, tuple, deque) or is_named_tuple(value):
         return any(_is_storable(one) or _holds_tensor(one) for one in value)  # type: ignore[attr-defined]
     return False
 
 
+def is_named_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
 def _is_wrapping(tensor: Any) -> bool:
     """Whether a tensor has no bytes of its own, but inner ones that have; DTensors are another matter."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):  # the usual case, many times at every save
+        return False
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
 
 
@@ -270,6 +284,7 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
     order       of its dimensions in memory, where it is another than usual
     wraps       what a tensor subclass needs to be made of its inner tensors
     grad        it requires a gradient
+    same        (noted by `_Lifting`) the path of another one in the same memory, or the name of a parameter
     """
     facts: dict[str, Any] = {}
     size, parameter = tensor.size(), home.parameter
@@ -300,6 +315,14 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
         if order != (_order(usual) if usual is not None else tuple(range(tensor.dim()))):
             facts["order"] = order
     return facts
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """The same for tensors that are one and the same memory, seen alike."""
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if _is_wrapping(local) or not local.numel():
+        return id(tensor)
+    return (local.data_ptr(), local.dtype, local.size(), local.stride())
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -419,7 +442,19 @@ class _Reading:
         for kind in ("named", "extra"):
             if kind in self._stored:
                 tree[kind] = self._make(self._stored[kind], (kind,), "")
+        for path, facts in (self._notes or {}).items():
+            if "same" in facts:
+                self._share(tree, path, facts["same"])
         return tree
+
+    def _share(self, tree: dict[str, Any], path: Path, same: Path) -> None:
+        """Let what was in the same memory be so again."""
+        node, other = _at(tree, path[:-1]), _at(tree, same)
+        if len(same) == 1 and same[0] in self._homes:
+            parameter = self._homes[same[0]].parameter
+            other = parameter.detach() if parameter is not None else None
+        if isinstance(node, dict) and path[-1] in node and isinstance(other, torch.Tensor):
+            node[path[-1]] = other
 
     def _make(self, node: Any, path: Path, name: str) -> Any:
         home = self._homes[name]
@@ -462,8 +497,10 @@ class _Reading:
         """Whether the optimizer's own tensor is of the kind that was saved, and its memory nobody else's."""
         if live.size() != entry.size or live.dtype != entry.properties.dtype:
             return False
-        if self._notes is not None and _unusual(live, home, path) != facts:
-            return False
+        if self._notes is not None:
+            noted = {key: value for key, value in facts.items() if key != "same"}
+            if _unusual(live, home, path) != noted:
+                return False
         memory = _memory(live)
         if memory in self._taken:
             return False
@@ -472,6 +509,12 @@ class _Reading:
 
     def _name(self, path: Path) -> str:
         return ".".join((self._part, *path))
+
+
+def _at(tree: Any, path: Path) -> Any:
+    for one in path:
+        tree = tree.get(one) if isinstance(tree, dict) else None
+    return tree
 
 
 def _wrapped(inner: dict[str, Any], facts: Mapping[str, Any]) -> Wrapped:
@@ -519,7 +562,7 @@ def live_tensors(optimizer: Optimizer, homes: Mapping[str, _Home]) -> dict[Path,
         elif isinstance(value, dict):
             for key, one in value.items():
                 walk(one, (*path, str(key)))
-        elif type(value) in (list, tuple, deque):
+        elif type(value) in (list, tuple, deque) or is_named_tuple(value):
             for at, one in enumerate(value):
                 walk(one, (*path, str(at)))
 
