@@ -181,7 +181,7 @@ def test_a_copy_that_went_bad_is_quarantined_once_and_costs_nothing_but_itself(r
         reading.begin()  # it was sound when the places said what they hold
         flip(reading.here.image(record), 100)
         assert reading.load(*FILES) == {
-            "own": 700 + SHARD * SHARDS,  # the chunk that was found bad was read here first
+            "own": SHARD + SHARD * SHARDS,  # what the bad chunk lies in was read here first, in one go
             "peer": SHARD * SHARDS,
         }
     (bad,) = reading.events(CopyQuarantined)
@@ -340,7 +340,7 @@ def test_wrong_bytes_of_a_peer_cost_that_shard_and_not_the_peer(reading: Reading
     flip(reading.there.image(record), 5)
     with served(reading, reading.there):
         found = reading.load(*FILES)
-    assert found == {"peer": 700 + SHARD * 3, "global": SHARD}
+    assert found == {"peer": SHARD * 4, "global": SHARD}
     (warned,) = reading.events(Warned)
     assert "altered __0_0.distcp" in warned.message
     assert "node-2" in warned.message
@@ -428,7 +428,7 @@ def test_a_peer_that_serves_nonsense_is_never_believed(
     assert found["global"] == len(FILES) * SHARD
     warned = reading.events(Warned)
     assert len(warned) == (len(FILES) if answer is _garbage else 1)
-    assert ("offered 701 bytes, expected 700" in warned[0].message) is (answer is _boast)
+    assert (f"offered {SHARD + 1} bytes, expected {SHARD}" in warned[0].message) is (answer is _boast)
 
 
 def test_a_peer_that_is_killed_in_the_middle_of_a_load_is_left_for_the_next_source(reading: Reading) -> None:

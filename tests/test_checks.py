@@ -23,7 +23,7 @@ from holdfast.policy.checks import ENOUGH, MEMORY, WINDOW, Rules, Seen, judge, n
 from holdfast.policy.nonfinite import Act, Count, Policy
 from holdfast.settings_validation import ValidationSettings
 from holdfast.worker.checking import Checks, read_together
-from holdfast.worker.gradients import Gradients
+from holdfast.worker.gradients import LOOKED_UP_EVERY, Gradients
 from together import together
 
 NAN, INF = math.nan, math.inf
@@ -315,6 +315,33 @@ def test_a_parameter_that_was_exchanged_is_looked_at() -> None:
     model.weight = nn.Parameter(torch.zeros(2, 2))
     model.weight.grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     assert (gradients.norms(), gradients.soundings()) == ([5.0], [7.0])
+
+
+def test_one_bad_element_among_many_small_gradients_is_found() -> None:
+    """They are looked at together; each still counts, whatever else is there, is not, or comes later."""
+    layers = [nn.LayerNorm(256) for _ in range(700)] + [nn.Linear(5, 3, bias=False) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(200, 200))
+    gradients = Gradients([("m", model)])
+    parameters = list(model.parameters())
+    for at, parameter in enumerate(parameters):
+        parameter.grad = torch.ones_like(parameter) if at % 7 else None
+    expected = sum(p.numel() for at, p in enumerate(parameters) if at % 7)
+    for _ in range(LOOKED_UP_EVERY + 2):
+        assert gradients.soundings() == [expected]
+    for at in (1, 699, 1399, 1401, len(parameters) - 2, len(parameters) - 1):
+        parameter = parameters[at]
+        before = parameter.grad
+        for value in (NAN, INF, -INF):
+            parameter.grad = torch.ones_like(parameter)
+            parameter.grad.view(-1)[-1] = value
+            assert not math.isfinite(*gradients.soundings()), f"{at}: {value}"
+        parameter.grad = before
+    model[3].weight = nn.Parameter(torch.zeros(256))  # exchanged, and of another type: looked at all the same
+    model[3].weight.grad = torch.full((256,), NAN)
+    assert math.isnan(*gradients.soundings())
+    model[3].weight = nn.Parameter(torch.zeros(256, dtype=torch.float64))
+    model[3].weight.grad = torch.full((256,), 1e100, dtype=torch.float64)
+    assert all(map(math.isfinite, gradients.soundings()))
 
 
 def test_with_a_scaler_that_is_on_its_own_overflow_is_not_rejected() -> None:

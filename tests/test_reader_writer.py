@@ -19,15 +19,18 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoints import list_file, seal
+from holdfast.checkpoint import load
 from holdfast.checkpoint import reader as reading
 from holdfast.checkpoint.commit import write_metadata
 from holdfast.checkpoint.fingerprint import of_tensor
 from holdfast.checkpoint.frames import Frames
 from holdfast.checkpoint.identity import METADATA, CheckpointName
+from holdfast.checkpoint.load import _load_tensors
 from holdfast.checkpoint.manifest import FileEntry, Manifest
 from holdfast.checkpoint.plan import make_plan, signature_of
 from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.reader import IN_PLACE, SLICE, VerifyingReader
+from holdfast.checkpoint.shards import ShardFile
 from holdfast.checkpoint.writer import plain, write_shards
 from holdfast.control.group import Group
 from holdfast.errors import CheckpointError, SaveFailedError
@@ -53,6 +56,14 @@ def read(directory: Path, manifest: Manifest, target: dict[str, Any]) -> None:
         dcp.load(target, storage_reader=VerifyingReader(directory, manifest), no_dist=True)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
+
+
+def read_straight(directory: Path, manifest: Manifest, target: dict[str, Any]) -> None:
+    """As a resume does, which leaves to DCP's planner only what is stored in parts."""
+    _load_tensors(target, VerifyingReader(directory, manifest))
+
+
+WAYS = pytest.mark.parametrize("way", [read, read_straight])
 
 
 def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -136,14 +147,14 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path: Path, make: Any) 
     ]
     assert sorted(manifest.files, key=lambda e: e.path) == sorted(listed, key=lambda e: e.path)
     manifest = msgspec.structs.replace(manifest, files=entries)
-    for load in ("verified", "stock"):
+    for way in ("planned", "straight", "stock"):
         target = blank(state)
-        if load == "verified":
-            read(tmp_path / "saved", manifest, target)
-        else:
+        if way == "stock":
             dcp.load(target, checkpoint_id=tmp_path / "saved", no_dist=True)
+        else:
+            (read if way == "planned" else read_straight)(tmp_path / "saved", manifest, target)
         wrong = [name for name in state if not same_bits(target[name], state[name])]
-        assert wrong == [], f"{load} load"
+        assert wrong == [], f"{way} load"
 
 
 def test_a_view_is_stored_without_the_rest_of_its_storage(tmp_path: Path) -> None:
@@ -162,26 +173,28 @@ def test_objects_that_stock_dcp_stored_come_back_beside_tensors(tmp_path: Path) 
     assert torch.equal(target["w"], state["w"])
 
 
+@WAYS
 @pytest.mark.parametrize("around", [IN_PLACE, SLICE, 2 * SLICE])
-def test_sizes_around_each_threshold_come_back(tmp_path: Path, around: int) -> None:
+def test_sizes_around_each_threshold_come_back(tmp_path: Path, around: int, way: Any) -> None:
     # An archive adds about a kibibyte around its one record.
     lengths = [around + offset for offset in (-2048, -1500, -1200, -1024, -600, -1, 0, 1, 7)]
     state = {f"n{length}": bits(length, torch.uint8, length) for length in lengths}
     write(tmp_path / "saved", state)
     target = blank(state)
-    read(tmp_path / "saved", seal(tmp_path / "saved"), target)
+    way(tmp_path / "saved", seal(tmp_path / "saved"), target)
     assert [name for name in state if not torch.equal(state[name], target[name])] == []
 
 
+@WAYS
 @pytest.mark.parametrize("in_place", [0, 1 << 60])
 def test_both_ways_to_a_tensor_give_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: int, way: Any
 ) -> None:
     state = {**of_every_form(), **of_every_dtype()}
     write(tmp_path / "saved", state)
     monkeypatch.setattr(reading, "IN_PLACE", in_place)
     target = blank(state)
-    read(tmp_path / "saved", seal(tmp_path / "saved"), target)
+    way(tmp_path / "saved", seal(tmp_path / "saved"), target)
     assert [name for name in state if not same_bits(target[name], state[name])] == []
 
 
@@ -196,11 +209,99 @@ def test_items_too_large_to_read_ahead_come_back(tmp_path: Path, monkeypatch: py
     assert len(reader._buffers[0]) > 200_000 >= 100_000 > len(reader._buffers[1])
 
 
+# --- many small ones ----------------------------------------------------------------------------------------
+
+
+def many(count: int = 400) -> dict[str, torch.Tensor]:
+    """Small ones of two shapes, in turns, and a large one amid them."""
+    found = {f"p{n:04d}": bits(256 + 16 * (n // 10 % 2), torch.float32, n) for n in range(count)}
+    return {**found, "p0100": bits(IN_PLACE, torch.uint8, 1)}
+
+
+def test_small_ones_that_lie_side_by_side_are_read_together() -> None:
+    """Not across a gap, and no more at a time than stays in the processor's cache."""
+    quarter = reading.TOGETHER // 5
+    places: list[tuple[int, int]] = []
+    at = 0
+    for length in [quarter] * 6 + [IN_PLACE, 7, 7]:
+        places.append((at, length))
+        at += length
+    places += [(at + 64, 5), (at + 69, 5)]
+    found = list(reading.runs(places))
+    assert found == [places[:5], places[5:6], places[6:7], places[7:9], places[9:]]
+
+
+def test_many_small_ones_are_read_at_once_and_few_of_them_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening each archive, and DCP's plan for each, took longer than all of dcp.load."""
+    state = many()
+    entries = write(tmp_path / "saved", state)
+    manifest = msgspec.structs.replace(seal(tmp_path / "saved"), files=entries)
+    reads: list[int] = []
+    opened: list[int] = []
+    really, opens = ShardFile.read_into, reading._loaded
+
+    def read_into(self: ShardFile, view: memoryview, offset: int, *, until: int = 0) -> None:
+        reads.append(view.nbytes)
+        really(self, view, offset, until=until)
+
+    def loaded(data: memoryview) -> torch.Tensor:
+        opened.append(data.nbytes)
+        return opens(data)
+
+    monkeypatch.setattr(ShardFile, "read_into", read_into)
+    monkeypatch.setattr(reading, "_loaded", loaded)
+    monkeypatch.setattr(load, "dcp_load", None)
+    target = blank(state)
+    read_straight(tmp_path / "saved", manifest, target)
+    assert [name for name in state if not same_bits(target[name], state[name])] == []
+    assert len(opened) == 2
+    assert len(reads) < 10
+
+
+def test_an_archive_like_others_but_for_its_strides_is_opened_by_itself(tmp_path: Path) -> None:
+    """As many bytes as its neighbours have, and of the same shape, but in another order."""
+    square = torch.arange(16.0).reshape(4, 4)
+    state = {"a": square + 1, "b": square.clone(), "c": square * 2}
+    write(tmp_path / "saved", state)
+    storage = pickle.loads((tmp_path / "saved" / METADATA).read_bytes()).storage_data
+    [at] = [info.offset for index, info in storage.items() if index.fqn == "b"]
+    shard = tmp_path / "saved" / SHARD
+    before, after = shard.read_bytes()[:at], shard.read_bytes()[at:]
+    strides = [b"K\x04K\x01\x86", b"K\x01K\x04\x86"]  # as pickled
+    assert strides[0] in after
+    raw = [plain(tensor).numpy().tobytes() for tensor in (square, square.t())]
+    shard.write_bytes(before + after.replace(*strides, 1).replace(*raw, 1))
+    target = blank(state)
+    read_straight(tmp_path / "saved", seal(tmp_path / "saved"), target)
+    assert [name for name in state if not torch.equal(target[name], state[name])] == []
+
+
+def test_one_of_many_that_is_not_in_memory_what_was_saved_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = many()
+    entries = write(tmp_path / "saved", state)
+    manifest = msgspec.structs.replace(seal(tmp_path / "saved"), files=entries)
+    really = torch._foreach_copy_
+    target = blank(state)
+
+    def goes_wrong(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        really(targets, sources)
+        target["p0042"].view(torch.uint8)[17] ^= 1
+
+    monkeypatch.setattr(torch, "_foreach_copy_", goes_wrong)
+    with pytest.raises(CheckpointError, match="wrong-in-memory p0042: its fingerprint"):
+        read_straight(tmp_path / "saved", manifest, target)
+
+
 # --- what is refused, and when ------------------------------------------------------------------------------
 
 
 def small() -> dict[str, torch.Tensor]:
-    return {"a": torch.randn(64), "b": torch.randn(IN_PLACE), "c": torch.arange(300)}
+    side_by_side = {"c": torch.arange(300), "d": torch.randn(64), "e": torch.randn(64)}
+    return {"a": torch.randn(64), "b": torch.randn(IN_PLACE), **side_by_side}
 
 
 @pytest.fixture
@@ -219,7 +320,10 @@ def refusal(saved: Saved) -> str:
     return str(caught.value)
 
 
-def test_a_flipped_byte_anywhere_in_a_shard_is_refused_before_its_tensor_is_touched(saved: Saved) -> None:
+@WAYS
+def test_a_flipped_byte_anywhere_in_a_shard_is_refused_before_its_tensor_is_touched(
+    saved: Saved, way: Any
+) -> None:
     """Case: dcp.load loads bit-flipped payloads silently. Headers, payload and archive tails alike."""
     directory, manifest, state = saved
     shard = directory / SHARD
@@ -236,7 +340,7 @@ def test_a_flipped_byte_anywhere_in_a_shard_is_refused_before_its_tensor_is_touc
         shard.write_bytes(altered)
         target = {name: torch.full_like(tensor, 7) for name, tensor in state.items()}
         with pytest.raises(CheckpointError, match=f"altered {SHARD}"):
-            read(directory, manifest, target)
+            way(directory, manifest, target)
         [hit] = [c for c in entry.chunks if c.offset <= position < c.offset + c.length]
         assert bool((target[places[hit.offset]] == 7).all()), f"byte {position} reached its tensor"
 

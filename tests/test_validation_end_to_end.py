@@ -19,7 +19,7 @@ from validated import Place
 SCRIPT = str(REPO / "tests" / "scripts" / "train_checked.py")
 
 
-def launch(tmp_path: Path, kind: str, devices: str, ranks: int = 2) -> Result:
+def launch(tmp_path: Path, kind: str, devices: str, ranks: int = 2, **more: str) -> Result:
     env = {
         "CHECKED_OUT": "out",
         "CUDA_VISIBLE_DEVICES": devices,
@@ -28,6 +28,7 @@ def launch(tmp_path: Path, kind: str, devices: str, ranks: int = 2) -> Result:
         "HOLDFAST_VALIDATION_ERROR_INJECTION_TYPE": kind,
         "HOLDFAST_VALIDATION_ERROR_INJECTION_STEP": "4",
         "HOLDFAST_VALIDATION_ERROR_INJECTION_RANKS": "1",
+        **more,
     }
     argv = holdfast("run", "--nproc-per-node", str(ranks), "--run-dir", "run", SCRIPT)
     return finish(argv, cwd=tmp_path, env=env, timeout=150)
@@ -47,7 +48,8 @@ def test_a_bad_device_is_found_excluded_and_the_run_finishes_without_it(tmp_path
 
 @pytest.mark.drill
 def test_work_that_is_bad_everywhere_stops_the_run_within_its_bound(tmp_path: Path) -> None:
-    result = launch(tmp_path, "correct_result", "0,1,2")
+    """With nan_policy = raise; with the default the step is dropped, as without any restart."""
+    result = launch(tmp_path, "correct_result", "0,1,2", HOLDFAST_VALIDATION_NAN_POLICY="raise")
     assert result.code == ExitCode.VALIDATION_FAILED, result.text
     place = Place(tmp_path)
     assert excluded(place.control) == []

@@ -88,38 +88,41 @@ def test_a_fault_that_follows_the_device_excludes_it_and_one_that_cannot_be_spar
 def test_a_fault_that_stays_with_the_work_ends_in_an_acquittal_and_the_data_are_left_out_if_allowed(
     place: Place,
 ) -> None:
-    """Scenarios 3 and 4: rotate, suspect, lower rung; the trial fails at the same step."""
-    result = train(place, "kill@8;reject@8;reject@8;reject@8")
+    """Scenarios 3 and 4: rotate, suspect, lower rung; the trial fails at the same step.
+
+    Then nan_policy applies to the step. These ranks know no policy: they reject it again, which ends it.
+    """
+    result = train(place, "kill@8;reject@8;reject@8;reject@8;reject@8")
     assert result.code == ExitCode.VALIDATION_FAILED, result.text
-    assert firsts(place) == [1, 7, 7, 4]
-    assert chosen(place) == ["restart", "rotate", "lower_rung", "stop"]
+    assert firsts(place) == [1, 7, 7, 4, 7], "what was acquitted is taken again"
+    assert chosen(place) == ["restart", "rotate", "lower_rung", "restart", "stop"]
     assert standings(place) == [("6", "suspect"), ("6", "acquitted")]
-    assert [one.verdict for one in place.journalled(events.Verdict)] == ["reproducible", "reproducible"]
+    assert [one.verdict for one in place.journalled(events.Verdict)] == ["reproducible"] * 3
     told = place.told()
     (suspect,) = place.decisions()[2].details["suspect"]
     trial = Trial(suspects=[suspect], until=8)
-    assert [one.trial for one in told] == [None, None, None, trial]
-    assert [one.rerun is not None for one in told] == [False, False, True, False]
+    assert [one.trial for one in told] == [None, None, None, trial, None]
+    assert [one.rerun is not None for one in told] == [False, False, True, False, False]
     listed = command("ckpt", "ls", place.cwd / "run").out
     assert f"{suspect}: acquitted: " in listed
     assert "fails at step 8 too" in listed
     assert "the cause is the data, the device or the job" in result.err
     assert skips(place.run()) == []
     allowed = ("--set", "validation.skip_bad_data=true")
-    again = train(place, "ok;ok;ok;ok;reject@8;ok", *allowed)
+    again = train(place, "ok;ok;ok;ok;ok;reject@8;ok", *allowed)
     assert again.code == 0, again.text
-    assert chosen(place)[4:] == ["restart"], "what earlier launches found out still holds"
+    assert chosen(place)[5:] == ["restart"], "what earlier launches found out still holds"
     assert skips(place.run()) == [Window(0, 7, 7)]
     assert standings(place)[2:] == []
 
 
 @pytest.mark.drill
 def test_a_new_launch_goes_on_with_the_trial_and_a_suspect_is_shown(place: Place) -> None:
-    """A breach of probation: no rotation. The launch then ends for want of restarts; the next one knows."""
-    result = train(place, "kill@8;breach@7;kill@5", "--max-restarts", "2")
+    """Two breaches of probation. The launch then ends for want of restarts; the next one knows."""
+    result = train(place, "kill@8;breach@7;breach@7;kill@5", "--max-restarts", "3")
     assert result.code == ExitCode.BUDGET_SPENT, result.text
-    assert chosen(place) == ["restart", "lower_rung", "stop"]
-    (suspect,) = place.decisions()[1].details["suspect"]
+    assert chosen(place) == ["restart", "rotate", "lower_rung", "stop"]
+    (suspect,) = place.decisions()[2].details["suspect"]
     listed = command("ckpt", "ls", place.cwd / "run").out
     assert f"{suspect}: suspect: " in listed
     where = command("ckpt", "locate", place.cwd / "run")
@@ -134,6 +137,6 @@ def test_a_new_launch_goes_on_with_the_trial_and_a_suspect_is_shown(place: Place
     assert "may be the cause" in line
     again = train(place, "ok")
     assert again.code == 0, again.text
-    assert firsts(place) == [1, 7, 4, 4]
+    assert firsts(place) == [1, 7, 7, 4, 4]
     assert place.told()[-1].trial == Trial(suspects=[suspect], until=7)
     assert StandingBook(place.run()).of(suspect[14:]) is Standing.SUSPECT, "ranks condemn, not launchers"

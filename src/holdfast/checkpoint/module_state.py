@@ -420,10 +420,12 @@ def materialise(model: nn.Module, part: str, metadata: Metadata) -> None:
                     lazy.materialize(entry.size)
 
 
-def targets(
-    model: nn.Module, part: str, live: Mapping[str, Any], saved: Mapping[str, Any], metadata: Metadata
-) -> dict[str, Any]:
-    """What to read into: live memory where that is as good as load_state_dict, else memory of its own."""
+def targets(model: nn.Module, part: str, saved: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """What to read into: live memory where that is as good as load_state_dict, else memory of its own.
+
+    `saved` is what the checkpoint holds of the module that is no tensor.
+    """
+    live, _ = collect(model, part, None)
     stored = {
         key[len(part) + 1 :]: entry
         for key, entry in metadata.state_dict_metadata.items()

@@ -128,22 +128,13 @@ class Tracked:
     def targets(self, others: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
         """The tensors, by part, that a load of this checkpoint reads into. `others` is all else in it."""
         tensors: dict[str, Any] = {}
+        for name, model in self.models():  # first: optimizers look at the parameters' shapes
+            module_state.materialise(model, name, metadata)
+            tensors[name] = module_state.targets(model, name, others[name], metadata)
         for name, thing in self._objects.items():
-            if isinstance(thing, nn.Module):
-                module_state.materialise(thing, name, metadata)
-                tensors[name], _ = module_state.collect(thing, name, self._built[name])
-            elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
+            if isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 tensors[name] = optimizer_state.targets(name, thing, owner, others[name], metadata)
-        return tensors | self.module_targets(tensors, others, metadata)
-
-    def module_targets(
-        self, live: Mapping[str, Any], others: Mapping[str, Any], metadata: Metadata
-    ) -> dict[str, Any]:
-        """Those of the modules alone; `live` is what was collected."""
-        return {
-            name: module_state.targets(model, name, live[name], others.get(name, {}), metadata)
-            for name, model in self.models()
-        }
+        return tensors
 
     def stock_targets(self, name: str, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """(tensors, all else) that a plain DCP directory may hold of an optimizer; None of anything else."""
@@ -161,7 +152,7 @@ class Tracked:
             if name not in others:
                 continue
             if isinstance(thing, nn.Module):
-                module_state.apply(thing, name, tensors[name], others[name], self._built[name])
+                module_state.apply(thing, name, tensors.get(name, {}), others[name], self._built[name])
             elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 optimizer_load.apply(name, thing, owner, tensors[name], others[name])
             elif isinstance(thing, torch.optim.Optimizer):

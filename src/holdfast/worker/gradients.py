@@ -4,13 +4,17 @@ Guarantee: if any element of any gradient is NaN or infinite, a sounding is not 
 it need not be so (sums and squares overflow), which `bad` settles, slowly and exactly. A gradient that is
 sharded is seen as far as this rank holds it; nothing here is a collective, and nothing waits for a device but
 `bad`.
+
+With many small gradients it is Python that takes the time, so where they lie is found out once (`_Look`),
+and then nothing of Python's runs for each of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +28,17 @@ NAMED = 3
 WIDE = frozenset({torch.float32, torch.float64})
 PLAIN = WIDE | {torch.float16, torch.bfloat16}
 HOST = torch.device("cpu")
+SMALL = 32 * 1024
+"""Gradients up to so many bytes are summed up together, as long as they are in the processor's cache."""
+TOGETHER = 512 * 1024
+"""Bytes of small gradients that are summed up at a time."""
 
 Group = tuple[torch.device, torch.dtype]
 Kind = tuple[type, torch.layout, torch.dtype, torch.device]
 
 _kind = operator.attrgetter("__class__", "layout", "dtype", "device")
-_USUAL = {(torch.Tensor, torch.strided, torch.float32, HOST)}
+_grad = operator.attrgetter("grad")
+_USUAL = (torch.Tensor, torch.strided, torch.float32, HOST)
 
 
 class Gradients:
@@ -38,19 +47,21 @@ class Gradients:
     def __init__(self, models: Iterable[tuple[str, nn.Module]]) -> None:
         self._models = list(models)
         self._places: list[tuple[dict[str, Any], str]] = []
+        self._usual: _Look | None = None
         self._looks = 0
 
     def soundings(self) -> list[torch.Tensor | float]:
         """Few numbers, all finite only if every element is: the sum of float32 on the host, else norms."""
-        there = self._there()
-        kinds = set(map(_kind, there))
-        # After a step hardly anything of Python's is in the processor's cache, so the usual case does little.
-        if kinds == _USUAL:
-            return [sum([gradient.sum().item() for gradient in there])]
-        return _norms(there, kinds)
+        self._look_up()
+        total = self._usual.total() if self._usual is not None else None
+        return [*total] if total is not None else self._norms()
 
     def norms(self) -> list[torch.Tensor | float]:
         """This rank's norm in parts: a number for the host, a tensor on each other device."""
+        self._look_up()
+        return self._norms()
+
+    def _norms(self) -> list[torch.Tensor | float]:
         there = self._there()
         return _norms(there, set(map(_kind, there)))
 
@@ -73,18 +84,127 @@ class Gradients:
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         return [f"the gradients hold {kind}: {named}{more}"]
 
-    def _there(self) -> list[torch.Tensor]:
-        """All gradients that there are."""
+    def _look_up(self) -> None:
+        """Find out where the parameters are kept, every so often."""
         # Walking a tree of modules costs more than looking at small gradients, so where parameters are kept
         # is remembered. It is the place that is remembered, not the parameter: FSDP exchanges those.
         if self._looks % LOOKED_UP_EVERY == 0:
-            self._places = list(_places(self._models))
+            modules = dict.fromkeys(module for _, model in self._models for module in model.modules())
+            kept = [module._parameters for module in modules if module._parameters]
+            if self._usual is None or not self._usual.is_of(kept):
+                self._places = list(_places(kept))
+                self._usual = _Look.at(kept)
         self._looks += 1
+
+    def _there(self) -> list[torch.Tensor]:
+        """All gradients that there are."""
         return [
             gradient
             for parameters, name in self._places
             if (parameter := parameters.get(name)) is not None and (gradient := parameter.grad) is not None
         ]
+
+
+class _Look:
+    """The usual case: all parameters are plain float32 on the host. Whatever is not so is noticed."""
+
+    def __init__(self, kept: list[dict[str, Any]]) -> None:
+        self._kept = kept
+        self._form = _form(kept)
+        alone: list[int] = []
+        alike: dict[tuple[int, ...], list[int]] = {}
+        parameters = [_NONE if parameter is None else parameter for parameter in _all(kept)]
+        for at, parameter in enumerate(parameters):
+            if isinstance(self._form[at], int):
+                continue
+            small = 0 < parameter.nbytes <= SMALL and parameter.dim()
+            (alike.setdefault(tuple(parameter.shape[1:]), []) if small else alone).append(at)
+        batches: list[list[int]] = []
+        for members in alike.values():
+            size = TOGETHER
+            for at in members:
+                if size + parameters[at].nbytes > TOGETHER:
+                    batches.append([])
+                    size = 0
+                batches[-1].append(at)
+                size += parameters[at].nbytes
+        alone += [batch[0] for batch in batches if len(batch) == 1]
+        self._alone = sorted(alone)
+        self._batches = [_items(batch) for batch in batches if len(batch) > 1]
+
+    @classmethod
+    def at(cls, kept: list[dict[str, Any]]) -> _Look | None:
+        """None if it is not the usual case."""
+        usual = all(
+            parameter is None or (type(parameter) is nn.Parameter and _kind(parameter)[1:] == _USUAL[1:])
+            for parameter in _all(kept)
+        )
+        return cls(kept) if usual else None
+
+    def is_of(self, kept: list[dict[str, Any]]) -> bool:
+        """Whether these are the places, with parameters of the same shapes."""
+        return list(map(id, kept)) == list(map(id, self._kept)) and _form(kept) == self._form
+
+    def total(self) -> list[float] | None:
+        """The sum of all gradients, if there are any; None if it is the usual case no more."""
+        parameters = _all(self._kept)
+        if len(parameters) != len(self._form):
+            return None
+        kinds = set(map(type, parameters))
+        if kinds == {nn.Parameter}:
+            gradients = list(map(_grad, parameters))
+        else:
+            gradients = [None if parameter is None else parameter.grad for parameter in parameters]
+        there = set(map(type, gradients))
+        if not there <= {torch.Tensor, type(None)}:
+            return None
+        total = 0.0
+        for at in self._alone:
+            if (gradient := gradients[at]) is not None:
+                if _kind(gradient) != _USUAL:
+                    return None
+                total += gradient.sum().item()
+        for pick in self._batches:
+            batch = pick(gradients)
+            if len(there) > 1:
+                batch = [gradient for gradient in batch if gradient is not None]
+                if not batch:
+                    continue
+            try:
+                together = torch.cat(batch)
+            except RuntimeError:
+                return None  # of several devices or layouts
+            if _kind(together) != _USUAL:
+                return None
+            total += together.sum().item()
+        return [total] if torch.Tensor in there else []
+
+
+def _all(kept: list[dict[str, Any]]) -> list[Any]:
+    """What is kept in these places; None where a module has set a parameter to that."""
+    return list(itertools.chain.from_iterable(map(dict.values, kept)))
+
+
+def _form(kept: list[dict[str, Any]]) -> list[torch.Size | int | None]:
+    """For each parameter its shape; of one that was there before, under another name, where that was."""
+    found: list[torch.Size | int | None] = []
+    first: dict[int, int] = {}
+    for at, parameter in enumerate(_all(kept)):
+        if parameter is None:
+            found.append(None)
+        else:
+            before = first.setdefault(id(parameter), at)
+            found.append(parameter.shape if before == at else before)
+    return found
+
+
+def _items(positions: list[int]) -> Callable[[Sequence[Any]], Any]:
+    """What picks these out of a sequence, two or more."""
+    return operator.itemgetter(*positions)
+
+
+_NONE = torch.empty(0)
+"""In place of a parameter that a module has set to None."""
 
 
 def plain(gradient: torch.Tensor) -> torch.Tensor:
@@ -100,15 +220,14 @@ def plain(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.dtype in PLAIN else gradient.float()
 
 
-def _places(models: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[dict[str, Any], str]]:
+def _places(kept: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], str]]:
     """Where each parameter is kept; one that several modules share is there once."""
     seen: set[int] = set()
-    for _, model in models:
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield module._parameters, name
+    for parameters in kept:
+        for name, parameter in parameters.items():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameters, name
 
 
 @torch.no_grad()
