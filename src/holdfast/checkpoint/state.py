@@ -12,7 +12,7 @@ A checkpoint holds three kinds of state:
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -135,9 +135,13 @@ class Tracked:
         drop_stateless(tensors, others, metadata)
         return tensors
 
-    def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-        """Put loaded state into the tracked objects. Tensors were loaded in place already."""
+    def apply(
+        self, tensors: Mapping[str, Any], others: Mapping[str, Any], *, fresh: Collection[str] = ()
+    ) -> None:
+        """Put loaded state into all tracked objects but the fresh ones. Tensors are in place already."""
         for name, thing in self._objects.items():
+            if name in fresh:
+                continue
             if isinstance(thing, nn.Module):
                 if others[name]:
                     set_model_state_dict(thing, {**rewrapped(tensors[name]), **others[name]})
@@ -236,13 +240,16 @@ def drop_stateless(tensors: dict[str, Any], others: Mapping[str, Any], metadata:
                 del tree["state"][parameter]
 
 
-def check_strict(tensors: Mapping[str, Any], metadata: Metadata) -> None:
-    """Both directions, by name, shape and dtype: DCP ignores unread keys and casts dtypes silently."""
+def check_strict(tensors: Mapping[str, Any], metadata: Metadata, *, but: Collection[str] = ()) -> None:
+    """Both directions, by name, shape and dtype: DCP ignores unread keys and casts dtypes silently.
+
+    `but` names parts that do not matter.
+    """
     wanted = flatten(tensors)
     stored = {
         key: entry
         for key, entry in metadata.state_dict_metadata.items()
-        if not key.startswith((f"{OWN}.", f"{GRADIENTS}."))
+        if not key.startswith(tuple(f"{part}." for part in (OWN, GRADIENTS, *but)))
     }
     problems = [f"{key}: tracked, but not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())]
     problems += [
@@ -275,7 +282,10 @@ def check_parts(names: list[str], parts: Mapping[str, Any]) -> None:
     if missing or extra:
         raise IncompleteStateError(
             f"the checkpoint holds {sorted(parts)}; this script tracks {sorted(names)}. "
-            f"Missing from the checkpoint: {missing or 'nothing'}; not tracked any more: {extra or 'nothing'}"
+            f"Missing from the checkpoint: {missing or 'nothing'}; not tracked any more: "
+            f"{extra or 'nothing'}. Track what was saved; or let a part begin anew, where "
+            "checkpoint.resume_from names what the run begins with: checkpoint.fresh_parts = "
+            f"{','.join(missing or extra)!r}"
         )
 
 
