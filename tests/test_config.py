@@ -31,6 +31,7 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "checkpoint.save_at_end": (False, True, False, True),
     "checkpoint.resume_from": ("120", "./old", "/runs/a/step_00000120-3fa9c1d2", "somewhere"),
     "checkpoint.force": (True, False, True, False),
+    "checkpoint.fresh_parts": ("", "data", "optimizer,data", "optimizer, schedule"),
     "checkpoint.max_failed_saves": (1, 2, 5, 7),
     "checkpoint.timeout": (0.5, 60.0, 3600.0, 1.0),
     "checkpoint.async_save": (True, False, True, False),
@@ -286,6 +287,7 @@ WRONG_FOR = {
     "run.dir": ("",),
     "checkpoint.interval": ("", "Auto", " auto", "never"),
     "checkpoint.resume_from": ("", "Auto", "FRESH", " auto", "-5", "+5", "1" * 13),
+    "checkpoint.fresh_parts": ("optimizer data", "optimizer,,data", "a.b"),
     "checkpoint.max_failed_saves": (0, 10**12),
     "checkpoint.non_persistent_keep_last": (0, 1, 65),
     "checkpoint.non_persistent_save_interval": (10**12,),
@@ -484,6 +486,18 @@ def test_an_unknown_keyword_is_refused_with_the_closest_known_one() -> None:
     assert "interval = 5 (keyword): there is no such setting; did you mean checkpoint_interval?" in refusal(
         interval=5
     )
+
+
+def test_an_environment_name_like_no_setting_is_told_and_not_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Others, too, have variables that begin with a name as common as ours."""
+    load(environ={"HOLDFAST_HOME": "/opt", "HOLDFAST_API_TOKEN": "secret"})
+    assert "HOLDFAST_HOME in the environment is no setting, and is not used" in caplog.text
+    assert "secret" not in caplog.text
+    caplog.clear()
+    load(environ={"HOLDFAST_HOME": "/opt", "HOLDFAST_LAUNCH": "{}"})
+    assert not caplog.text, "a worker: the launcher has said so"
 
 
 def test_a_name_like_no_setting_points_to_the_list_of_all() -> None:

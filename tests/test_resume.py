@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import holdfast
+from checkpoints import save_stock
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.resolver import resolve_resume
 from holdfast.control.attempts import attempt_numbers
@@ -16,10 +18,10 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import Fence, claim
 from holdfast.control.lineage import read_timeline
 from holdfast.control.standing import Standing, StandingBook
-from holdfast.errors import NoValidRungError, UsageError
+from holdfast.errors import IncompleteStateError, NoValidRungError, UsageError
 from holdfast.journal.events import Decision, RungRejected, Warned
 from holdfast.journal.reader import read_journal
-from tiny import Outcome, checkpoints, train, tree
+from tiny import Outcome, build, checkpoints, train, tree
 
 
 @pytest.fixture(scope="module")
@@ -358,9 +360,80 @@ def test_a_run_begun_from_another_runs_checkpoint_goes_back_to_it(tmp_path: Path
     check_same(outcome, reference, 12)
 
 
+def test_parts_that_a_named_checkpoint_lacks_are_an_error_that_says_what_to_write(tmp_path: Path) -> None:
+    model, *_ = build()
+    stock = save_stock(tmp_path / "step-6", {"model": model.state_dict()})
+    begin = {"checkpoint_resume_from": str(stock), "checkpoint_interval": 100}
+    with pytest.raises(IncompleteStateError, match=r"checkpoint\.fresh_parts = 'optimizer,schedule,data'"):
+        train(tmp_path / "run", until=9, **begin)
+    with pytest.raises(
+        IncompleteStateError, match=r"does not hold schedule, data: .*'optimizer,schedule,data'"
+    ):
+        train(tmp_path / "run", until=9, checkpoint_fresh_parts="optimizer", **begin)
+    with pytest.raises(IncompleteStateError, match="names optimiser; this script tracks model, optimizer"):
+        train(tmp_path / "run", until=9, checkpoint_fresh_parts="optimiser", **begin)
+    assert not (tmp_path / "run" / "origin").exists(), "nothing was begun"
+    assert not checkpoints(tmp_path / "run")
+
+    fresh = {**begin, "checkpoint_fresh_parts": "optimizer,schedule,data"}
+    begun = train(tmp_path / "run", until=8, checkpoint_save_at_end=False, **fresh)
+    assert begun.started_at == 6
+    new = train(tmp_path / "new", until=2)
+    assert list(begun.losses.values()) == list(new.losses.values()), (
+        "the weights were as new: all is the same"
+    )
+    again = train(tmp_path / "run", until=8, **fresh)
+    assert (again.started_at, again.losses) == (6, begun.losses), (
+        "nothing was saved: it begins there once more"
+    )
+    assert train(tmp_path / "run", until=9, **fresh).started_at == 8
+
+
+def test_fresh_parts_are_for_what_resume_from_names_and_for_nothing_saved_since(tmp_path: Path) -> None:
+    run_dir = trained(tmp_path, until=6)
+    fresh = {"checkpoint_fresh_parts": "optimizer,schedule,data"}
+    six = next(path for path in checkpoints(run_dir) if path.name.startswith("step_00000006"))
+    anew, exact = tmp_path / "anew", train(tmp_path / "whole", until=9)
+    begun = train(anew, until=7, checkpoint_resume_from=str(six), **fresh)
+    assert (begun.started_at, begun.samples[7] == exact.samples[7]) == (6, False)
+    assert train(anew, until=8, checkpoint_resume_from=str(six), **fresh).samples[8] != exact.samples[8]
+    other = train(tmp_path / "other", until=9, checkpoint_resume_from=str(six))
+    assert other.parameters == exact.parameters, "without the word everything goes on"
+
+    assert train(run_dir, until=9, **fresh).parameters == exact.parameters, (
+        "an ordinary resume: nothing is new"
+    )
+    back = {"checkpoint_resume_from": "6", "checkpoint_force": True}
+    assert train(run_dir, until=9, **back, **fresh).parameters != exact.parameters
+    assert train(run_dir, until=9, **back).parameters == exact.parameters
+
+
+def test_a_checkpoint_without_a_data_position_does_not_begin_the_data_again_unasked(tmp_path: Path) -> None:
+    def go(run_dir: Path, *, loader: bool, **settings: object) -> list[int]:
+        run = holdfast.Run(run_dir=run_dir, **settings)
+        run.track(model=build()[0])
+        feed = run.feed([1, 2, 3]) if loader else None
+        run.start()
+        run.begin_step()
+        drawn = [feed.next()] if feed is not None else []
+        run.end_step()
+        run.finish()
+        return drawn
+
+    go(tmp_path / "run", loader=False)
+    with pytest.raises(IncompleteStateError, match=r"no data position.*checkpoint\.fresh_parts = 'data'"):
+        go(tmp_path / "run", loader=True)
+    (one,) = checkpoints(tmp_path / "run")
+    begin = {"checkpoint_resume_from": str(one), "checkpoint_fresh_parts": "data"}
+    assert go(tmp_path / "run", loader=True, **begin) == [1]
+    with pytest.raises(IncompleteStateError, match="this script has no data feed"):
+        go(tmp_path / "run", loader=False)
+
+
 def test_checkpoints_of_another_run_under_the_root_are_not_overlooked(tmp_path: Path) -> None:
     run_dir = trained(tmp_path)
-    with pytest.raises(NoValidRungError, match="no record of having saved it"):
+    whose = f"no record of having saved it; run {ControlDirectory.open(run_dir).run_id} in {run_dir} has"
+    with pytest.raises(NoValidRungError, match=whose):
         train(tmp_path / "other", until=3, checkpoint_root=str(run_dir / "checkpoints"))
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader
 import holdfast
 from checkpoints import save_stock
 from harness import finish
+from harness import holdfast as launched
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.verify import verify
 from holdfast.control import operator
@@ -211,9 +213,10 @@ def test_a_plain_dcp_directory_is_loaded_by_name_and_its_lack_of_digests_told(tm
     def remember(built: nn.Module) -> None:
         seen["model"] = built
 
-    train(tmp_path / "run", until=40, after_build=remember, checkpoint_resume_from=str(stock))
+    settings = {"checkpoint_resume_from": str(stock), "checkpoint_fresh_parts": "optimizer,schedule,data"}
+    train(tmp_path / "run", until=40, after_build=remember, **settings)
     assert torch.equal(seen["model"].state_dict()["0.weight"], model.state_dict()["0.weight"])
-    train(tmp_path / "run", until=41, at_step=look)
+    train(tmp_path / "run", until=41, at_step=look, **settings)
     assert seen["step"] == 41
     decision = (tmp_path / "run" / "attempts" / "000001" / "decisions" / "resume.json").read_text()
     assert "no digests" in decision
@@ -503,3 +506,61 @@ def test_nonsense_that_is_told_as_progress_is_said_and_ends_nothing(
     for step in (-1, 10**15, math.nan, 7):
         holdfast.progress(step)  # type: ignore[arg-type]
     assert caplog.text.count("could not be told to the launcher") == 4
+
+
+# --- the directory that a script is in ----------------------------------------------------------------------
+
+
+def test_a_change_of_directory_moves_no_path_of_the_run(tmp_path: Path) -> None:
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+
+    def wander() -> None:
+        os.chdir(one)
+        run = holdfast.Run(run_dir="run", checkpoint_root="saved", stop_stop_file="halt")
+        run.track(model=nn.Linear(1, 1))
+        os.chdir(two)
+        run.start()
+        os.chdir(three)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            run.begin_step()
+            (one / "halt").touch()
+            run.end_step()
+
+    for place in (one, two, three):
+        place.mkdir()
+    assert forked(wander) == ExitCode.STOPPED
+    assert sorted(path.name for path in one.iterdir()) == ["halt", "run", "saved"]
+    assert list((one / "saved").glob("step_*"))
+    assert not [*two.iterdir(), *three.iterdir()]
+
+
+def test_a_launched_script_that_changes_its_directory_first_means_the_launchers_paths(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "holdfast.toml").write_text('[checkpoint]\nroot = "saved"\n')
+    (tmp_path / "train.py").write_text(
+        "import os, holdfast\nfrom torch import nn\n"
+        "os.chdir('elsewhere')\n"
+        "run = holdfast.Run('holdfast.toml', run_dir='run')\n"
+        "run.track(model=nn.Linear(1, 1))\n"
+        "for _ in run.steps([1, 2], until=2): pass\n"
+    )
+    argv = launched(
+        "run", "--nproc-per-node", "1", "--run-dir", "run", "--config", "holdfast.toml", "train.py"
+    )
+    result = finish(argv, cwd=tmp_path, timeout=60)
+    assert result.code == 0, result.text
+    assert list((tmp_path / "saved").glob("step_*"))
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_whatever_ends_a_run_has_one_base() -> None:
+    for ending in (UsageError("so"), holdfast.Stopped(3, "asked")):
+        with pytest.raises(holdfast.RunEnded) as caught:
+            raise ending
+        assert caught.value.exit_code is (
+            ExitCode.USAGE if isinstance(ending, UsageError) else ExitCode.STOPPED
+        )
+    assert isinstance(holdfast.Stopped(3, "asked"), SystemExit)
+    assert not isinstance(holdfast.Stopped(3, "asked"), Exception), "`except Exception` is for failures"
+    assert issubclass(holdfast.HoldfastError, Exception)

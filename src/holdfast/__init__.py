@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from holdfast._version import __version__
-from holdfast.errors import HoldfastError, Stopped
+from holdfast.errors import HoldfastError, RunEnded, Stopped
 from holdfast.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ __all__ = [
     "LivenessPing",
     "NaNDetector",
     "Run",
+    "RunEnded",
     "ShutdownHandler",
     "SlurmJob",
     "Stopped",

@@ -11,6 +11,7 @@ is overridden is checked all the same, because a mistake in a file stays a mista
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import reprlib
@@ -34,6 +35,7 @@ from holdfast.settings import (
     RunSettings,
     Settings,
     parse_failure_causes,
+    parse_fresh_parts,
     parse_section_timeouts,
 )
 from holdfast.settings_cluster import EXIT_SIGNAL, HealthSettings, SlurmSettings, StopSettings, parse_signals
@@ -42,6 +44,7 @@ from holdfast.settings_fields import (
     ASYNC_SAVE,
     CKPT_FORMAT,
     FAILURE_CAUSES,
+    FRESH_PARTS,
     KEEP_LAST,
     LOCAL_DIR,
     LOCAL_TYPE,
@@ -77,6 +80,8 @@ __all__ = [
     "load",
     "parse_assignments",
 ]
+
+log = logging.getLogger("holdfast")
 
 ENVIRONMENT_PREFIX = "HOLDFAST_"
 NOT_SETTINGS = frozenset(
@@ -175,6 +180,7 @@ def _check_text(field: Field, value: str) -> None:
     parse = {
         SECTION_TIMEOUTS: parse_section_timeouts,
         FAILURE_CAUSES: parse_failure_causes,
+        FRESH_PARTS: parse_fresh_parts,
         INJECTION_RANKS: parse_ranks,
         EXIT_SIGNAL: parse_signals,
     }.get(field.key)
@@ -212,6 +218,19 @@ def _closest(name: str, spellings: Mapping[str, str]) -> str:
             return leaves[close_leaf[0]]
         close = difflib.get_close_matches(wanted, folded, n=1, cutoff=0.6)
     return folded[close[0]] if close else ""
+
+
+def resembles_a_setting(variable: str) -> bool:
+    """Whether an unknown HOLDFAST_* variable was probably meant for one; others have such names too."""
+    wanted = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+    whole = [field.keyword for field in FIELDS.values()]
+    alone = [field.name for field in FIELDS.values()]
+    sections = {field.section for field in FIELDS.values()}
+    return (
+        wanted.partition("_")[0] in sections
+        or bool(difflib.get_close_matches(wanted, whole, n=1, cutoff=0.75))
+        or bool(difflib.get_close_matches(wanted, alone, n=1, cutoff=0.8))
+    )
 
 
 class _Collector:
@@ -364,10 +383,12 @@ def load(
         if ours and name not in NOT_SETTINGS:
             if field := by_environment.get(name):
                 into.take(field, environ[name], f"environment {name}", text=True)
-            else:
+            elif resembles_a_setting(name):
                 into.unknown(
                     name, environ[name], "environment", {f.key: f.environment for f in FIELDS.values()}
                 )
+            elif not environ.get("HOLDFAST_LAUNCH"):  # else the launcher has said so
+                log.warning("holdfast: %s in the environment is no setting, and is not used", _name(name))
     for key, text in (command_line or {}).items():
         if field := FIELDS.get(key):
             into.take(field, text, "command line", text=True)

@@ -11,10 +11,17 @@ from typing import ClassVar
 from holdfast.exit_codes import ExitCode
 
 
-class HoldfastError(Exception):
-    """Base of every error raised on purpose."""
+class RunEnded(BaseException):
+    """Base of everything with which Holdfast ends a run: each `HoldfastError`, and `Stopped`.
+
+    For a script that has something to do at its end, whichever it is. It is no Exception by itself.
+    """
 
     exit_code: ClassVar[ExitCode] = ExitCode.FAILED
+
+
+class HoldfastError(RunEnded, Exception):
+    """Base of every error raised on purpose."""
 
 
 class ConfigError(HoldfastError):
@@ -149,12 +156,14 @@ class HandedOverError(HoldfastError):
     exit_code = ExitCode.HANDED_OVER
 
 
-class Stopped(SystemExit):
+class Stopped(RunEnded, SystemExit):
     """The run was asked to stop and has done so: what ends the process is this, unless it is caught.
 
     A SystemExit, so that neither `except Exception` takes it for a failure nor code after the loop runs as if
     training were done.
     """
+
+    exit_code = ExitCode.STOPPED
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(int(ExitCode.STOPPED))

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
 import torch
 
 from holdfast import config, scope
@@ -72,18 +73,20 @@ class Run:
         hook = CrashHook(self._on_crash)  # first: wrong settings, too, end a rank with their own code
         self._around.on_leave(hook.remove)
         self._launched = LaunchInfo.from_environment(os.environ)
-        self._effective = config.load(
+        given = config.load(
             one_config(file, self._launched),
             command_line=self._launched.command_line if self._launched else None,
             keywords=settings,
         )
-        self.settings = self._effective.settings
+        # Once, here: what the script does to its working directory later changes no path of the run's.
+        self.settings = given.settings.absolute(self._launched.base() if self._launched else None)
+        self._effective = msgspec.structs.replace(given, settings=self.settings)
         refuse_contradictions(self._effective, self._launched)
         refuse_straggler_settings(self._effective, self._launched)
         if self._launched is None:
             refuse_stop_file(self.settings.stop_file())  # else the launcher has looked
-        self._root = CheckpointRoot(self.settings.checkpoint_root().absolute())
-        self._parts = parts = Parts(self.settings, self._root, self._launched)
+        self._root = CheckpointRoot(self.settings.checkpoint_root())
+        self._parts = parts = Parts(self.settings, self._root, self._launched, given=given.settings)
         self._tracked, self._checks = parts.tracked, parts.checks
         self._meter, self._schedule = parts.meter, parts.schedule
         self._halting.watch(self.settings)

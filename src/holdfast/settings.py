@@ -103,6 +103,12 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "Apply resume_from although it was applied before, and accept the checkpoint that it names even if "
         "that is suspect or condemned. Set it for one start only, after reading the evidence in the journal.",
     ] = False
+    fresh_parts: Annotated[
+        str,
+        "Parts that begin anew where resume_from names what the run begins with: names given to `track`, "
+        "and `data` for the position in the data, as `optimizer,data`; empty means that each must be in the "
+        "checkpoint. Set it to begin from weights alone, or with other data.",
+    ] = ""
     max_failed_saves: Annotated[
         int,
         Meta(ge=1, le=LARGEST_COUNT),
@@ -343,6 +349,15 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.0
 
 
+def parse_fresh_parts(text: str) -> list[str]:
+    """`"optimizer,data"` as a list. ValueError says what is wrong."""
+    found = [part.strip() for part in text.split(",")] if text.strip() else []
+    for part in found:
+        if not part.isidentifier():
+            raise ValueError(f"{part[:80]!r} is not the name of a tracked part, or data")
+    return found
+
+
 def parse_section_timeouts(text: str) -> dict[str, float]:
     """`"setup:600,step:180"` as a mapping. ValueError says what is wrong."""
     found: dict[str, float] = {}
@@ -408,6 +423,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     inprocess: InProcessSettings = msgspec.field(default_factory=InProcessSettings)
     journal: JournalSettings = msgspec.field(default_factory=JournalSettings)
 
+    def absolute(self, base: Path | None = None) -> Settings:
+        """The same with every path absolute: from `base`, or from the directory that the process is in."""
+        named = self.checkpoint.resume_from
+        plain = named in ("auto", "fresh") or named.isdigit() or "://" in named
+        return msgspec.structs.replace(
+            self,
+            run=msgspec.structs.replace(self.run, dir=_absolute(self.run.dir, base)),
+            checkpoint=msgspec.structs.replace(
+                self.checkpoint,
+                root=_absolute(self.checkpoint.root, base),
+                resume_from=named if plain else _absolute(named, base),
+                non_persistent_local_ckpt_dir=_absolute(self.checkpoint.non_persistent_local_ckpt_dir, base),
+            ),
+            stop=msgspec.structs.replace(self.stop, stop_file=_absolute(self.stop.stop_file, base)),
+            monitor=msgspec.structs.replace(
+                self.monitor, import_ft_state=_absolute(self.monitor.import_ft_state, base)
+            ),
+        )
+
     def checkpoint_root(self) -> Path:
         """Where the checkpoints lie."""
         return Path(self.checkpoint.root) if self.checkpoint.root else Path(self.run.dir) / "checkpoints"
@@ -425,6 +459,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """The value of a dotted key of FIELDS."""
         section, _, name = key.partition(".")
         return getattr(getattr(self, section), name)
+
+
+def _absolute(path: str, base: Path | None) -> str:
+    if not path or Path(path).is_absolute():
+        return path
+    return str(base / path if base is not None else Path(path).absolute())
 
 
 FIELDS: Mapping[str, Field] = read_fields(Settings)

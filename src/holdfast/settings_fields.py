@@ -25,6 +25,7 @@ NODE_NAME = "launch.node_name"
 ALERT_COMMAND = "launch.alert_command"
 ALERT_URL = "launch.alert_url"
 ASSIGN = "inprocess.assign"
+FRESH_PARTS = "checkpoint.fresh_parts"
 CKPT_FORMAT = "checkpoint.ckpt_format"
 SECTION_TIMEOUTS = "monitor.rank_section_timeouts"
 FAILURE_CAUSES = "launch.failure_causes"
@@ -82,6 +83,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
             return "text: lines of a cause, a colon and a regular expression, or empty"
         if self.key == SECTION_TIMEOUTS:
             return "text: sections with their seconds, as setup:600,step:180, or empty"
+        if self.key == FRESH_PARTS:
+            return "text: parts as optimizer,data, or empty"
         if self.key == INJECTION_RANKS:
             return "text: ranks as 0,3, or empty"
         if self.key == INJECTION_DEVICE:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection
 from pathlib import Path
 
 from holdfast.checkpoint import local_manifest
+from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.identity import MANIFEST, METADATA, CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.ladder import DELETED, REFUSED, Ladder, Rung, build_ladder
+from holdfast.checkpoint.manifest import ManifestError
 from holdfast.checkpoint.problems import printable
 from holdfast.checkpoint.reading import removed
 from holdfast.checkpoint.structure import Inspection, check_structure
@@ -24,8 +27,11 @@ from holdfast.control.lineage import (
     was_committed,
 )
 from holdfast.control.standing import StandingBook
-from holdfast.errors import StorageError, UsageError
+from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.journal.events import RejectedOption
+
+NAMED_OWNERS = 8
+"""Checkpoints of others whose run is looked up: enough to tell what happened."""
 
 
 def take_inventory(
@@ -59,6 +65,7 @@ def take_inventory(
             deleted=deleted,
             local=frozenset(local_manifest.names(control)),
             local_unseen=local_unseen,
+            owners=_owners(root, {CheckpointName(record.step, record.id) for record in records}),
             step=int(resume_from) if resume_from.isdigit() else None,
             force=force,
         )
@@ -68,6 +75,19 @@ def take_inventory(
             else _with_deletions(ladder, control)
         )
     return _named(Path(resume_from), control, force=force)
+
+
+def _owners(root: CheckpointRoot, known: Collection[CheckpointName]) -> dict[tuple[int, str], str]:
+    """Which runs have saved what lies here beside this run's own, in words; of the newest few."""
+    found: dict[tuple[int, str], str] = {}
+    for name in sorted(set(root.names()) - set(known), reverse=True)[:NAMED_OWNERS]:
+        with contextlib.suppress(ManifestError):
+            run = printable(manifests.read(root.committed(name))[0].run, 80)
+            found[name] = f"run {run}"
+            with contextlib.suppress(HoldfastError, OSError):
+                if ControlDirectory.open(root.path.parent).run_id == run:
+                    found[name] = f"run {run} in {root.path.parent}"
+    return found
 
 
 def take_pinned(

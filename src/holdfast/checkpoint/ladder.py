@@ -50,6 +50,7 @@ def build_ladder(
     deleted: frozenset[Name] = frozenset(),
     local: frozenset[Name] = frozenset(),
     local_unseen: bool = False,
+    owners: Mapping[Name, str] | None = None,
     step: int | None = None,
     force: bool = False,
 ) -> Ladder:
@@ -59,6 +60,7 @@ def build_ladder(
     `deleted` those that retention took away, `local` those that the local tier committed. One that only the
     local tier had and has no more does not stand against a fresh start: it was never meant to last. With
     `local_unseen` nobody has looked, and it does.
+    `owners` says, in words, whose those are that this run does not know.
     A fresh start is allowed only if the run never had a checkpoint and the root holds nobody else's.
     """
     rungs: list[Rung] = []
@@ -93,7 +95,10 @@ def build_ladder(
             RejectedOption(str(name), ["abandoned: the run went back below it and on another way"])
         )
     for name in sorted(there - known, reverse=True):
-        rejected.append(RejectedOption(str(name), ["unknown: this run has no record of having saved it"]))
+        why = "unknown: this run has no record of having saved it"
+        if owner := (owners or {}).get(name):
+            why += f"; {owner} has. Give each run a checkpoint.root of its own"
+        rejected.append(RejectedOption(str(name), [why]))
     fresh = not had_any and not there - abandoned and step is None
     return Ladder(rungs, rejected, fresh)
 

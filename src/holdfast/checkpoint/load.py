@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,10 @@ class LoadedState:
         own: dict[str, Any],
         manifest: Manifest | None,
         notes: list[str],
+        fresh: Collection[str] = (),
     ) -> None:
+        self.fresh = fresh
+        """Parts that begin anew."""
         self.notes = notes
         """What was done that a plain load would not do, in words."""
         self.manifest = manifest
@@ -77,10 +81,14 @@ def load(
     world: int,
     *,
     shards: AssembledShards | None = None,
+    needs_data: bool | None = None,
+    fresh: Collection[str] = (),
 ) -> LoadedState:
     """Load a committed checkpoint whose manifest has this digest.
 
-    With `shards` only the manifest and `.metadata` are in the directory; the shards come from where they are.
+    `needs_data`: whether the script has a data feed, None if that is nobody's concern. What `fresh` names
+    begins anew, and need not be there. With `shards` only the manifest and `.metadata` are in the directory;
+    the shards come from where they are.
     """
     try:
         manifest, found = manifests.read(directory)
@@ -99,11 +107,21 @@ def load(
         others, own = blob["tracked"], blob["own"]
     else:
         blobs = [_read_blob(reader, metadata, saved) for saved in range(manifest.world.size)]
+        if "data" in fresh:
+            blobs = [{**blob, "own": {**blob["own"], "data": None}} for blob in blobs]
         others, own, notes = reshard(blobs, run=manifest.run, step=manifest.step, rank=rank, world=world)
-    check_parts(tracked.names(), others)
+    check_fresh(tracked, fresh)
+    others = {name: part for name, part in others.items() if name not in fresh}
+    check_parts([name for name in tracked.names() if name not in fresh], others)
+    if "data" not in fresh:
+        _check_data(own["data"], needs_data)
     seen = _own_instead(metadata, rank) if same_world else metadata
     tensors = tracked.targets(others, seen)
-    check_strict(tensors, seen)
+    check_strict(tensors, seen, but=fresh)
+    if fresh:
+        notes = [*notes, f"{', '.join(sorted(fresh))}: begins anew, as checkpoint.fresh_parts says"]
+        if any(name in fresh for name, _ in tracked.named_optimizers()):
+            own = {key: part for key, part in own.items() if key != "gradients"}  # they are for its next step
     left = own.get("gradients")
     if left is not None:
         tensors[GRADIENTS] = tracked.gradients.targets(left, seen)
@@ -113,7 +131,37 @@ def load(
     _load_tensors(_own_first(wanted, metadata, rank) if same_world else wanted, reader)
     rest = reader.shard_paths()[rank::world] if shards is None else shards.rest(manifest.world.size)
     reader.verify_rest(rest)
-    return LoadedState(tracked, tensors, others, own, manifest, notes)
+    return LoadedState(tracked, tensors, others, own, manifest, notes, fresh)
+
+
+def check_fresh(tracked: Tracked, fresh: Collection[str]) -> None:
+    """What is to begin anew has to be there."""
+    if unknown := sorted(set(fresh) - {*tracked.names(), "data"}):
+        raise IncompleteStateError(
+            f"checkpoint.fresh_parts names {', '.join(unknown)}; this script tracks "
+            f"{', '.join(tracked.names())}. Name some of these, or data for the position in the data"
+        )
+    if weights := [name for name, _ in tracked.models() if name in fresh]:
+        raise IncompleteStateError(
+            f"checkpoint.fresh_parts names {weights[0]}, a model: without its weights there is nothing to "
+            "resume from. Leave it out, or start with resume_from = 'fresh'"
+        )
+
+
+def _check_data(position: dict[str, Any] | None, needs_data: bool | None) -> None:
+    if needs_data is None or needs_data == (position is not None):
+        return
+    if needs_data:
+        raise IncompleteStateError(
+            "the checkpoint holds no data position, and this script has a data feed, which would begin again "
+            "with its first batch. To let it, where checkpoint.resume_from names what the run begins with: "
+            "checkpoint.fresh_parts = 'data'"
+        )
+    raise IncompleteStateError(
+        "the checkpoint holds a data position; this script has no data feed. Pass the loader to run.steps() "
+        "or run.feed(), as before; or leave the position, where checkpoint.resume_from names what the run "
+        "begins with: checkpoint.fresh_parts = 'data'"
+    )
 
 
 def _refuse_gradients_of_ranks(metadata: Metadata, was: int) -> None:
@@ -176,20 +224,29 @@ def _load_tensors(state: dict[str, Any], reader: StorageReader) -> None:
         raise cause from error
 
 
-def load_stock(directory: Path, tracked: Tracked) -> LoadedState:
+def load_stock(
+    directory: Path, tracked: Tracked, *, needs_data: bool = False, fresh: Collection[str] = ()
+) -> LoadedState:
     """Load a plain DCP directory, asked for by name: it has no digests, so nothing vouches for its bytes.
 
-    Models must be there in full. Whatever else the directory does not hold keeps its initial state; the
-    notes say so. The caller has checked the directory's completeness without unpickling it.
+    Models must be there in full, and so must be whatever else `fresh` does not name. The caller has checked
+    the directory's completeness without unpickling it.
     """
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
+    check_fresh(tracked, fresh)
     tensors, others = _stock_targets(tracked, metadata)
     for name, model in tracked.models():
         tensors[name] = module_state.targets(model, name, {}, metadata)
     notes = ["no digests: nothing vouches for these bytes"]
+    missing_parts: list[str] = []
     for name in tracked.names():
+        if name in fresh:
+            tensors.pop(name, None)
+            others.pop(name, None)
+            notes.append(f"{name}: begins anew, as checkpoint.fresh_parts says")
+            continue
         wanted = flatten(tensors.get(name, {}), f"{name}.")
         there = [key for key in wanted if key in stored]
         if tracked.kind(name) == "model" and len(there) < len(wanted):
@@ -202,14 +259,23 @@ def load_stock(directory: Path, tracked: Tracked) -> LoadedState:
             tensors.pop(name, None)
             if tracked.kind(name) != "model":
                 others.pop(name, None)
-            notes.append(f"{name}: not in the directory; it keeps its initial state")
+            missing_parts.append(name)
+    if needs_data and "data" not in fresh:
+        missing_parts.append("data")
+    if missing_parts:
+        word = ",".join([*fresh, *missing_parts])
+        raise IncompleteStateError(
+            f"{directory} is a plain DCP directory and does not hold {', '.join(missing_parts)}: training "
+            f"would go on with {'them' if len(missing_parts) > 1 else 'it'} as at a first start. If that is "
+            f"meant, say so: checkpoint.fresh_parts = {word!r}"
+        )
     for key, tensor in flatten(tensors).items():
         entry = stored[key]
         if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
             raise IncompleteStateError(f"{key}: {tuple(tensor.size())} tracked, the directory holds {entry}")
     _load_tensors(tensors, reader)
     notes.append("samples, RNG and data position are not in a plain DCP directory; the step is from its name")
-    return LoadedState(tracked, tensors, others, {}, None, notes)
+    return LoadedState(tracked, tensors, others, {}, None, notes, fresh)
 
 
 def _stock_targets(tracked: Tracked, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -63,6 +63,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     verdict follows."""
     assembly: str = ""
     """Where it is written from which place each shard comes; empty: all of them lie under `path`."""
+    fresh: list[str] = []
+    """Parts that begin anew, whatever it holds of them."""
     directory: str = ""
     """With `assembly`: where the global tier has the checkpoint, if it has."""
 
@@ -112,12 +114,17 @@ class Resumer:
         avoid: Collection[str] = (),
         local: LocalInventory | None = None,
         local_unseen: bool = False,
+        needs_data: bool = False,
+        fresh_parts: Sequence[str] = (),
+        began: str = "",
     ) -> None:
         """`remote` opens, on rank 0, where a rung is fetched from whose local copy is missing or bad.
 
         `avoid` names rungs that an ordinary resume of this attempt leaves out, by a decision of recovery.
         `local` knows what the places of the local tier hold, if there is one; `local_unseen`: there is one,
-        and this attempt cannot use it.
+        and this attempt cannot use it. `needs_data`: this script has a data feed, so a checkpoint must hold
+        its position. `fresh_parts` begin anew where the run begins from what it was told to: a rung that is
+        named now, that lies elsewhere, or that is named `began`, from which it began before.
         """
         self._control = control
         self._fence = fence
@@ -131,6 +138,9 @@ class Resumer:
         self._avoid = avoid
         self._local = local
         self._local_unseen = local_unseen
+        self._needs_data = needs_data
+        self._fresh_parts = list(fresh_parts)
+        self._began = began
         self._claims: set[CheckpointName] = set()
         """On rank 0: what the local tier may hold, by its records."""
         self._alarm = StorageWatch(journal)
@@ -181,6 +191,7 @@ class Resumer:
                 offer, found = self._offer(rung)
                 problems += found
                 if offer is not None:
+                    offer = msgspec.structs.replace(offer, fresh=self._fresh_from(rung, resume_from))
                     number = self._propose(offer)
                     state, mine = self._try(offer)
                     found, unfit = self._gather(number, mine)
@@ -210,6 +221,10 @@ class Resumer:
         )
         self._propose(Proposal(rung=None, refusal=refusal))
         raise NoValidRungError(refusal)
+
+    def _fresh_from(self, rung: Rung, resume_from: str) -> list[str]:
+        named = resume_from != "auto" and self._pin is None
+        return self._fresh_parts if named or rung.path or rung.name == self._began else []
 
     def _offer(self, rung: Rung) -> tuple[Proposal | None, list[str]]:
         """How a rung can be loaded; None if it cannot. And what was found wrong with copies of it."""
@@ -444,9 +459,19 @@ class Resumer:
                 # `reading`: a rung named by path may be another run's, whose lease we do not hold.
                 if rung.manifest:
                     rank, world = self._group.rank, self._group.world_size
-                    state = load(path, rung.manifest, self._tracked, rank, world, shards=shards)
+                    state = load(
+                        path,
+                        rung.manifest,
+                        self._tracked,
+                        rank,
+                        world,
+                        shards=shards,
+                        needs_data=self._needs_data,
+                        fresh=proposal.fresh,
+                    )
                     return state, Answer(used=dict(shards.used) if shards is not None else {})
-                return load_stock(path, self._tracked), Answer()
+                stock = load_stock(path, self._tracked, needs_data=self._needs_data, fresh=proposal.fresh)
+                return stock, Answer()
         except CheckpointError as error:
             return None, Answer(problem=str(error))
         except HoldfastError as error:

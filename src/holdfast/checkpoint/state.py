@@ -12,7 +12,7 @@ A checkpoint holds three kinds of state:
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -132,6 +132,8 @@ class Tracked:
             module_state.materialise(model, name, metadata)
             tensors[name] = module_state.targets(model, name, others[name], metadata)
         for name, thing in self._objects.items():
+            if name not in others:
+                continue  # it begins anew
             if isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                 tensors[name] = optimizer_state.targets(name, thing, owner, others[name], metadata)
         return tensors
@@ -167,13 +169,16 @@ class Tracked:
         }
 
 
-def check_strict(tensors: Mapping[str, Any], metadata: Metadata) -> None:
-    """Both directions, by name, shape and dtype: DCP ignores unread keys and casts dtypes silently."""
+def check_strict(tensors: Mapping[str, Any], metadata: Metadata, *, but: Collection[str] = ()) -> None:
+    """Both directions, by name, shape and dtype: DCP ignores unread keys and casts dtypes silently.
+
+    `but` names parts that do not matter.
+    """
     wanted = flatten(tensors)
     stored = {
         key: entry
         for key, entry in metadata.state_dict_metadata.items()
-        if not key.startswith((f"{OWN}.", f"{GRADIENTS}."))
+        if not key.startswith(tuple(f"{part}." for part in (OWN, GRADIENTS, *but)))
     }
     problems = [f"{key}: tracked, but not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())]
     problems += [
@@ -208,7 +213,10 @@ def check_parts(names: list[str], parts: Mapping[str, Any]) -> None:
     if missing or extra:
         raise IncompleteStateError(
             f"the checkpoint holds {sorted(parts)}; this script tracks {sorted(names)}. "
-            f"Missing from the checkpoint: {missing or 'nothing'}; not tracked any more: {extra or 'nothing'}"
+            f"Missing from the checkpoint: {missing or 'nothing'}; not tracked any more: "
+            f"{extra or 'nothing'}. Track what was saved; or let a part begin anew, where "
+            "checkpoint.resume_from names what the run begins with: checkpoint.fresh_parts = "
+            f"{','.join(missing or extra)!r}"
         )
 
 

@@ -57,6 +57,9 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute path of the settings file; empty if there is none."""
     command_line: dict[str, str] = {}
     """Settings given on the command line: dotted key → text, as `config.load` takes them."""
+    directory: str = ""
+    """Where `holdfast run` was started: relative paths in settings are meant from there, wherever a script is
+    by then. Empty if that is not known."""
     lease_ttl: float = 30.0
     avoid: list[str] = []
     """Checkpoints that the recovery decision told this attempt not to use, by name."""
@@ -76,6 +79,10 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
         """The hand-over, or None for a process that `holdfast run` did not start."""
         return read_handover(environ, VARIABLE, cls)
 
+    def base(self) -> Path | None:
+        """What relative paths are meant from, if that is not the directory that this process is in."""
+        return Path(self.directory) if self.directory else None
+
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: msgspec.json.encode(self).decode()}
 
@@ -83,6 +90,9 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
 def one_config(file: str | os.PathLike[str] | None, launched: LaunchInfo | None) -> Path | None:
     """The settings file of a script, which may name it or be handed it, but not two of them."""
     given = launched.config if launched is not None else ""
+    if file is not None and launched is not None and launched.directory:
+        there = Path(launched.directory, file)  # the script may have changed its directory
+        file = there if str(there) == given or not Path(file).exists() else file
     if file is not None and given and Path(file).absolute() != Path(given).absolute():
         raise ConfigError(
             f"two settings files: the script reads {os.fspath(file)}, `holdfast run` was given {given}. "

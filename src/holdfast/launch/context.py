@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from holdfast.config import Settings
 from holdfast.control.directory import ControlDirectory
@@ -21,6 +22,13 @@ from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import StopSignals
 from holdfast.launch.starting import Starter
 from holdfast.policy.capacity import Exclusion as Decided
+
+
+def _here() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # somebody has deleted it
+        return ""
 
 
 @dataclass(kw_only=True)
@@ -49,6 +57,8 @@ class LaunchContext:
     starter: Starter
     monitor: Monitor
     learner: Learner
+    directory: str = field(default_factory=_here)
+    """Where this agent was started, and is."""
     earlier_launches: list[str] = field(default_factory=list)
     """Ids under which these agents met before the store's host was lost."""
     learned_exclusions: list[Decided] = field(default_factory=list)
@@ -93,6 +103,7 @@ class LaunchContext:
             node=node,
             config=self.config,
             command_line=self.command_line,
+            directory=self.directory,
             lease_ttl=self.settings.control.lease_ttl,
             avoid=told.avoid,
             rerun=told.rerun,

@@ -113,13 +113,16 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
         return describe(_arranged(cluster, self.node, self.shift), self.workers)
 
 
-def look_around(settings: Settings, environ: Mapping[str, str] = os.environ) -> Here:
-    """What this process was started with. Comes first: it may turn the devices, before CUDA sees them."""
+def look_around(settings: Settings, given: Settings, environ: Mapping[str, str] = os.environ) -> Here:
+    """What this process was started with; `given` are the settings as they were written.
+
+    Comes first: it may turn the devices, before CUDA sees them.
+    """
     script = str(getattr(sys.modules.get("__main__"), "__file__", "") or "")
     here = Here(
         node=node_name(settings.launch.node_name, environ),
         launch=_torchrun(environ),
-        started_with=digest_of(script, sys.argv[1:], settings),
+        started_with=digest_of(script, sys.argv[1:], given),
         workers=_workers(environ),
     )
     return _turn(here, settings)

@@ -46,12 +46,15 @@ def is_restart(member: Membership) -> bool:
 class Parts:
     """What a rank trains with in an attempt. The settings make it, `Run` drives it."""
 
-    def __init__(self, settings: Settings, root: CheckpointRoot, launched: LaunchInfo | None) -> None:
+    def __init__(
+        self, settings: Settings, root: CheckpointRoot, launched: LaunchInfo | None, *, given: Settings
+    ) -> None:
+        """`given`: the settings as they were written, which is what they are recognised by later."""
         self._settings = settings
         self._root = root
         self._launched = launched
-        self.here = look_around(settings) if launched is None else None
-        self._versions = current_versions(settings)
+        self.here = look_around(settings, given) if launched is None else None
+        self._versions = current_versions(given)
         self.tracked = Tracked()
         self.meter = Meter(settings.journal.step_flush)
         self.schedule = make_schedule(settings)

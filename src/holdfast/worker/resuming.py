@@ -6,7 +6,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Any
 
 from holdfast.checkpoint.commit import sweep_staging
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
@@ -20,10 +19,9 @@ from holdfast.control.decisions import Decisions
 from holdfast.control.group import Group
 from holdfast.control.launches import Origin, applies_again, origin_now, record_origin
 from holdfast.control.operator import pinned
-from holdfast.errors import UsageError
 from holdfast.journal.events import Warned
 from holdfast.scope import leavable
-from holdfast.settings import CheckpointSettings, Settings
+from holdfast.settings import CheckpointSettings, Settings, parse_fresh_parts
 from holdfast.worker.data import DataFeed
 from holdfast.worker.measured import measured_before
 from holdfast.worker.membership import Membership
@@ -101,6 +99,7 @@ def make_resumer(
     avoid: Collection[str],
     insist: bool,
     places: LocalPlaces | None,
+    needs_data: bool,
 ) -> Resumer:
     """What resumes this rank. `insist`: a remote that does not answer is an error."""
     chosen = settings.checkpoint
@@ -113,6 +112,9 @@ def make_resumer(
             insist=insist,
             journal=member.journal,
         )
+    began = None
+    if group.is_coordinator and chosen.resume_from != "auto":
+        began = origin_now(member.control, chosen.resume_from)
     return Resumer(
         control=member.control,
         fence=member.fence,
@@ -130,6 +132,9 @@ def make_resumer(
         local=None
         if places is None
         else places.inventory(group, member, timeout=chosen.timeout, peer_timeout=chosen.replication_timeout),
+        needs_data=needs_data,
+        fresh_parts=parse_fresh_parts(chosen.fresh_parts),
+        began=began.checkpoint if began is not None else "",
     )
 
 
@@ -153,7 +158,15 @@ def resume(
     """Put this rank where the run goes on from. `insist`: no earlier attempt of this launch has trained."""
     tracked.begin()
     resumer = make_resumer(
-        settings, root, group, member, tracked=tracked, avoid=avoid, insist=insist, places=places
+        settings,
+        root,
+        group,
+        member,
+        tracked=tracked,
+        avoid=avoid,
+        insist=insist,
+        places=places,
+        needs_data=feed is not None,
     )
     wish = Wish(settings.checkpoint, group, member, first=insist)
     with leavable():  # a load may take long, and what it leaves behind when it is cut is loaded again
@@ -164,7 +177,8 @@ def resume(
         tell_changes(state, group, member, versions)
         if state.own:
             meter.load_state_dict(state.own["counters"])
-            restore_data(feed, state.own["data"])
+            if feed is not None and "data" not in state.fresh:
+                feed.load_state_dict(state.own["data"])
             restore_rng(state.own["rng"])
         else:
             meter.load_state_dict({"step": decision.step, "samples": 0, "tokens": 0})
@@ -190,7 +204,7 @@ def resume(
             settings.control.decision_timeout,
         )
     saving.resumed_from(name)
-    if state is not None and state.own:
+    if state is not None and state.own and not state.fresh:  # what has no state yet must not be given any
         saving.prepare()
     if group.is_coordinator:
         sweep(root, member)
@@ -230,14 +244,3 @@ def sweep(root: CheckpointRoot, member: Membership) -> None:
                 member.journal.write(Warned(message=f"removed {name}, left in staging by an earlier attempt"))
     except OSError as error:
         member.journal.write(Warned(message=f"could not sweep {root.staging}: {error}"))
-
-
-def restore_data(feed: DataFeed | None, position: dict[str, Any] | None) -> None:
-    if (position is None) != (feed is None):
-        held = "no data position" if position is None else "a data position"
-        raise UsageError(
-            f"the checkpoint holds {held}; this script {'has' if feed else 'has no'} data feed. "
-            "Pass the loader to run.steps() or run.feed() exactly when it was passed before"
-        )
-    if feed is not None and position is not None:
-        feed.load_state_dict(position)
