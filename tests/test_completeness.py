@@ -10,9 +10,11 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.testing._internal.two_tensor import TwoTensor
 
 import holdfast
+from holdfast.checkpoint import adapters
 from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.manifest import Versions
 from holdfast.checkpoint.roundtrip import check_round_trip, first_difference
@@ -182,3 +184,55 @@ def test_tensors_that_wrap_others_come_back_by_what_they_are_made_of(tmp_path: P
         assert torch.equal(getattr(found, inner), getattr(kept, inner))
     metadata = metadatas.read(next((tmp_path / "run" / "checkpoints").glob("step_*")))
     assert {"model.pair.a", "model.pair.b"} <= set(metadata.tensors)
+
+
+class Says(nn.Linear):
+    """Has something to say that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        del state
+
+
+class Copies(nn.Linear):
+    """Its state is copies, made anew whenever it is asked for."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+def test_names_of_a_model_are_found_out_once_and_again_when_its_keys_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's own search for them takes most of a save of many small tensors."""
+    asked: list[nn.Module] = []
+
+    def counted(model: nn.Module) -> Any:
+        asked.append(model)
+        return get_model_state_dict(model)
+
+    monkeypatch.setattr(adapters, "get_model_state_dict", counted)
+    plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    compiled: Any = torch.compile(nn.Sequential(nn.Linear(2, 3)))
+    for model, times in ((plain, 1), (compiled, 1), (Says(2, 2), 3), (Copies(2, 2), 3)):
+        spelling = adapters.Spelling()
+        asked.clear()
+        for _ in range(3):
+            found, expected = spelling.state_of(model), get_model_state_dict(model)
+            assert list(found) == list(expected)
+            assert first_difference(dict(found), dict(expected), "") == ""
+            if times == 1:
+                pointers = [[value.data_ptr() for value in state.values()] for state in (found, expected)]
+                assert pointers[0] == pointers[1]
+        assert len(asked) == times, type(model).__name__
+    spelling = adapters.Spelling()
+    spelling.state_of(plain)
+    asked.clear()
+    plain.append(nn.Linear(1, 1))
+    for _ in range(2):
+        assert list(spelling.state_of(plain)) == list(get_model_state_dict(plain))
+    plain[0].weight = nn.Parameter(torch.ones(2, 2))  # another tensor, under the same name
+    assert torch.equal(spelling.state_of(plain)["0.weight"], torch.ones(2, 2))
+    assert len(asked) == 1

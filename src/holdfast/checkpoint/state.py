@@ -12,6 +12,7 @@ A checkpoint holds three kinds of state:
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from holdfast.checkpoint.adapters import GeneratorState, Stateful, TrackerState, as_stateful
+from holdfast.checkpoint.adapters import GeneratorState, Spelling, Stateful, TrackerState, as_stateful
 from holdfast.checkpoint.failures import FAILURES, about, naming
 from holdfast.checkpoint.manifest import PartEntry
 from holdfast.errors import IncompleteStateError, UsageError
@@ -49,6 +49,7 @@ class Tracked:
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._given: dict[str, object] = {}
+        self._spellings: dict[str, Spelling] = defaultdict(Spelling)
 
     def add(self, name: str, thing: object) -> None:
         if name == OWN or not name.isidentifier():
@@ -110,7 +111,7 @@ class Tracked:
         for name, thing in self._objects.items():
             with naming(f"track({name}=…), in its state_dict"):
                 if isinstance(thing, nn.Module):
-                    state = get_model_state_dict(thing)
+                    state = self._spellings[name].state_of(thing)
                     tensors[name], others[name] = _split(state, name)
                 elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                     tensors[name], others[name] = _split_optimizer(
@@ -141,7 +142,7 @@ class Tracked:
 
     def parts(self, tensors: Mapping[str, Any]) -> dict[str, PartEntry]:
         return {
-            name: PartEntry(kind=self.kind(name), entries=len(flatten(tensors.get(name, {}))))
+            name: PartEntry(kind=self.kind(name), entries=_count(tensors.get(name, {})))
             for name in self._objects
         }
 
@@ -157,6 +158,8 @@ class Wrapped(dict[str, Any]):
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor | Wrapped:
     """A tensor that only wraps others, such as a quantized weight, has no bytes of its own: those have."""
     whole: Any = tensor
+    if type(tensor) is torch.Tensor:
+        return tensor
     if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(whole):
         return tensor
     names, _ = whole.__tensor_flatten__()
@@ -197,6 +200,14 @@ def _merge_optimizer(tensors: Mapping[str, Any], others: Mapping[str, Any]) -> d
         for name, entries in tensors["state"].items()
     }
     return {"state": merged, "param_groups": others["param_groups"]}
+
+
+def _count(tree: Mapping[str, Any]) -> int:
+    """How many entries `flatten` gives."""
+    return sum(
+        1 if type(value) is torch.Tensor or not isinstance(value, Mapping) else _count(value)
+        for value in tree.values()
+    )
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
