@@ -22,6 +22,7 @@ import msgspec
 import node_loss
 import replicate
 import resume
+import small
 import stragglers
 import torch.distributed.checkpoint as dcp
 from torch.distributed import TCPStore
@@ -227,6 +228,63 @@ def checked(work: Path, size_mib: int, repeat: int) -> Samples:
     """Milliseconds of a step of about 10 ms with its loss and gradients checked, and without."""
     del size_mib
     return checks.checked(work, repeat)
+
+
+def small_saved(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds of a save of 10,000 tensors of 1 KB, and of `dcp.save`."""
+    del size_mib
+    found = _small_saves(work, repeat)
+    return found["ours"], found["dcp"]
+
+
+def small_saved_torch(work: Path, size_mib: int, repeat: int) -> Samples:
+    """The same, and `torch.save` with an fsync."""
+    del size_mib
+    found = _small_saves(work, repeat)
+    return found["ours"], found["torch"]
+
+
+def small_loaded(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds of a verified load of 10,000 tensors of 1 KB, and of `dcp.load`."""
+    del size_mib
+    found = _small_loads(work, repeat, adam=False)
+    return found["ours"], found["dcp"]
+
+
+def small_loaded_torch(work: Path, size_mib: int, repeat: int) -> Samples:
+    """The same, and `torch.load`."""
+    del size_mib
+    found = _small_loads(work, repeat, adam=False)
+    return found["ours"], found["torch"]
+
+
+def small_loaded_adam(work: Path, size_mib: int, repeat: int) -> Samples:
+    """The same with Adam, whose state is 30,000 more; `dcp.load` between torch's functions for the state."""
+    del size_mib
+    found = _small_loads(work, repeat, adam=True)
+    return found["ours"], found["dcp"]
+
+
+@functools.cache
+def _small_saves(work: Path, repeat: int) -> dict[str, list[float]]:
+    return small.saved(work, repeat)
+
+
+@functools.cache
+def _small_loads(work: Path, repeat: int, *, adam: bool) -> dict[str, list[float]]:
+    return small.loaded(work, repeat, adam=adam)
+
+
+def small_blocked(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Seconds for which an asynchronous save of 10,000 tensors of 1 KB holds training up."""
+    del size_mib
+    return small.blocked(work, repeat)
+
+
+def small_computed(work: Path, size_mib: int, repeat: int) -> Samples:
+    """Milliseconds that `run.compute` adds to a step with 10,000 gradients of 1 KB, and those of the step."""
+    del size_mib
+    return small.computed(work, repeat)
 
 
 def sections(work: Path, size_mib: int, repeat: int) -> Samples:

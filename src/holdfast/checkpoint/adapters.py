@@ -78,6 +78,8 @@ class Wrapped(dict[str, Any]):
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor | Wrapped:
     """A tensor that only wraps others, such as a quantized weight, has no bytes of its own: those have."""
     whole: Any = tensor
+    if type(tensor) is torch.Tensor:  # first: there are very many of these
+        return tensor
     if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(whole):
         return tensor
     names, _ = whole.__tensor_flatten__()

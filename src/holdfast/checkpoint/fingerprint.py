@@ -32,6 +32,7 @@ more than whether their number is odd: 2^-32. The number of bytes tells a tail o
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import struct
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ DEVICE = "m"
 BLOCK = 4096
 """Words in a block: their weights fit the registers of one program on a GPU, and a CPU's first cache."""
 BLOCK_BYTES = 4 * BLOCK
+SMALL = 64 * 1024
+"""Up to so many bytes a tensor takes longer to look at than to hash; see `small_bytes`."""
 ALIGNED = 16
 """Bytes a GPU reads at a time; a tensor at another address is read byte by byte."""
 
@@ -337,6 +340,10 @@ def begin(
             raise ValueError(
                 f"tensor {place} of shape {tuple(given.shape)} is on the meta device: it has no bytes"
             )
+        small = small_bytes(given)
+        if small is not None and (kinds is None or kinds[place] == HOST):
+            found.append(of_small(small))
+            continue
         tensor = given.detach().resolve_conj().resolve_neg().contiguous()
         own = HOST if tensor.device.type == "cpu" else DEVICE
         kind = own if kinds is None else kinds[place]
@@ -423,6 +430,44 @@ def prepare(device: torch.device) -> None:
     import torch
 
     of_tensor(torch.zeros(2 * BLOCK + 1, dtype=torch.int32, device=device))
+
+
+@cache
+def _plain() -> tuple[type, type, torch.layout]:
+    import torch
+
+    return torch.Tensor, torch.nn.Parameter, torch.strided
+
+
+@cache
+def _memory(size: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * size
+
+
+def small_bytes(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char] | None:
+    """A small tensor's memory on the host, if that is its elements in their order; None of any other.
+
+    Valid for as long as the tensor is. With thousands of small tensors the usual way, by half a dozen views
+    of each, is what a save or a load takes longest for.
+    """
+    plain, parameter, strided = _plain()
+    kind = type(tensor)
+    if (
+        (kind is not plain and kind is not parameter)
+        or not tensor.is_cpu
+        or not 0 < (size := tensor.nbytes) <= SMALL
+        or tensor.layout is not strided
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+        or tensor.is_conj()
+    ):
+        return None
+    return _memory(size).from_address(tensor.data_ptr())
+
+
+def of_small(memory: ctypes.Array[ctypes.c_char]) -> str:
+    """The fingerprint of kind "x" of a small tensor's memory."""
+    return f"{HOST}:{xxhash.xxh3_128_hexdigest(memory)}"
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

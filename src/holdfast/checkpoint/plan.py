@@ -8,6 +8,7 @@ describe, and while nothing changes, nothing but a few summed integers is exchan
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,17 +59,27 @@ class Plan:
     declared: Declared | None
     """On rank 0."""
 
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Of the items."""
+        return [item.index.fqn for item in self.items]
+
 
 def signature_of(planner: SnapshotPlanner, world: int) -> str:
     """Of the structure, not the contents: what makes a plan fit."""
-    digest = xxhash.xxh3_128(f"{world}".encode())
+    lines = [f"{world}"]
+    plain: dict[tuple[object, ...], str] = {}  # of many tensors few differ
     for name, value in planner.state_dict.items():
         try:
-            kind = _kind(value)
+            if type(value) is torch.Tensor:
+                key = value.dtype, value.shape, value.layout, value.requires_grad
+                kind = plain.get(key) or plain.setdefault(key, _kind(value))
+            else:
+                kind = _kind(value)
         except FAILURES as error:
             raise about(name, error) from error
-        digest.update(f"\n{name}\t{kind}".encode())
-    return digest.hexdigest()
+        lines.append(f"{name}\t{kind}")
+    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
 def _kind(value: object) -> str:

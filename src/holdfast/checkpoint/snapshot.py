@@ -73,7 +73,8 @@ def _fingerprints(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list
         try:
             if tensor.device.type == "meta":
                 raise ValueError("it is on the meta device and has no bytes")
-            plains.append(plain(tensor))
+            # Small ones are looked at as they are: that is what takes long where there are many.
+            plains.append(tensor if fingerprints.small_bytes(tensor) is not None else plain(tensor))
         except FAILURES as error:
             raise about(name, error) from error
     return fingerprints.begin(plains).result()
@@ -190,11 +191,10 @@ class Snapshotter:
         plan = self._plan
         assert plan is not None
         self._serial += 1
-        prints = {
-            at: collected.digests[item.index.fqn]
-            for at, item in enumerate(plan.items)
-            if item.index.fqn in collected.digests
-        }
+        digests = collected.digests
+        prints: dict[int, str] = {}
+        if digests:  # with one rank there are none
+            prints = {at: digests[fqn] for at, fqn in enumerate(plan.names) if fqn in digests}
         return Snapshot(name, plan, tensors, prints, collected.parts)
 
     def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]], step: int | None) -> _Collected:
@@ -241,6 +241,9 @@ class Snapshotter:
 
 def _tensors(planner: SnapshotPlanner, plan: Plan) -> list[torch.Tensor]:
     """In the plan's order; an error names the entry that it befell."""
+    plainly = planner.plain_tensors_of(plan.names)
+    if plainly is not None:
+        return plainly
     found: list[torch.Tensor] = []
     for item in plan.items:
         try:

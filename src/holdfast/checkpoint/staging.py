@@ -9,6 +9,7 @@ memory is taken at once and in full: too little of it is an error at that moment
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -117,7 +118,8 @@ def stage_from_host(
 
     `but`: the positions of those that are copied in another way.
     """
-    here = [at for at, tensor in enumerate(tensors) if tensor.is_cpu and at not in but]
+    all_here = [at for at, tensor in enumerate(tensors) if tensor.is_cpu and at not in but]
+    found, here = _stage_small(buffer, plan, tensors, known, all_here)
 
     def one(at: int) -> str:
         item = plan.layout.items[at]
@@ -138,6 +140,28 @@ def stage_from_host(
         return hasher.done()
 
     if threads == 1 or len(here) < 2:
-        return {at: one(at) for at in here}
+        return found | {at: one(at) for at in here}
     with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-stage") as pool:
-        return dict(zip(here, pool.map(one, here), strict=True))
+        return found | dict(zip(here, pool.map(one, here), strict=True))
+
+
+def _stage_small(
+    buffer: Buffer, plan: Plan, tensors: Sequence[torch.Tensor], known: dict[int, str], here: list[int]
+) -> tuple[dict[int, str], list[int]]:
+    """Copy the small ones among these, which no thread is worth; their fingerprints, and who is left."""
+    items, base, size = plan.layout.items, int(buffer.bytes.ctypes.data), buffer.bytes.nbytes
+    found: dict[int, str] = {}
+    left: list[int] = []
+    for at in here:
+        item = items[at]
+        memory = fingerprints.small_bytes(tensors[at])
+        if memory is None:
+            left.append(at)
+            continue
+        length = len(memory)
+        if item.raw_length != length or not 0 <= item.raw_offset <= size - length:
+            check_size(item, length)
+            raise SaveFailedError(f"{item.name} ends behind the staging buffer, which has {size} bytes")
+        found[at] = known.get(at) or fingerprints.of_small(memory)
+        ctypes.memmove(base + item.raw_offset, memory, length)
+    return found, left

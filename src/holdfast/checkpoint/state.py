@@ -164,9 +164,17 @@ class Tracked:
 
     def parts(self, tensors: Mapping[str, Any]) -> dict[str, PartEntry]:
         return {
-            name: PartEntry(kind=self.kind(name), entries=len(flatten(tensors.get(name, {}))))
+            name: PartEntry(kind=self.kind(name), entries=_count(tensors.get(name, {})))
             for name in self._objects
         }
+
+
+def _count(tree: Mapping[str, Any]) -> int:
+    """How many entries `flatten` gives."""
+    return sum(
+        1 if type(value) is torch.Tensor or not isinstance(value, Mapping) else _count(value)
+        for value in tree.values()
+    )
 
 
 def check_strict(tensors: Mapping[str, Any], metadata: Metadata, *, but: Collection[str] = ()) -> None:
