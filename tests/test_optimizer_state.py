@@ -628,6 +628,19 @@ def test_a_rank_is_not_given_what_only_another_had(tmp_path: Path) -> None:
     same(fewer.state(), resumed.state())
 
 
+def test_state_that_cannot_be_stored_names_its_optimizer_at_the_first_save(tmp_path: Path) -> None:
+    training = built("adam")
+    training.optimizers["optimizer"].state[training.model.scale]["function"] = lambda: None
+    run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+    run.track(model=training.model, **training.optimizers)
+    run.start()
+    run.begin_step()
+    run.end_step()
+    with pytest.raises(SaveFailedError, match=r"track\(optimizer=…\): its state cannot be saved"):
+        run.save()
+    run.close()
+
+
 def test_an_entry_under_a_number_is_refused_at_the_save() -> None:
     training = built("adam")
     state: Any = training.optimizers["optimizer"].state

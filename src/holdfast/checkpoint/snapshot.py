@@ -199,7 +199,7 @@ class Snapshotter:
     def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]]) -> _Collected:
         tensors, others = tracked.collect()
         if self._serial == 0:
-            self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) == "object"})
+            self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) != "model"})
         with naming("the run's own state (generators, data position, counters)"):
             mine = own()
         blob = to_blob({"format": 1, "tracked": others, "own": mine}, self._blob)
