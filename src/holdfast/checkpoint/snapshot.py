@@ -202,7 +202,7 @@ class Snapshotter:
         with naming("the gradients"):
             gradients, described = tracked.gradients.collect(step)
         if self._serial == 0:
-            self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) == "object"})
+            self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) != "model"})
         with naming("the run's own state (generators, data position, counters)"):
             mine = {**own(), "gradients": described}
         blob = to_blob({"format": 1, "tracked": others, "own": mine}, self._blob)
