@@ -424,7 +424,6 @@ KINDS: dict[str, Build] = {
     "parameter lists": Lists,
     "buffers": Buffers,
     "buffers inside": inside(Buffers),
-    "buffers, compiled": lambda: torch.compile(nn.Sequential(Buffers()), backend="eager"),
 }
 
 
@@ -849,6 +848,18 @@ def test_a_module_set_to_none_and_back_and_a_parameter_registered_again_are_exac
         model.inward.bias = nn.Parameter(model.inward.bias.detach() + 1)
 
     goes_on_exactly(Tied, change)
+
+
+def test_an_optimizer_that_is_left_with_parameters_of_no_model_is_refused_by_name() -> None:
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracked = tracking(model=model, optimizer=optimizer)
+    tracked.collect()
+    model.inward.bias = nn.Parameter(model.inward.bias.detach().clone())  # its optimizer is not told
+    with pytest.raises(SaveFailedError, match=r"track\(optimizer=…\).*some of them are no tracked model's"):
+        tracked.collect()
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    tracked.collect()
 
 
 def test_parameters_that_have_no_shape_yet_are_named_at_a_save() -> None:
