@@ -32,6 +32,7 @@ from holdfast.checkpoint.planner import SnapshotPlanner, own_prefix
 from holdfast.checkpoint.state import Tracked, check_strict, flatten, from_blob, to_blob
 from holdfast.errors import IncompleteStateError, SaveFailedError
 from tiny import forked
+from together import together
 
 WIDTH = 4
 Build = Callable[[], nn.Module]
@@ -423,7 +424,6 @@ KINDS: dict[str, Build] = {
     "parameter lists": Lists,
     "buffers": Buffers,
     "buffers inside": inside(Buffers),
-    "buffers, compiled": lambda: torch.compile(nn.Sequential(Buffers()), backend="eager"),
 }
 
 
@@ -539,6 +539,42 @@ def test_a_buffer_that_only_another_rank_changed_is_left_as_it_is() -> None:
     assert again.grown_cache.tolist() == model.grown_cache.tolist()
 
 
+def test_a_module_that_is_used_again_is_recorded_as_changed_still() -> None:
+    """A restart within the process may find the model as training left it; one in a new process will not."""
+
+    def build() -> nn.Module:
+        return nn.ModuleList([Buffers(), Toggled()])
+
+    model = build()
+    tracked = tracking(model=model)
+    train(model[0], range(2))
+    train(model[1], range(2), thaw)
+    again = tracking(model=model)
+    Saved(tracked).load(again)
+    saved = Saved(again)
+    fresh_model = build()
+    saved.load(tracking(model=fresh_model))
+    assert everything(fresh_model) == everything(model)
+
+
+class Versioned(nn.Linear):
+    _version = 1
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata["version"] == 1 < self._version:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].neg()
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+def test_a_module_is_told_the_version_that_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, again = nn.Sequential(Versioned(2, 2)), nn.Sequential(Versioned(2, 2))
+    saved = Saved(tracking(model=model))
+    monkeypatch.setattr(Versioned, "_version", 2)
+    saved.load(tracking(model=again))
+    assert torch.equal(again[0].weight, -model[0].weight)
+    assert torch.equal(again[0].bias, model[0].bias)
+
+
 class MadeInside(nn.Linear):
     """Makes a part of itself at its first call, which has nothing but what it makes anew each time."""
 
@@ -590,6 +626,35 @@ def test_a_run_goes_on_exactly_with_state_that_only_load_state_dict_restores(tmp
     whole = run_to(tmp_path / "whole", 7)
     run_to(tmp_path / "parts", 4)
     assert run_to(tmp_path / "parts", 7) == whole
+
+
+class OfItsRank(TensorExtra):
+    """As many values as the rank has seen, which sees more the higher it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += [0.5] * distributed.get_rank()
+        return super().forward(x)
+
+
+def test_ranks_have_extra_state_of_different_sizes(tmp_path: Path) -> None:
+    def run_to(where: Path, until: int) -> list[Any]:
+        def work(rank: int) -> list[float]:
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), OfItsRank())
+            run = holdfast.Run(run_dir=where, checkpoint_interval=2)
+            run.track(model=model)
+            for step, _ in run.steps(range(100), until=until):
+                train(model, range(step, step + 1))
+            return [*model[1].seen, *model[1].weight.flatten().tolist()]
+
+        place = tmp_path / f"{where.name} to {until}"  # where the ranks meet, once
+        place.mkdir()
+        return together(place, 2, work)
+
+    whole = run_to(tmp_path / "whole", 3)
+    run_to(tmp_path / "parts", 2)
+    assert run_to(tmp_path / "parts", 3) == whole
+    assert len(whole[0]) < len(whole[1])
 
 
 # --- refused, by name --------------------------------------------------------------------------------------
@@ -783,6 +848,18 @@ def test_a_module_set_to_none_and_back_and_a_parameter_registered_again_are_exac
         model.inward.bias = nn.Parameter(model.inward.bias.detach() + 1)
 
     goes_on_exactly(Tied, change)
+
+
+def test_an_optimizer_that_is_left_with_parameters_of_no_model_is_refused_by_name() -> None:
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracked = tracking(model=model, optimizer=optimizer)
+    tracked.collect()
+    model.inward.bias = nn.Parameter(model.inward.bias.detach().clone())  # its optimizer is not told
+    with pytest.raises(SaveFailedError, match=r"track\(optimizer=…\).*some of them are no tracked model's"):
+        tracked.collect()
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    tracked.collect()
 
 
 def test_parameters_that_have_no_shape_yet_are_named_at_a_save() -> None:

@@ -233,8 +233,9 @@ class Built:
     training: dict[str, bool] = field(default_factory=dict)
     foreign: set[str] = field(default_factory=set)
     """Prefixes of the modules that load in a way of their own: they may take what does not look like them."""
-    kept: set[str] = field(default_factory=set)
-    """Buffers that the loaded checkpoint had recorded: recorded again, however this module was built."""
+    loaded: Mapping[str, Any] = field(default_factory=dict)
+    """What the loaded checkpoint had recorded: recorded again, because a restart within the process may use
+    a module again that training has changed already."""
 
 
 def look_at(model: nn.Module) -> Built:
@@ -296,7 +297,8 @@ def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, t
 
 def _changes(found: list[Member], built: Built, part: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """(what to record, the tensors to store with it) of what a state_dict does not tell."""
-    names = _Names(found)
+    names, before = _Names(found), built.loaded
+    known = {*before.get("buffers", []), *before.get("loose", [])}
     foreign = built.foreign | {member.name for member in found if member.foreign}
     loose = {name: buffer for name, buffer, persistent in _buffers(found) if not persistent}
     prints = _fingerprints(loose)
@@ -308,22 +310,24 @@ def _changes(found: list[Member], built: Built, part: str) -> tuple[dict[str, An
         if not persistent and (name not in prints or owner not in built.training):
             continue  # nothing to store, or made by a module that is itself made anew
         now = _Buffer(_kind(buffer), persistent, prints.get(name, ""))
-        if now != built.buffers.get(name) or name in built.kept:
+        if now != built.buffers.get(name) or name in known:
             changed.append(name)
     gone = [
         name
-        for name in built.buffers.keys() - {name for name, _, _ in _buffers(found)}
+        for name in {*built.buffers, *before.get("gone", [])} - {name for name, _, _ in _buffers(found)}
         if names.owner(name).name + name.rpartition(".")[2] == name and names.owner(name).name not in foreign
     ]
     thawed = {
         name: parameter.requires_grad
         for name, parameter in _parameters(found)
-        if (known := built.parameters.get(name)) and known.requires_grad != parameter.requires_grad
+        if name in before.get("requires_grad", {})
+        or ((was := built.parameters.get(name)) and was.requires_grad != parameter.requires_grad)
     }
     training = {
         member.name: member.module.training
         for member in found
-        if built.training.get(member.name, member.module.training) != member.module.training
+        if member.name in before.get("training", {})
+        or built.training.get(member.name, member.module.training) != member.module.training
     }
     _refuse_misfits(found, built, part, foreign, changed)
     buffers = [name for name in changed if name not in loose]
@@ -516,7 +520,7 @@ def apply(
     given = {name: value for name, value in tensors.items() if not name.startswith(LOOSE)}
     changed = {name: given[name] for name in record.get("buffers", []) if name in given}
     if built is not None:
-        built.kept |= loose.keys() | changed.keys()
+        built.loaded = record
     _set_up(model, record, changed)
     found = members(model)
     names, registered = _Names(found), _registered(found)
@@ -573,13 +577,20 @@ def _load(
     found = members(model)
     names = _Names(found)
     state: Any = OrderedDict((names.key(n), value) for n, value in {**rewrapped(tensors), **others}.items())
+    today = getattr(model.state_dict(), "_metadata", {})
+    upgraded: tuple[str, ...] = ()
     if versions is None:  # an older checkpoint: as the module would say today
-        state._metadata = getattr(model.state_dict(), "_metadata", None)
+        state._metadata = today
     else:
         state._metadata = {
             member.raw.removesuffix("."): copy.deepcopy(versions.get(member.name, FIRST_VERSION))
             for member in found
         }
+        upgraded = tuple(
+            member.name
+            for member in found
+            if (raw := member.raw.removesuffix(".")) in today and today[raw] != state._metadata[raw]
+        )
     read = _fingerprints(tensors)
     what = type(model).__name__
     try:
@@ -595,7 +606,8 @@ def _load(
     now, others_now = collect(model, part, None)
     found_now = _fingerprints(now)
     for name, fingerprint in read.items():
-        if found_now.get(name) != fingerprint:
+        # A class that has another version by now may make something else of what an older one saved.
+        if found_now.get(name) != fingerprint and not name.startswith(upgraded):
             raise _not_taken(part, name, names.owner(name).module)
     name = _certain_difference(model, part, others, others_now)
     if name:

@@ -24,7 +24,7 @@ from holdfast.checkpoint.adapters import GeneratorState, Stateful, TrackerState,
 from holdfast.checkpoint.failures import naming
 from holdfast.checkpoint.gradient_state import GRADIENTS, GradientState
 from holdfast.checkpoint.manifest import PartEntry
-from holdfast.errors import IncompleteStateError, UsageError
+from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 
 OWN = "holdfast"
 """Reserved top-level name of the per-rank blobs."""
@@ -45,6 +45,7 @@ class Tracked:
         self._built: dict[str, module_state.Built] = {}
         self.gradients = GradientState(self)
         """What lies between backward and optimizer at a step boundary."""
+        self._kinds: dict[str, str] = {}
 
     def add(self, name: str, thing: object) -> None:
         if name in (OWN, GRADIENTS) or not name.isidentifier():
@@ -64,6 +65,7 @@ class Tracked:
     def begin(self) -> None:
         """The script has built everything: what is loaded next, at every resume, is loaded into this."""
         self._built = {name: module_state.look_at(model) for name, model in self.models()}
+        self._kinds = {name: self.kind(name) for name in self._objects}
 
     def names(self) -> list[str]:
         return list(self._objects)
@@ -117,6 +119,7 @@ class Tracked:
         others: dict[str, Any] = {}
         for name, thing in self._objects.items():
             with naming(f"track({name}=…), in its state_dict"):
+                self._refuse_another_kind(name)
                 if isinstance(thing, nn.Module):
                     tensors[name], others[name] = module_state.collect(thing, name, self._built.get(name))
                 elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
@@ -124,6 +127,19 @@ class Tracked:
                 else:
                     others[name] = thing.state_dict()
         return tensors, others
+
+    def _refuse_another_kind(self, name: str) -> None:
+        """An optimizer is saved by its parameters' names only as long as a tracked model has all of them."""
+        was = self._kinds.get(name)
+        if was in (None, self.kind(name)):
+            return
+        now = "some of them are no tracked model's" if was == "optimizer" else "all of them are"
+        then = "a tracked model had all its parameters" if was == "optimizer" else "no tracked model had all"
+        raise SaveFailedError(
+            f"before the first step {then}; by now {now}: one of either was replaced during training. A "
+            "resume starts as the script does and would not take this checkpoint. Change parameters in place "
+            "(parameter.data.copy_(…)), or give model and optimizer their final ones before the first step"
+        )
 
     def targets(self, others: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
         """The tensors, by part, that a load of this checkpoint reads into. `others` is all else in it."""
