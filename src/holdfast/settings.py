@@ -103,6 +103,11 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "Apply resume_from although it was applied before, and accept the checkpoint that it names even if "
         "that is suspect or condemned. Set it for one start only, after reading the evidence in the journal.",
     ] = False
+    data_position: Annotated[
+        Literal["exact", "trusted"],
+        "`exact` refuses a loader whose position cannot be restored exactly; `trusted` only says so. Set it "
+        "to `trusted` when the order or the contents of the data need not be repeated.",
+    ] = "exact"
     max_failed_saves: Annotated[
         int,
         Meta(ge=1, le=LARGEST_COUNT),
