@@ -120,7 +120,9 @@ class Run:
         if self._parts.feed is not None:
             raise UsageError("feed() was called twice; a run has one data feed")
         self._halting.spare(loader)
-        self._parts.feed = RecordedFeed(loader)
+        trusted = self.settings.checkpoint.data_position == "trusted"
+        self._parts.feed = RecordedFeed(loader, trusted=trusted)
+        self._parts.feed.alive = self._beats.beat
         return self._parts.feed
 
     def add_check(self, name: str, check: Callable[[float], object]) -> None:

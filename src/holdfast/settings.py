@@ -109,6 +109,11 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "and `data` for the position in the data, as `optimizer,data`; empty means that each must be in the "
         "checkpoint. Set it to begin from weights alone, or with other data.",
     ] = ""
+    data_position: Annotated[
+        Literal["exact", "trusted"],
+        "`exact` refuses a loader whose position cannot be restored exactly; `trusted` only says so. Set it "
+        "to `trusted` when the order or the contents of the data need not be repeated.",
+    ] = "exact"
     max_failed_saves: Annotated[
         int,
         Meta(ge=1, le=LARGEST_COUNT),

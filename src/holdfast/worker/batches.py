@@ -3,15 +3,21 @@
 Each epoch has one global order, drawn from seed and epoch alone, cut into global batches; a rank takes its
 slice of each. So the position is one number for the whole job: it can be taken up at any world size without
 repeating or leaving out a sample, and it costs nothing to restore.
+
+What a dataset draws in worker processes depends on seed, epoch and sample alone: a worker that is started
+amid an epoch knows nothing of the samples before.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.utils.data import DataLoader, Dataset
 
 from holdfast.errors import IncompleteStateError, UsageError
@@ -57,6 +63,11 @@ class GlobalBatches:
         self._epoch = 0
         self._batch = 0
 
+    @property
+    def workers(self) -> int:
+        """Worker processes."""
+        return int(self._loader.get("num_workers", 0))
+
     def __len__(self) -> int:
         """Global batches an epoch."""
         return self._length // self._batch_size
@@ -67,7 +78,10 @@ class GlobalBatches:
         # resume opens it once more, and everything random after that would differ.
         own = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         chosen = {"generator": own, **self._loader}
-        for batch in DataLoader(self._dataset, batch_sampler=slices, **chosen):
+        dataset: Dataset[Any] = self._dataset
+        if self.workers:
+            dataset = _Seeded(dataset, f"{self._seed}/{self._epoch}")
+        for batch in DataLoader(dataset, batch_sampler=slices, **chosen):
             self._batch += 1
             yield batch
         self._epoch, self._batch = self._epoch + 1, 0
@@ -100,6 +114,38 @@ class GlobalBatches:
             told = ", ".join(f"{name} {state[name]} → {now[name]}" for name in changed)
             raise IncompleteStateError(f"the data position does not fit this GlobalBatches: {told}")
         self._epoch, self._batch = state["epoch"], state["batch"]
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose worker's global generators are seeded for each sample; for the rest it is as it was."""
+
+    def __init__(self, inner: Dataset[Any], seed: str) -> None:
+        self._inner = inner
+        self._seed = seed
+        if hasattr(inner, "__getitems__"):
+            self.__getitems__ = self._many
+
+    def __getitem__(self, index: int) -> Any:
+        self._prepare(index)
+        return self._inner[index]
+
+    def _many(self, indices: list[int]) -> Any:
+        self._prepare(indices)
+        return self._inner.__getitems__(indices)  # type: ignore[attr-defined]
+
+    def _prepare(self, which: int | list[int]) -> None:
+        seed = xxhash.xxh3_64_intdigest(f"{self._seed}/{which}".encode())
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also asks for devices
+        if "numpy" in sys.modules:
+            import numpy
+
+            numpy.random.seed(seed % 2**32)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_inner", "__getitems__"):  # not there: while it is unpickled, or at all
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
 
 class _Slices:

@@ -1,10 +1,17 @@
 """The data feed: the one iterator over the user's loader, and its position.
 
+Guarantee: a resumed run gets the batches that it would have got without the interruption, in the same order
+and with the same contents, and the training's random numbers go on as if nothing had happened; or the loader
+is refused by name. What is known of a loader from its looks is refused when it is handed over; what only its
+use shows makes the save fail; and what nobody could see before makes the resume fail, because the batches
+that are replayed are compared with those of before. docs/data.md has a row for each kind of loader.
+
 Run owns the iterator, because a loader's position can only be restored before `iter()` is called. A loader
 with `state_dict` and `load_state_dict` (such as StatefulDataLoader) restores its own position. Any other is
-replayed: the random state at the epoch's start is restored, the loader is iterated again and the batches
-already used are skipped, which gives the same order as before for any loader whose order comes from the
-torch, numpy or python generators, or from a sampler with `set_epoch`.
+replayed: everything random is put where it was at the epoch's start (the global generators, and the
+generators and counters that the loader keeps in itself), the loader is iterated again, and the batches
+already used are skipped. Workers that live longer than an epoch are started as they first were, with the
+generators that they had at the epoch's start (`WorkerStamps`).
 
 Batches that the run leaves out (control/skips.py) are drawn and thrown away, in every attempt and at every
 position, so they count for the position as all others do: what comes after them is the same as if they had
@@ -13,31 +20,82 @@ been used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.control.skips import Skip
 from holdfast.errors import IncompleteStateError, UsageError
 from holdfast.policy.rejection import Window
-from holdfast.worker.rng import capture_rng, restore_rng
+from holdfast.worker.replayable import Evidence, Indices, loses_state, name_of, unfit
+from holdfast.worker.rng import Kept, Stamp, WorkerStamps, capture_rng, one_way_parts, restore_rng
+
+log = logging.getLogger("holdfast")
+
+TELL_AFTER, TELL_EVERY = 5.0, 30.0
+"""Seconds after which a replay is told, and then how often."""
+ACCEPT = "or accept that with checkpoint.data_position = 'trusted'"
 
 
 class DataFeed:
-    """Batches from a loader, epoch after epoch. `for batch in feed` is one epoch, or the rest of one."""
+    """Batches from a loader, epoch after epoch. `for batch in feed` is one epoch, or the rest of one.
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    `trusted`: what cannot be shown to be exact is told, and not refused.
+    """
+
+    def __init__(self, loader: Iterable[Any], *, trusted: bool = False) -> None:
         if isinstance(loader, Iterator):
             raise UsageError(
                 f"the loader is a one-way iterator ({type(loader).__name__}); its position cannot be set. "
                 "Pass the DataLoader or another re-iterable object"
             )
+        self._trusted = trusted
+        self.tell: Callable[[str], None] = _say_nothing
+        """Where something is said for the run's journal; it goes to the log as well."""
+        self.alive: Callable[[], None] = lambda: None
+        """Called at each batch of a replay, which may take long."""
+        self._said: set[str] = set()
+        if why := unfit(loader):
+            self._refuse(UsageError(f"{why}; {ACCEPT}"))
         self._loader = loader
-        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._stateful = (
+            hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not loses_state(loader)
+        )
+        self._torch: Any = None
+        if isinstance(loader, DataLoader):
+            self._torch = loader
+        self._iterable = self._torch is not None and isinstance(self._torch.dataset, IterableDataset)
+        self._workers: int = self._torch.num_workers if self._torch is not None else 0
+        self._persistent = bool(self._workers and self._torch.persistent_workers)
+        self._stamps: WorkerStamps | None = None
+        if self._workers and (self._persistent or self._stateful):
+            self._stamps = WorkerStamps()
+        self._kept = Kept(loader, own_states=self._stateful)
+        self._evidence = Evidence(_generators(loader))
         self._iterator: Iterator[Any] | None = None
         self._epoch_start: dict[str, Any] = {}
+        self._announced: dict[int, Any] = {
+            at: _epoch_of(sampler) for at, sampler in enumerate(_samplers(loader))
+        }
+        """The epoch that each sampler was last told, or came with; None once the script tells it itself."""
+        self._opened = False
+        self._pool: dict[str, Any] | None = None
+        """The random state in which the workers that live now were started, if they outlive an epoch."""
+        self._worker_states: dict[int, bytes] = {}
+        self._drawing_workers = False
+        self._ended: list[int] = []
+        """Workers of a StatefulDataLoader that had no more samples when the position was taken."""
+        self._ahead: list[torch.Tensor] | None = None
+        """The generators of a sampler that is ahead of its position after a resume."""
+        self._holds: dict[str, object] = {}
+        self._continues = ""
         self.epoch = 0
         """Epochs completed."""
         self.batches = 0
@@ -73,19 +131,48 @@ class DataFeed:
     def _draw(self) -> tuple[Any] | None:
         if self._iterator is None:
             self._open()
-        assert self._iterator is not None
         while True:
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
+            batch = self._take()
+            _forget_start(self._torch)
+            if batch is None:
                 self._iterator = None
                 self.epoch += 1
                 self.batches = 0
+                self._ended = []
+                self._evidence.begin()
                 return None
             self.batches += 1
+            if self.batches == 1:
+                self._look_for_one_way()
             if not self._left_out(self.batches - 1):
                 self._note(self.batches - 1)
-                return (batch,)
+                return batch
+
+    def _take(self) -> tuple[Any] | None:
+        """What the loader gives next, in a 1-tuple, without what its workers say with it."""
+        assert self._iterator is not None
+        self._evidence.before()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            return None
+        if self._stamps is not None:
+            batch, told = batch
+            stamp = Stamp(*told)
+            if stamp.worker in self._ended:
+                self._refuse(
+                    IncompleteStateError(
+                        f"worker {stamp.worker} had given all its samples of epoch {self.epoch} before the "
+                        f"checkpoint, and gives more: at its end {name_of(self._torch.dataset)} has the "
+                        "state of its beginning, so some samples come twice. Resume from another "
+                        f"checkpoint, and let load_state_dict know an end from a beginning, {ACCEPT}"
+                    )
+                )
+            self._drawing_workers = self._drawing_workers or stamp.drew
+            if stamp.state:
+                self._worker_states[stamp.worker] = stamp.state
+        self._evidence.after(batch)
+        return (batch,)
 
     # --- what is left out, and what the present step uses ---------------------------------------------------
 
@@ -126,46 +213,293 @@ class DataFeed:
                 first = before.first
         self._window = completed, Window(self.epoch, first, index)
 
-    # --- the position ---------------------------------------------------------------------------------------
+    # --- opening --------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        if self._restored is not None:
-            self._reopen(self._restored)
-            self._restored = None
-            return
+        position, self._restored = self._restored, None
+        if self._persistent and not self._opened:
+            self._torch._iterator = None  # workers of an earlier use know nothing of stamps
+        self._opened = True
+        if position is not None:
+            now = capture_rng()
+            try:
+                self._reopen(position) if position["open"] else self._stand_at_boundary(position)
+            finally:
+                restore_rng(now)
+            self._settle(position)
+            if position["open"]:
+                return
         self._announce_epoch()
-        self._epoch_start = {"rng": capture_rng(), "generators": _generator_states(self._loader)}
-        self._iterator = iter(self._loader)
+        if self._persistent and self._torch._iterator is None:
+            self._pool = {"rng": capture_rng(), "generators": _generator_states(self._loader)}
+        self._epoch_start = {
+            "rng": capture_rng(),
+            "generators": _generator_states(self._loader),
+            "kept": self._kept.capture(),
+            "announced": dict(self._announced),
+            "workers": dict(self._worker_states),
+        }
+        self._evidence.begin()
+        self._holds = self._one_way()
+        with self._stamped():
+            self._iterator = self._watched(iter(self._loader))
+
+    def _stamped(self) -> AbstractContextManager[None]:
+        return self._stamps.around(self._torch) if self._stamps is not None else contextlib.nullcontext()
 
     def _announce_epoch(self) -> None:
-        for sampler in _samplers(self._loader):
-            if hasattr(sampler, "set_epoch"):
+        for at, sampler in enumerate(_samplers(self._loader)):
+            if not hasattr(sampler, "set_epoch"):
+                continue
+            epoch = _epoch_of(sampler)
+            if epoch is not None and self._announced.get(at) != epoch:
+                self._announced[at] = None  # the script has told it another: its count is kept
+            else:
                 sampler.set_epoch(self.epoch)
+                told = _epoch_of(sampler)
+                self._announced[at] = told if told is not None else _UNREADABLE
 
     def _reopen(self, position: dict[str, Any]) -> None:
-        """Open where the position says, leaving the generators as they are now."""
-        now = capture_rng()
+        """Open where the position says. What it does to the random numbers is put right afterwards."""
+        start = self._epoch_start = position["epoch_start"]
         generators = _generators(self._loader)
-        after = [generator.get_state() for generator in generators]
-        self._announce_epoch()
-        self._epoch_start = position["epoch_start"]
-        if position["loader"] is not None:
-            self._iterator = iter(self._loader)
+        self._ahead = None
+        if self._persistent and not self._stateful and self.epoch:
+            self._start_workers(position, start.get("workers"))
+        self._announce_again(start)
+        restore_rng(start["rng"])
+        if "generators" in start:
+            _set_generator_states(generators, start["generators"])
+        self._restore_kept(start.get("kept"))
+        self._evidence.begin()
+        if self._stateful:
+            self._take_up_workers(position.get("workers_now", {}))
+            with self._stamped():
+                self._iterator = iter(self._loader)
+            self._take_up_workers({})
+            self._prime(generators)
+            _use_up(self._iterator)
         else:
-            restore_rng(self._epoch_start["rng"])
-            _set_generator_states(generators, self._epoch_start["generators"])
-            self._iterator = iter(self._loader)
-            for skipped in range(self.batches):
-                if next(self._iterator, _END) is _END:
-                    raise IncompleteStateError(
-                        f"the loader ended after {skipped} batches; the checkpoint was taken after "
-                        f"{self.batches} of epoch {self.epoch}. The data or the batch size has changed"
-                    )
-            _set_generator_states(generators, position.get("generators_now") or after)
-        restore_rng(now)
+            with self._stamped():
+                self._iterator = self._watched(iter(self._loader))
+            self._replay(position)
+
+    def _settle(self, position: dict[str, Any]) -> None:
+        """The loader stands at its position: its generators and counters go on as they were there."""
+        if position["open"]:  # between epochs they were put back at once, and the script may have acted since
+            self._restore_kept(position.get("kept_now"))
+        _set_generator_states(
+            _generators(self._loader), self._ahead if self._ahead is not None else position["generators_now"]
+        )
+        self._worker_states = dict(position.get("workers_now", {}))
+        self._pool = position.get("pool")
+        self._evidence.go_on(position.get("evidence"))
+        if position["open"] and self._stateful:
+            self._ended = _ended_workers(position["loader"])
+
+    def _replay(self, position: dict[str, Any]) -> None:
+        began = told = time.monotonic()
+        for skipped in range(self.batches):
+            if self._take() is None:
+                raise IncompleteStateError(
+                    f"the loader ended after {skipped} batches; the checkpoint was taken after "
+                    f"{self.batches} of epoch {self.epoch}. The data or the batch size has changed"
+                )
+            self.alive()
+            now = time.monotonic()
+            if now - told >= (TELL_EVERY if told > began else TELL_AFTER):
+                told = now
+                self._say(
+                    f"replaying the data: {skipped + 1} of {self.batches} batches of epoch {self.epoch} in "
+                    f"{now - began:.0f} s. A loader with its own state_dict, or holdfast.GlobalBatches, "
+                    "need not be replayed"
+                )
+        if told > began:
+            self._say(f"the data was replayed in {time.monotonic() - began:.0f} s")
+        differ, contents = self._evidence.differs(position.get("evidence"))
+        where = f"the first {self.batches} batches of epoch {self.epoch}"
+        if differ:
+            self._refuse(
+                IncompleteStateError(
+                    f"the loader did not give {where} again as they were before the checkpoint: the data, "
+                    "the script or the seed has changed, or the order depends on something that is not part "
+                    "of the position. Use a loader with state_dict (StatefulDataLoader) or "
+                    "holdfast.GlobalBatches, or resume from the start of an epoch, "
+                    f"{ACCEPT}"
+                )
+            )
+        elif contents:
+            self._say(
+                f"{where} came again in the same order with other contents (floating point numbers differ): "
+                "another kind of processor may do that, or a random augmentation that nothing restores"
+            )
+
+    def _stand_at_boundary(self, position: dict[str, Any]) -> None:
+        """The next epoch is about to begin; its loader is to draw what it would have drawn."""
+        if not self.epoch:
+            return
+        if self._stateful and self._torch is not None and position["loader"]:
+            # Asked for its state, a loader that was at an epoch's end makes the iterator of that epoch, and
+            # draws for it: now, where it does not count, and not when the next epoch is opened.
+            self._take_up_workers(position.get("workers_now", {}) if self._persistent else {})
+            with self._stamped():
+                self._loader.state_dict()  # type: ignore[attr-defined]
+            self._take_up_workers({})
+            _use_up(self._torch._iterator)
+            _forget_start(self._torch)
+        elif self._persistent and not self._stateful:
+            self._start_workers(position, position.get("workers_now"))
+
+    def _start_workers(self, position: dict[str, Any], states: Mapping[int, bytes] | None) -> None:
+        """Start workers that outlive an epoch as they were first started, as they are at this epoch's start.
+
+        The loader draws their seed when it makes them and none when it uses them again; so they are made by
+        themselves, without a sampler, and the epoch is opened with workers that live.
+        """
+        pool = position.get("pool")
+        if pool is None or states is None:
+            self._refuse(
+                IncompleteStateError(
+                    "the checkpoint was saved in a later epoch of a DataLoader with persistent_workers=True "
+                    "by a release that did not keep what its workers know. Resume from a checkpoint of the "
+                    f"first epoch, or set persistent_workers=False and {ACCEPT[3:]}"
+                )
+            )
+            return
+        loader = self._torch
+        loader._iterator = None
+        restore_rng(pool["rng"])
+        _set_generator_states(_generators(loader), pool["generators"])
+        self._take_up_workers(states)
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler = vars(loader)[name]
+        vars(loader)[name] = ()
+        try:
+            with self._stamped():
+                iterator = iter(loader)
+        finally:
+            vars(loader)[name] = sampler
+        iterator._index_sampler = sampler
+        self._take_up_workers({})
+
+    def _take_up_workers(self, states: Mapping[int, bytes]) -> None:
+        if self._stamps is not None:
+            self._stamps.states = dict(states)
+
+    def _prime(self, generators: list[torch.Generator]) -> None:
+        """A sampler that StatefulDataLoader goes through again does so when it is first asked: do it now."""
+        ahead = getattr(self._iterator, "_sampler_iter", None)
+        if not isinstance(ahead, itertools.islice):
+            return
+        before = [generator.get_state() for generator in generators]
+        first = next(ahead, _END)
+        found = iter(()) if first is _END else itertools.chain([first], ahead)
+        self._iterator._sampler_iter = found  # type: ignore[union-attr]
+        after = [generator.get_state() for generator in generators]
+        if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+            self._ahead = after
+
+    def _announce_again(self, start: Mapping[str, Any]) -> None:
+        if "announced" not in start:  # an older release announced to all
+            self._announce_epoch()
+            return
+        self._announced = dict(start["announced"])
+        for at, sampler in enumerate(_samplers(self._loader)):
+            if hasattr(sampler, "set_epoch") and self._announced.get(at) is not None:
+                sampler.set_epoch(self.epoch)
+
+    def _restore_kept(self, kept: Mapping[str, Any] | None) -> None:
+        gone = self._kept.restore(kept) if kept is not None else []
+        if gone:
+            self._refuse(
+                IncompleteStateError(
+                    f"the checkpoint holds the state of {', '.join(gone)} of the loader, which this script's "
+                    f"has not. Build the loader as before, {ACCEPT}"
+                )
+            )
+
+    def _watched(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        plain = self._torch is not None and not (self._iterable or self._workers or self._stateful)
+        if plain and hasattr(iterator, "_sampler_iter"):
+            iterator._sampler_iter = Indices(iterator._sampler_iter, self._evidence)
+        return iterator
+
+    # --- what cannot be exact -------------------------------------------------------------------------------
+
+    def _refuse(self, error: IncompleteStateError | UsageError) -> None:
+        if not self._trusted:
+            raise error
+        self._say(f"not refused, because checkpoint.data_position = 'trusted': {error}")
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("holdfast: %s", text)
+            self.tell(text)
+
+    def _one_way(self) -> dict[str, object]:
+        held = self._iterable and not self._workers and not self._stateful
+        return one_way_parts(self._torch.dataset) if held else {}
+
+    def _look_for_one_way(self) -> None:
+        """At an epoch's first batch: an iterator that was there before the epoch began goes on in it."""
+        now = self._one_way()
+        same = [name for name, thing in self._holds.items() if now.get(name) is thing]
+        if same and self.epoch and not self._continues:
+            self._continues = same[0]
+        self._holds = {}
+
+    def _judge(self, loader: Any) -> str:
+        """Why the present position could not be taken up exactly; empty if it can."""
+        if self._continues:
+            return (
+                f"{name_of(self._torch.dataset)}.{self._continues} is an iterator that goes on from epoch to "
+                "epoch, and whose position cannot be set. Begin anew in __iter__, or give the dataset "
+                "state_dict and load_state_dict and use StatefulDataLoader"
+            )
+        if self._iterator is None:
+            return ""
+        evidence = self._evidence.state_dict()
+        if self._torch is None:
+            mixed = [] if self._stateful else evidence["mixed"]
+        elif self._workers or not self._iterable:
+            mixed = evidence["mixed"] if self._workers else evidence["sampled"]
+        else:
+            mixed = [] if self._stateful and hasattr(self._torch.dataset, "state_dict") else evidence["mixed"]
+        if mixed:
+            who = "the sampler" if self._torch is not None and not self._iterable else "the loader"
+            return (
+                f"{who} ({name_of(self._loader)}) draws from the same random numbers as training in the "
+                f"midst of an epoch ({', '.join(mixed)}): going through the epoch again without the training "
+                "could give another order. Give it a generator of its own, or draw at the epoch's start"
+                + ("" if self._workers else ", or use num_workers=1")
+            )
+        if self._stateful and self._workers and self._drawing_workers:
+            if self._iterable:
+                return (
+                    f"{name_of(self._torch.dataset)} draws random numbers in workers of a StatefulDataLoader"
+                    ", which does not keep them. Use a DataLoader, whose batches are replayed, or derive "
+                    "what is random from the sample"
+                )
+            if loader and loader.get("_steps_since_snapshot"):
+                return (
+                    f"{name_of(self._torch.dataset)} draws random numbers in workers of a StatefulDataLoader "
+                    "that takes its state only every few steps. Set snapshot_every_n_steps=1"
+                )
+        return ""
+
+    # --- the position ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The position between two batches."""
+        if self._restored is not None:
+            return self._restored  # not taken up yet: a loader that is asked might draw random numbers
+        loader = None
+        if self._stateful:
+            unused = self._torch is not None and self._torch._iterator is None
+            loader = {} if unused else self._loader.state_dict()  # type: ignore[attr-defined]
+        if why := self._judge(loader):
+            self._refuse(IncompleteStateError(f"the data position is not exact: {why}; {ACCEPT}"))
         return {
             "epoch": self.epoch,
             "batches": self.batches,
@@ -173,12 +507,19 @@ class DataFeed:
             "epoch_start": self._epoch_start,
             "generators_now": _generator_states(self._loader),
             "is_global": bool(getattr(self._loader, "has_global_position", False)),
-            "loader": self._loader.state_dict() if self._stateful else None,  # type: ignore[attr-defined]
+            "loader": loader,
+            "kept_now": self._kept.capture(),
+            "announced": dict(self._announced),
+            "workers_now": dict(self._worker_states),
+            "pool": self._pool,
+            "evidence": self._evidence.state_dict(),
+            "drawing_workers": self._drawing_workers,
+            "continues": self._continues,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a position; the loader is opened there when the next batch is asked for."""
-        if (state["loader"] is not None) != self._stateful:
+        if (state["loader"] is not None) != self._stateful and not self._replays(state):
             raise IncompleteStateError(
                 "the checkpoint was saved with "
                 + ("a loader that keeps" if state["loader"] is not None else "a loader without")
@@ -186,15 +527,72 @@ class DataFeed:
             )
         self.epoch, self.batches = state["epoch"], state["batches"]
         self._iterator = None
+        self._opened = False
         self._window = None
+        self._drawing_workers = state.get("drawing_workers", False)
+        self._continues = state.get("continues", "")
         if self._stateful:
             self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         else:
             _set_generator_states(_generators(self._loader), state["generators_now"])
-        self._restored = state if state["open"] else None
+        if not state["open"]:
+            self._restore_kept(state.get("kept_now"))
+            self._announced = dict(state.get("announced", self._announced))
+            self._worker_states = dict(state.get("workers_now", {}))
+            self._pool = state.get("pool")
+        self._restored = state
+
+    def _replays(self, state: dict[str, Any]) -> bool:
+        """Whether an older release asked a loader for its state that is replayed now: that can be done."""
+        return state["loader"] is not None and "rng" in state["epoch_start"]
+
+
+def _say_nothing(text: str) -> None:
+    del text
 
 
 _END = object()
+_UNREADABLE = -1
+"""An epoch was announced to a sampler that does not say which one it has."""
+
+
+def _forget_start(loader: Any) -> None:
+    """A Hugging Face dataset that was given a state begins there in every epoch of the same number, so in
+    those after a resume too (datasets 5.2, `_starting_state_dict`): take it away once its iterator has it."""
+    dataset = getattr(loader, "dataset", None)
+    if type(dataset).__module__.startswith("datasets.") and vars(dataset).get("_starting_state_dict"):
+        dataset.load_state_dict({})  # type: ignore[union-attr]
+
+
+def _use_up(iterator: Any) -> None:
+    """A dataset that was given the state of its end takes it up when it is next asked for a sample, and a
+    StatefulDataLoader that knows the end does not ask: do so, or the next epoch would begin at that end."""
+    fetcher = getattr(iterator, "_dataset_fetcher", None)
+    samples = getattr(fetcher, "dataset_iter", None)
+    if (
+        fetcher is not None
+        and samples is not None
+        and samples is not fetcher.dataset
+        and (fetcher.ended or iterator._finished)
+    ):
+        next(samples, None)
+
+
+def _ended_workers(state: Any) -> list[int]:
+    """Of an iterable dataset, in the state of a StatefulDataLoader: those with no more samples.
+
+    It asks them for one more batch all the same when it takes up that state (torchdata 0.11, worker.py).
+    """
+    try:
+        workers = state["_snapshot"]["_worker_snapshots"].values()
+        return [w["worker_id"] for w in workers if (w["fetcher_state"] or {}).get("fetcher_ended")]
+    except (KeyError, TypeError, AttributeError):
+        return []
+
+
+def _epoch_of(sampler: object) -> int | None:
+    epoch = getattr(sampler, "epoch", None)
+    return epoch if type(epoch) is int else None
 
 
 def _samplers(loader: object) -> list[Any]:

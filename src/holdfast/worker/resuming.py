@@ -195,6 +195,7 @@ def resume(
         timeout=settings.control.decision_timeout,
     )
     if feed is not None:
+        feed.tell = lambda text: member.journal.write(Warned(message=text))
         follow_skips(
             feed,
             member.control,
