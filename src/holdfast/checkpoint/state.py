@@ -43,6 +43,8 @@ class Tracked:
         self._objects: dict[str, Stateful] = {}
         self._given: dict[str, object] = {}
         self._built: dict[str, module_state.Built] = {}
+        self._owned: set[str] = set()
+        """Optimizers whose parameters were all in one tracked model when the run began."""
         self.gradients = GradientState(self)
         """What lies between backward and optimizer at a step boundary."""
 
@@ -59,11 +61,14 @@ class Tracked:
             )
         if isinstance(thing, nn.Module):
             optimizer_state.refuse_flat_parameters(name, thing)
+        if isinstance(thing, torch.optim.Optimizer):
+            optimizer_state.refuse_what_cannot_be_taken(name, thing)
         self._given[name], self._objects[name] = thing, stateful
 
     def begin(self) -> None:
         """The script has built everything: what is loaded next, at every resume, is loaded into this."""
         self._built = {name: module_state.look_at(model) for name, model in self.models()}
+        self._owned = {name for name, optimizer in self.named_optimizers() if self._owner(optimizer)}
 
     def names(self) -> list[str]:
         return list(self._objects)
@@ -122,6 +127,8 @@ class Tracked:
                 elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
                     tensors[name], others[name] = optimizer_state.collect(name, thing, owner)
                 else:
+                    if isinstance(thing, torch.optim.Optimizer) and name in self._owned:
+                        optimizer_state.refuse_strangers(name, thing, self.models())
                     others[name] = thing.state_dict()
         return tensors, others
 
