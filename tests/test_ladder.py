@@ -56,6 +56,17 @@ def test_an_attempt_that_never_got_a_head_changes_nothing() -> None:
     assert timeline({1: head(1, None)}, {1: [c100], 2: []}) == [c100]
 
 
+def test_of_two_saves_of_one_step_the_later_comes_first() -> None:
+    """State may change between the two: an evaluation draws random numbers, gradients are added."""
+    once = [msgspec.structs.replace(commit(1, 100), id=id, created=at) for id, at in (("a", 2.0), ("b", 1.0))]
+    for order in (once, once[::-1]):
+        line = timeline({1: head(1, None)}, {1: order})
+        assert [record.id for record in line] == ["a", "b"]
+        names = frozenset((record.step, record.id) for record in line)
+        there = [CheckpointName(*name) for name in names]
+        assert [rung.id for rung in build_ladder(Timeline(line, [], None), {}, there, names).rungs] == ["a", "b"]
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[dict[int, HeadRecord], dict[int, list[CommitRecord]]]:
     """Attempts that each resume from any earlier commit, or from nothing, and save at rising steps."""

@@ -614,6 +614,20 @@ def test_one_that_does_not_take_its_state_back_is_refused_by_name(
         load(resumed.tracked(), tmp_path / "saved", blob)
 
 
+def test_a_rank_is_not_given_what_only_another_had(tmp_path: Path) -> None:
+    """All tensors of a name lie in one place; which of them a rank had is in its own blob."""
+    more, fewer, resumed = built("containers"), built("containers"), built("containers", seed=1)
+    for training in (more, fewer):
+        training.step(0)
+    own = fewer.optimizers["optimizer"].state
+    for key in ("rows", "empty"):
+        del own[fewer.model.first.weight][key]
+    del own[fewer.model.scale]
+    save(more.tracked(), tmp_path / "saved")
+    load(resumed.tracked(), tmp_path / "saved", to_blob(fewer.tracked().collect()[1]))
+    same(fewer.state(), resumed.state())
+
+
 def test_an_entry_under_a_number_is_refused_at_the_save() -> None:
     training = built("adam")
     state: Any = training.optimizers["optimizer"].state
@@ -755,6 +769,15 @@ class Local(Plain):
         state.setdefault("own", torch.zeros_like(grad.to_local())).add_(grad.to_local())
 
 
+class Uneven(Local):
+    """One rank has more than the other."""
+
+    def one(self, parameter: nn.Parameter, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        super().one(parameter, grad, state)
+        if dist.get_rank() == 0:
+            state["only here"], state["and"] = torch.ones(3), [torch.ones(2)]
+
+
 def rank_of(world: int, rank: int, folder: Path, name: str, kinds: Sequence[type[Plain]], steps: int) -> None:
     """Starts a run with FSDP2, trains, and notes all of the optimizers' state, put together."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
@@ -791,8 +814,7 @@ def rank_of(world: int, rank: int, folder: Path, name: str, kinds: Sequence[type
         for name, optimizer in optimizers.items()
         for at, parameter in enumerate(optimizer.param_groups[0]["params"])
     }
-    if rank == 0:
-        torch.save(state, folder / f"{name}.pt")
+    torch.save(state, folder / f"{name}{rank}.pt")
     run.finish()
     dist.destroy_process_group()
 
@@ -808,19 +830,26 @@ def test_distributed_state_is_laid_out_as_its_parameters_are_now(tmp_path: Path)
     assert ranks_of(2, tmp_path, "saved", [Mixed], steps=2) == [0, 0]
     assert ranks_of(2, tmp_path, "same", [Mixed]) == [0, 0]
     assert ranks_of(3, tmp_path, "other", [Mixed]) == [0, 0, 0]
-    saved = torch.load(tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved0.pt")
     assert saved["Mixed.0"]["like"][0] == "(Shard(dim=0),)"
     assert saved["Mixed.0"]["whole"].any()
-    same(saved, torch.load(tmp_path / "same.pt"))
-    same(saved, torch.load(tmp_path / "other.pt"))
+    same(saved, torch.load(tmp_path / "same0.pt"))
+    same(saved, torch.load(tmp_path / "other0.pt"))
+
+
+def test_each_rank_gets_back_what_it_had(tmp_path: Path) -> None:
+    assert ranks_of(2, tmp_path, "saved", [Uneven], steps=1) == [0, 0]
+    assert ranks_of(2, tmp_path, "same", [Uneven]) == [0, 0]
+    for rank in (0, 1):
+        saved = torch.load(tmp_path / f"saved{rank}.pt")
+        assert ("only here" in saved["Uneven.0"]) == (rank == 0)
+        same(saved, torch.load(tmp_path / f"same{rank}.pt"))
 
 
 def test_what_each_rank_keeps_of_its_own_is_refused_by_name_on_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert ranks_of(2, tmp_path, "saved", [Local], steps=1) == [0, 0]
-    assert ranks_of(2, tmp_path, "same", [Local]) == [0, 0]
-    same(torch.load(tmp_path / "saved.pt"), torch.load(tmp_path / "same.pt"))
     capfd.readouterr()
     assert ranks_of(1, tmp_path, "other", [Local]) != [0]
     assert "Local.state.2.weight.own: each rank kept its own, of shape (2, 6)" in capfd.readouterr().err

@@ -213,7 +213,12 @@ def finish(
     else:
         digest = manifests.encode(sealed)[1]
     record = CommitRecord(
-        id=name.id, step=name.step, parent=sealed.parent, attempt=sealed.attempt, manifest=digest
+        id=name.id,
+        step=name.step,
+        parent=sealed.parent,
+        attempt=sealed.attempt,
+        manifest=digest,
+        created=sealed.created,
     )
     commit(root, name, fence, control, record)
     return Committed(bytes=sum(file.size for file in sealed.files), files=len(sealed.files))

@@ -1,7 +1,7 @@
 """The ladder: which checkpoints a resume may use, in which order, and why the others may not.
 
-Pure: everything it decides on is handed in. The order is the lineage's, newest step first; file names,
-times and the `latest` hint play no part in it.
+Pure: everything it decides on is handed in. The order is the lineage's, newest first; file names, file times
+and the `latest` hint play no part in it.
 """
 
 from __future__ import annotations

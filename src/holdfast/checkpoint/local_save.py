@@ -134,6 +134,7 @@ class LocalSaver:
             parent=sealed.parent,
             attempt=sealed.attempt,
             manifest=manifests.encode(sealed)[1],
+            created=sealed.created,
         )
         with self._fence.guard(f"commit {name} in the local tier"):
             record_commit(self._control, self._fence, record)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from holdfast.checkpoint.optimizer_state import (
     live_tensors,
     match_groups,
     parameter_names,
+    uncollected,
     unwrap,
 )
 from holdfast.errors import IncompleteStateError
@@ -40,6 +41,7 @@ log = logging.getLogger("holdfast.checkpoint")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
+@uncollected()
 def apply(
     part: str,
     optimizer: Optimizer,
@@ -62,9 +64,11 @@ def apply(
     state = tree["state"]
     entries: dict[str, Any] = {}
     nested, whole = others.get("nested", {}), others.get("whole", {})
+    keys = {name: keys for keys, having in others.get("keys", {}).items() for name in having}
     for name, plain in others["state"].items():
         node, forms, device = state.get(name, {}), nested.get(name, {}), names[name].device
-        entries[name] = {key: unwrap(value) for key, value in node.items() if key not in forms}
+        having = keys.get(name, ()) if "keys" in others else node
+        entries[name] = {key: unwrap(node[key]) for key in having if key not in forms}
         entries[name] |= {key: _whole(form, node.get(key)) for key, form in forms.items()}
         entries[name] |= {key: _moved(value, device) for key, value in plain.items()}
     for name, form in whole.items():
@@ -207,7 +211,8 @@ class _Loading:
                 number: _castable(entry) if number in names else entry
                 for number, entry in packed["state"].items()
             }
-            handed = {**packed, "state": state}
+            groups = [{**group, "params": _searchable(group["params"])} for group in packed["param_groups"]]
+            handed = {**packed, "state": state, "param_groups": groups}
         gradients = [parameter.grad for parameter in order]
         watched = [*order, *_tensors_in(entries)] if self._is_custom else []
         before = _prints(watched)
@@ -252,6 +257,12 @@ class _Loading:
             for key, value in entry.items():
                 if (number, key) not in made and not (key in found and _is_same(value, found[key])):
                     found[key] = value
+
+
+def _searchable(numbers: Sequence[int]) -> Sequence[int]:
+    """The same numbers; torch looks each of them up for every tensor, which takes long in a long list."""
+    count = range(numbers[0], numbers[0] + len(numbers)) if numbers and type(numbers[0]) is int else numbers
+    return count if list(count) == list(numbers) else numbers
 
 
 def _castable(value: Any) -> Any:

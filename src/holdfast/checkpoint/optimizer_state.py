@@ -12,6 +12,7 @@ rank's blob:
 
 state         of each parameter that has an entry: what in it is neither a tensor nor holds one
 param_groups  with the parameters' names
+keys          which tensors this rank has of which parameters; another rank may have others
 nested        containers that hold tensors: their form, without those
 whole         entries that are no dict with text for keys: their form
 named         entries under something else than a parameter: their form
@@ -23,8 +24,10 @@ made          (parameter, key) of what is not in `optimizer.state` but was made 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +47,18 @@ from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 Path = tuple[str, ...]
 Form = tuple[Any, ...]
 """A container without its tensors: ("tensor",), ("value", it), or the kind of container and its members."""
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector: it would go through the many small objects made here again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def refuse_flat_parameters(name: str, model: nn.Module) -> None:
@@ -140,6 +155,7 @@ def homes_of(
 # Taking the state.
 
 
+@uncollected()
 def collect(part: str, optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors, everything else) of an optimizer whose parameters are all the model's. No copies are made."""
     names = parameter_names(model)
@@ -161,6 +177,7 @@ def collect(part: str, optimizer: Optimizer, model: nn.Module) -> tuple[dict[str
     whole: dict[str, Form] = {}
     made: list[tuple[str, str | None]] = []
     named: list[tuple[Any, Form]] = []
+    keys: dict[tuple[str, ...], list[str]] = {}
     for key, entry in given["state"].items():
         if not isinstance(key, int) or not 0 <= key < len(order):
             named.append((key, lifting.form(entry, ("named", str(key)), "")))
@@ -173,6 +190,7 @@ def collect(part: str, optimizer: Optimizer, model: nn.Module) -> tuple[dict[str
                 made.append((name, None))
             continue
         state[name] = {}
+        keys.setdefault(tuple(one for one in entry if _is_storable(entry[one])), []).append(name)
         for one, value in entry.items():
             if entry is not own and not (isinstance(own, dict) and own.get(one) is value):
                 made.append((name, one))
@@ -189,7 +207,7 @@ def collect(part: str, optimizer: Optimizer, model: nn.Module) -> tuple[dict[str
     }
     unusual = {"nested": nested, "whole": whole, "named": named, "extra": extra, "made": made}
     others |= {key: value for key, value in unusual.items() if value}
-    others["tensors"] = lifting.unusual
+    others |= {"keys": keys, "tensors": lifting.unusual}
     return lifting.tree, others
 
 
@@ -336,7 +354,8 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
     if isinstance(parameter, DTensor):
         if like:
             facts["plain"] = True
-        if size and size == parameter._local_tensor.size():
+        alone = parameter.device_mesh.size() == 1  # then nobody can tell what is whole from what is a share
+        if size and size == parameter._local_tensor.size() and (alone or not like):
             facts["local"] = True
     usual = parameter if like and not isinstance(parameter, DTensor) else None
     if not (tensor.is_contiguous() if usual is None else tensor.stride() == usual.stride()):
@@ -363,6 +382,7 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
 # What a load reads into.
 
 
+@uncollected()
 def targets(
     part: str, optimizer: Optimizer, model: nn.Module, others: Mapping[str, Any], metadata: Metadata
 ) -> dict[str, Any]:

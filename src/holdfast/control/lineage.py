@@ -40,6 +40,8 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     manifest: str
     """Manifest digest: a directory with another manifest is not this checkpoint."""
+    created: float = 0.0
+    """By rank 0's clock: of two that one attempt saved at the same step, the later is the newer."""
 
 
 def record_commit(control: ControlDirectory, fence: Fence, record: CommitRecord) -> None:
@@ -177,7 +179,7 @@ def _folder(control: ControlDirectory, attempt: int) -> Path:
 def timeline(
     heads: Mapping[int, HeadRecord], commits: Mapping[int, Sequence[CommitRecord]]
 ) -> list[CommitRecord]:
-    """Pure: the commits on the present timeline, newest step first."""
+    """Pure: the commits on the present timeline, newest first."""
     # By step and id: ids of older releases are so short that two checkpoints may have the same.
     by_name = {(record.step, record.id): record for records in commits.values() for record in records}
     line: list[CommitRecord] = []
@@ -185,7 +187,7 @@ def timeline(
     limit: int | None = None
     while attempt is not None:
         mine = [record for record in commits.get(attempt, ()) if limit is None or record.step <= limit]
-        line.extend(sorted(mine, key=lambda record: record.step, reverse=True))
+        line.extend(sorted(mine, key=lambda record: (record.step, record.created), reverse=True))
         head = heads.get(attempt)
         source = by_name.get((head.step, head.checkpoint or "")) if head is not None else None
         if source is None or source.attempt >= attempt:
