@@ -64,7 +64,10 @@ def test_of_two_saves_of_one_step_the_later_comes_first() -> None:
         assert [record.id for record in line] == ["a", "b"]
         names = frozenset((record.step, record.id) for record in line)
         there = [CheckpointName(*name) for name in names]
-        assert [rung.id for rung in build_ladder(Timeline(line, [], None), {}, there, names).rungs] == ["a", "b"]
+        assert [rung.id for rung in build_ladder(Timeline(line, [], None), {}, there, names).rungs] == [
+            "a",
+            "b",
+        ]
 
 
 @st.composite
