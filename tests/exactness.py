@@ -45,7 +45,6 @@ LIMIT = 120.0
 MARK = "HFTEST_EXACT"
 """In the environment of what a case starts: whose it is."""
 MODES = ("foreground", "asynchronous", "local")
-SHAPES = ("steps", "callback", "compute", "epochs")
 WHERES = ("before", "middle", "after", "save", "load", "everything", "writers")
 
 
@@ -317,9 +316,10 @@ class Trainer:
             die_at_open(self.kill.point)
         compute = run.compute if case.shape == "compute" else None
         if case.shape in ("steps", "compute"):
-            for step, batch in run.steps(loader, until=case.until):
+            several = {"batches": self.parts.batches_a_step} if self.parts.batches_a_step > 1 else {}
+            for step, batch in run.steps(loader, until=case.until, **several):
                 self.die_in_save(run, step)
-                loss, ids = self.work(step, [batch], compute)
+                loss, ids = self.work(step, batch if several else [batch], compute)
                 run.record(loss=loss, samples=ids)
             return
         feed = run.feed(loader)

@@ -71,12 +71,13 @@ class Kind:
     """'exact'; 'refused'; or 'not seen': different, by what a script has and does not track."""
     words: str = ""
     """What the refusal says, in part."""
-    by: int = 4
-    """The step by whose end it is refused, with a save every three."""
+    by: int = 3
+    """The step by whose end it has ended, with a save every three: that of the first save; for what changes
+    later, after as many failed saves as checkpoint.max_failed_saves allows, or at the end."""
     case: dict[str, Any] = field(default_factory=dict)
     """What of a case must be so, for this kind to show anything."""
-    halves: bool = True
-    """Whether the step has two halves, as `run.compute` needs them."""
+    shapes: tuple[str, ...] = ("steps", "callback", "compute", "epochs")
+    """The loops that it goes with: `compute` needs a step in two halves, `epochs` takes one batch a step."""
 
 
 KINDS: dict[str, Kind] = {}
@@ -178,7 +179,7 @@ def muon(place: Place) -> Parts:
     return parts(model, optim.Muon(flat, lr=1e-2), optim.AdamW(rest, lr=1e-2))
 
 
-@kind("LBFGS", halves=False)
+@kind("LBFGS", shapes=("steps", "callback", "epochs"))
 def lbfgs(place: Place) -> Parts:
     model = nn.Linear(WIDTH, WIDTH).to(place.device)
     optimizer = optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
@@ -656,7 +657,12 @@ def thawed_by_number(place: Place) -> Parts:
     return parts(model, optim.AdamW(model.parameters(), lr=1e-2), before=before)
 
 
-@kind("a layer added during training")
+@kind(
+    "a layer added during training",
+    outcome="refused",
+    words="since the script built the model: model.4.weight, a parameter of Linear, was added",
+    by=12,
+)
 def grown(place: Place) -> Parts:
     model = mlp().to(place.device)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
@@ -685,7 +691,12 @@ def re_registered(place: Place) -> Parts:
     return parts(model, optimizer, before=before)
 
 
-@kind("a parameter registered again, and its optimizer not told")
+@kind(
+    "a parameter registered again, and its optimizer not told",
+    outcome="refused",
+    words="of optimizer belongs to no tracked model any more",
+    by=12,
+)
 def re_registered_untold(place: Place) -> Parts:
     model = mlp().to(place.device)
 
@@ -910,7 +921,7 @@ def accumulating(place: Place) -> Parts:
     return accumulate(model, optim.AdamW(model.parameters(), lr=1e-2))
 
 
-@kind("accumulation inside a step, a batch for each piece", case={"shape": "callback"})
+@kind("accumulation inside a step, a batch for each piece", shapes=("steps", "callback", "compute"))
 def accumulating_batches(place: Place) -> Parts:
     model = mlp().to(place.device)
     made = parts(model, optim.AdamW(model.parameters(), lr=1e-2))
@@ -1056,7 +1067,7 @@ kind("torch.compile with CUDA graphs", needs="gpu")(
 )
 
 
-@kind("a CUDA graph of the whole step", needs="gpu", halves=False)
+@kind("a CUDA graph of the whole step", needs="gpu", shapes=("steps", "callback", "epochs"))
 def cuda_graph(place: Place) -> Parts:
     """As torch's notes have it: warm up on a side stream, capture once, then copy in and replay."""
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)).to(place.device)
@@ -1114,7 +1125,14 @@ def ddp(place: Place) -> Parts:
     return parts(model, optimizer, schedule=lrs.StepLR(optimizer, 2, 0.9))
 
 
-@kind("DDP with ZeroRedundancyOptimizer", world=2, data=("distributed",))
+@kind(
+    "DDP with ZeroRedundancyOptimizer",
+    world=2,
+    data=("distributed",),
+    outcome="refused",
+    words="the state of a ZeroRedundancyOptimizer lies in shares on all ranks",
+    by=0,
+)
 def zero(place: Place) -> Parts:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -1263,5 +1281,6 @@ DATA: dict[str, Callable[[Place], Any]] = {
     "global": _global,
 }
 """A loader each; 'distributed' and 'global' share the samples out among the ranks."""
-ALONE = tuple(name for name in DATA if name not in ("distributed",))
+ALONE = tuple(name for name in DATA if name not in ("distributed", "persistent workers"))
+"""Those that go with one rank. Workers that live on over epochs keep random states that nobody sees."""
 SLOW_DATA = ("workers", "persistent workers", "stateful")

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 import holdfast
-from exactness import MODES, SHAPES, Case, Inexact, Kill, Lab, Record, compare
+from exactness import MODES, Case, Inexact, Kill, Lab, Record, compare
 from exactness_kinds import ALONE, KINDS, SLOW_DATA, Kind
 from harness import REPO, finish
 from harness import holdfast as command
@@ -262,8 +262,7 @@ def cases(draw: st.DrawFn) -> Case:
     fast = [data for data in kind.data or ALONE if data not in SLOW_DATA]
     slow = [data for data in kind.data or ALONE if data in SLOW_DATA]
     data = draw(st.sampled_from(slow if slow and draw(st.integers(0, 7)) == 7 else fast))
-    shapes = [shape for shape in SHAPES if kind.halves or shape != "compute"]
-    shape = kind.case.get("shape") or draw(st.sampled_from(shapes))
+    shape = draw(st.sampled_from(kind.shapes))
     until = draw(st.integers(4, 13))
     steps, points = st.integers(1, until), st.integers(0, 30)
     kill = st.one_of(

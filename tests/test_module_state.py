@@ -856,7 +856,7 @@ def test_an_optimizer_that_is_left_with_parameters_of_no_model_is_refused_by_nam
     tracked = tracking(model=model, optimizer=optimizer)
     tracked.collect()
     model.inward.bias = nn.Parameter(model.inward.bias.detach().clone())  # its optimizer is not told
-    with pytest.raises(SaveFailedError, match=r"track\(optimizer=…\).*some of them are no tracked model's"):
+    with pytest.raises(SaveFailedError, match=r"track\(optimizer=…\).*belongs to no tracked model"):
         tracked.collect()
     optimizer.param_groups[0]["params"] = list(model.parameters())
     tracked.collect()

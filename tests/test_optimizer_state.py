@@ -728,6 +728,24 @@ def test_distributed_state_in_a_blob_needs_the_mesh_that_it_had(tmp_path: Path) 
     assert forked(partial(unowned_and_distributed, tmp_path)) == 0
 
 
+def test_an_optimizer_that_keeps_a_parameter_which_the_model_has_replaced_is_refused_at_the_save() -> None:
+    """No resume would have that parameter. One that was told of the new one is taken as before."""
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracked = Tracked()
+    tracked.add("model", model)
+    tracked.add("optimizer", optimizer)
+    tracked.begin()
+    old, model.weight = model.weight, nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(
+        SaveFailedError, match=r"parameter 0 of group 0, of shape \(3, 2\) of optimizer belongs"
+    ):
+        tracked.collect()
+    group = optimizer.param_groups[0]
+    group["params"] = [model.weight if parameter is old else parameter for parameter in group["params"]]
+    tracked.collect()
+
+
 def flat_parameters(folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
     model = nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,14 +13,11 @@ pytestmark = pytest.mark.gpu
 
 NEED_IT = [kind.name for kind in KINDS.values() if kind.needs == "gpu"]
 TOO = [
-    "AdamW foreach",
     "AdamW fused",
     "BatchNorm and dropout",
     "EMA in fp32 of a bf16 model",
     "GradScaler that skips steps",
     "a generator of one's own, tracked",
-    "quantisation-aware training",
-    "spectral_norm",
     "torch.compile by inductor",
 ]
 """Worth a look on a device as well: fused kernels, generators and buffers that live there."""
@@ -37,11 +33,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 @pytest.mark.parametrize("mode", ["foreground", "asynchronous"])
 @pytest.mark.parametrize("name", [*NEED_IT, *TOO])
 def test_on_a_gpu_it_is_exact(lab: Lab, name: str, mode: str) -> None:
-    kills = (Kill("before", 5), Kill("after", 8))
-    lab.check(Case(name, mode=mode, kills=kills, device="cuda"))
+    lab.check(Case(name, mode=mode, kills=(Kill("after", 8),), device="cuda"))
 
 
-def test_every_snapshot_of_a_capturable_optimizer_is_exact(lab: Lab, tmp_path: Path) -> None:
+def test_every_snapshot_of_a_capturable_optimizer_is_exact(lab: Lab) -> None:
     """Its step counts are on the device, and a save every step is taken while the next one is queued."""
     lab.check(
         Case(

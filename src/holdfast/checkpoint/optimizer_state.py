@@ -70,6 +70,35 @@ def refuse_flat_parameters(name: str, model: nn.Module) -> None:
         )
 
 
+def refuse_what_cannot_be_taken(name: str, optimizer: Optimizer) -> None:
+    """An optimizer whose ranks hold a share each has a state only once that is gathered on one rank."""
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise UsageError(
+            f"track({name}=…): the state of a ZeroRedundancyOptimizer lies in shares on all ranks, and its "
+            "state_dict needs it gathered on one; shard the model with torch.distributed.fsdp.fully_shard "
+            "instead, which shards a plain optimizer's state with it, or use a plain optimizer under DDP"
+        )
+
+
+def refuse_strangers(name: str, optimizer: Optimizer, models: Iterable[tuple[str, nn.Module]]) -> None:
+    """Parameters that were a tracked model's when the run began, and are nobody's now: no resume has them."""
+    known = {id(parameter) for _, model in models for parameter in model.parameters()}
+    strangers = [
+        f"parameter {place} of group {number}, of shape {tuple(parameter.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if id(parameter) not in known
+    ]
+    if strangers:
+        more = f", and {len(strangers) - 4} more" if len(strangers) > 4 else ""
+        raise SaveFailedError(
+            f"since the run began, {'; '.join(strangers[:4])}{more} of {name} belongs to no tracked model "
+            "any more: a module was given another parameter in its place, and the optimizer was not told, so "
+            "it goes on with the old one, which no resume would have. Put the new parameter into the "
+            "optimizer's param_groups, or change the model before the optimizer is made"
+        )
+
+
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters under the names that checkpoints use: those of the model without its wrappers.
 

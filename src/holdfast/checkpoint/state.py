@@ -60,6 +60,8 @@ class Tracked:
             )
         if isinstance(thing, nn.Module):
             optimizer_state.refuse_flat_parameters(name, thing)
+        if isinstance(thing, torch.optim.Optimizer):
+            optimizer_state.refuse_what_cannot_be_taken(name, thing)
         self._given[name], self._objects[name] = thing, stateful
 
     def begin(self) -> None:
@@ -130,15 +132,15 @@ class Tracked:
 
     def _refuse_another_kind(self, name: str) -> None:
         """An optimizer is saved by its parameters' names only as long as a tracked model has all of them."""
-        was = self._kinds.get(name)
+        was, thing = self._kinds.get(name), self._objects[name]
         if was in (None, self.kind(name)):
             return
-        now = "some of them are no tracked model's" if was == "optimizer" else "all of them are"
-        then = "a tracked model had all its parameters" if was == "optimizer" else "no tracked model had all"
+        if was == "optimizer" and isinstance(thing, torch.optim.Optimizer):
+            optimizer_state.refuse_strangers(name, thing, self.models())
         raise SaveFailedError(
-            f"before the first step {then}; by now {now}: one of either was replaced during training. A "
-            "resume starts as the script does and would not take this checkpoint. Change parameters in place "
-            "(parameter.data.copy_(…)), or give model and optimizer their final ones before the first step"
+            "whether one tracked model has all of its parameters has changed since the run began, because "
+            "parameters were replaced or moved. A resume starts as the script does, and would not take this "
+            "checkpoint. Give model and optimizer their final parameters before the first step"
         )
 
     def targets(self, others: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
