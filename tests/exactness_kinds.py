@@ -1281,6 +1281,6 @@ DATA: dict[str, Callable[[Place], Any]] = {
     "global": _global,
 }
 """A loader each; 'distributed' and 'global' share the samples out among the ranks."""
-ALONE = tuple(name for name in DATA if name not in ("distributed", "persistent workers"))
-"""Those that go with one rank. Workers that live on over epochs keep random states that nobody sees."""
+ALONE = tuple(name for name in DATA if name != "distributed")
+"""Those that go with one rank."""
 SLOW_DATA = ("workers", "persistent workers", "stateful")
