@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint import fingerprint as fingerprints
+from holdfast.checkpoint.adapters import untracked_schedules
 from holdfast.checkpoint.failures import FAILURES, about, naming, raise_for_all, together
 from holdfast.checkpoint.frames import Frames
 from holdfast.checkpoint.identity import CheckpointName, derive_id
@@ -200,6 +201,7 @@ class Snapshotter:
         tensors, others = tracked.collect()
         if self._serial == 0:
             self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) == "object"})
+            self._doubts += untracked_schedules(tracked.given())
         with naming("the run's own state (generators, data position, counters)"):
             mine = own()
         blob = to_blob({"format": 1, "tracked": others, "own": mine}, self._blob)
