@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint import fingerprint as fingerprints
+from holdfast.checkpoint.adapters import untracked_schedules
 from holdfast.checkpoint.failures import FAILURES, about, naming, raise_for_all, together
 from holdfast.checkpoint.frames import Frames
 from holdfast.checkpoint.gradient_state import GRADIENTS
@@ -203,6 +204,7 @@ class Snapshotter:
             gradients, described = tracked.gradients.collect(step)
         if self._serial == 0:
             self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) != "model"})
+            self._doubts += untracked_schedules(tracked.given())
         with naming("the run's own state (generators, data position, counters)"):
             mine = {**own(), "gradients": described}
         blob = to_blob({"format": 1, "tracked": others, "own": mine}, self._blob)

@@ -110,6 +110,10 @@ class Tracked:
         """Tracked generators of random numbers, and trackers of several."""
         return [t for t in self._objects.values() if isinstance(t, GeneratorState | TrackerState)]
 
+    def given(self) -> dict[str, object]:
+        """The tracked objects themselves, as they were given."""
+        return dict(self._given)
+
     def devices(self) -> set[torch.device]:
         """The devices other than the host that tracked models are on."""
         found = {parameter.device for _, model in self.models() for parameter in model.parameters()}
