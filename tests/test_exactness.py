@@ -199,7 +199,7 @@ def test_what_a_script_forgot_to_track_shows_in_the_comparison(lab: Lab, name: s
 
 
 def test_a_user_proves_it_by_two_runs_and_a_comparison(tmp_path: Path) -> None:
-    """As docs/exactness.md says; and a run that is not the same ends it with 1."""
+    """As docs/exactness.md says; test_ckpt_diff.py has what differs."""
 
     def killed(step: int, run: holdfast.Run) -> None:
         if step == 5:
@@ -208,11 +208,9 @@ def test_a_user_proves_it_by_two_runs_and_a_comparison(tmp_path: Path) -> None:
     train(tmp_path / "whole")
     assert forked(lambda: train(tmp_path / "killed", at_step=killed) and None) == -9
     train(tmp_path / "killed")
-    train(tmp_path / "other", after_build=lambda model: model[0].bias.data.add_(1))
-    whole, again, other = (str(checkpoints(tmp_path / name)[0]) for name in ("whole", "killed", "other"))
+    whole, again = (str(checkpoints(tmp_path / name)[0]) for name in ("whole", "killed"))
     same = finish(command("ckpt", "diff", whole, again), cwd=tmp_path)
     assert same.code == 0, same.text
-    assert finish(command("ckpt", "diff", whole, other), cwd=tmp_path).code == 1
 
 
 # --- drills -------------------------------------------------------------------------------------------------
