@@ -506,11 +506,13 @@ def test_what_a_plain_dcp_directory_does_not_hold_is_not_touched(tmp_path: Path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         dcp.save(tensors, checkpoint_id=tmp_path / "saved", no_dist=True)
-    loaded = load_stock(tmp_path / "saved", fresh.tracked())
+    with pytest.raises(IncompleteStateError, match=r"does not hold later.*fresh_parts = 'later'"):
+        load_stock(tmp_path / "saved", fresh.tracked())
+    loaded = load_stock(tmp_path / "saved", fresh.tracked(), fresh=["later"])
     loaded.apply()
     same(saved.state(), fresh.state())
     assert not hooks
-    assert [note for note in loaded.notes if note.startswith("later: not in the directory")]
+    assert [note for note in loaded.notes if note.startswith("later: begins anew")]
     assert not [note for note in loaded.notes if note.startswith("early")]
 
 

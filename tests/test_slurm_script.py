@@ -226,12 +226,17 @@ def submit(
 
 
 def started(slurm: SlurmCluster, job: str, count: int) -> list[str]:
-    """The nodes of a job whose agents all say that they are there."""
+    """The nodes of a job whose agents all say that they are there.
+
+    A task of an array goes by its own number, but for the one that has the array's.
+    """
     slurm.wait_for(job, "RUNNING")
+    number = slurm.job(job)["JobId"]
+    named = job if number == job.partition("_")[0] else number
     nodes = slurm.nodes_of(job)
     assert len(nodes) == count
     for node in nodes:
-        slurm.said(job, f"agent on {node} as {node} in life 0 of {job}")
+        slurm.said(job, f"agent on {node} as {node} in life 0 of {named} ")
     return nodes
 
 

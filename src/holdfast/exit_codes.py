@@ -79,7 +79,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
         "check the path and its permissions",
     ),
     ExitCode.STATE_MISFIT: (
-        "The script's state does not fit the checkpoint; no other one would fit better.",
+        "The script's state does not fit the checkpoint, or could not be loaded from one that is saved.",
         "track what was saved, with the same shapes and ranks, or resume_from = 'fresh'",
     ),
     ExitCode.NOTHING_LEFT: (

@@ -1,15 +1,22 @@
-"""State of things that have some, but not as `state_dict` and `load_state_dict`, or not as plain tensors."""
+"""State of things that have some, but not, or not all of it, in `state_dict` and `load_state_dict`, or not as
+plain tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import functools
+import gc
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.failures import FAILURES, about
+from holdfast.errors import IncompleteStateError
 
 
 @runtime_checkable
@@ -56,8 +63,145 @@ class TrackerState:
         self._tracker.set_states(state["states"])
 
 
+class ScheduleState:
+    """A schedule with the data that its functions keep.
+
+    torch leaves a schedule's functions out of its state, so one that counts its calls in a variable that it
+    closes over, or as a method in an attribute of its object, would begin anew after every resume. Plain data
+    of that kind is state as soon as it has changed since the schedule was tracked, and only then: what the
+    script sets itself, and may set otherwise at the next start, stays the script's.
+    """
+
+    KEY = "holdfast.functions"
+
+    def __init__(self, schedule: LRScheduler) -> None:
+        self._schedule = schedule
+        self._variables = dict(_variables(schedule))
+        self._at_first = {name: copy.deepcopy(one.get()) for name, one in self._variables.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._schedule.state_dict()
+        now = {name: copy.deepcopy(one.get()) for name, one in self._variables.items()}
+        changed = {name: value for name, value in now.items() if not _same(value, self._at_first[name])}
+        return {**state, self.KEY: changed} if changed else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        kept = state.get(self.KEY, {})
+        self._schedule.load_state_dict({name: value for name, value in state.items() if name != self.KEY})
+        if unknown := sorted(kept.keys() - self._variables.keys()):
+            raise IncompleteStateError(
+                f"the {type(self._schedule).__name__} was saved with data of its functions that they do not "
+                f"keep here: {', '.join(unknown)}. Give it the functions that it had, or start afresh"
+            )
+        for name, one in self._variables.items():
+            one.put(kept.get(name, self._at_first[name]))
+
+
+class _Variable:
+    """A place outside of a schedule where a function of it keeps plain data."""
+
+    def __init__(self, holder: Any, attribute: str) -> None:
+        self._holder, self._attribute = holder, attribute
+
+    def get(self) -> Any:
+        try:
+            return getattr(self._holder, self._attribute)
+        except (AttributeError, ValueError):  # an empty cell is a ValueError
+            return None
+
+    def put(self, value: Any) -> None:
+        """In place where others may hold the same list or dictionary."""
+        value, there = copy.deepcopy(value), self.get()
+        if isinstance(there, list) and isinstance(value, list):
+            there[:] = value
+        elif isinstance(there, dict) and isinstance(value, dict):
+            there.clear()
+            there.update(value)
+        elif not _same(there, value):
+            setattr(self._holder, self._attribute, value)
+
+
+def _variables(schedule: LRScheduler, prefix: str = "") -> Iterator[tuple[str, _Variable]]:
+    """Where functions of a schedule, or of one within it, keep plain data, by a name that tells."""
+    for attribute, held in vars(schedule).items():
+        for index, one in enumerate(held if isinstance(held, list | tuple) else [held]):
+            where = (
+                f"{prefix}{attribute}[{index}]" if isinstance(held, list | tuple) else f"{prefix}{attribute}"
+            )
+            if isinstance(one, LRScheduler):
+                yield from _variables(one, f"{where}.")
+                continue
+            function = one.func if isinstance(one, functools.partial) else one
+            if isinstance(function, types.MethodType):
+                # Only what the method itself names: its object may be the whole trainer.
+                code = getattr(function.__func__, "__code__", None)
+                names = set(code.co_names) if code is not None else set()
+                owner = function.__self__
+                for name in sorted(names & getattr(owner, "__dict__", {}).keys()):
+                    yield from _if_plain(f"{where}: self.{name}", _Variable(owner, name))
+                function = function.__func__
+            if isinstance(function, types.FunctionType):
+                cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+                for name, cell in cells:
+                    yield from _if_plain(f"{where}: {name}", _Variable(cell, "cell_contents"))
+
+
+def _if_plain(name: str, variable: _Variable) -> Iterator[tuple[str, _Variable]]:
+    if _is_plain(variable.get()):
+        yield name, variable
+
+
+def _is_plain(value: Any, budget: int = 1000) -> bool:
+    """Numbers and texts, and not too many of them: no tensor, no object, nothing that may be alive."""
+    if isinstance(value, list | tuple | dict) and type(value) in (list, tuple, dict):
+        inner = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+        return len(inner) <= budget and all(_is_plain(one, budget // 10) for one in inner)
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Bit by bit, as far as plain data goes: 1 is not 1.0, and a NaN is itself."""
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+def untracked_schedules(given: Mapping[str, object]) -> list[str]:
+    """Schedules of tracked optimizers that are tracked nowhere, in words: a resume would begin them anew.
+
+    torch marks the `step` of an optimizer that has one. A script may well set its schedule by itself, so this
+    is a doubt and no error.
+    """
+    marked = {
+        id(thing): name
+        for name, thing in given.items()
+        if isinstance(thing, torch.optim.Optimizer) and hasattr(thing.step, "_wrapped_by_lr_sched")
+    }
+    if not marked:
+        return []
+    known: set[int] = set()
+    to_look_at = [thing for thing in given.values() if not isinstance(thing, torch.nn.Module)]
+    while to_look_at:
+        thing = to_look_at.pop()
+        if id(thing) in known:
+            continue
+        known.add(id(thing))
+        for held in getattr(thing, "__dict__", {}).values():  # a schedule of schedules, or an object with one
+            several = held.values() if isinstance(held, dict) else held
+            inner = several if isinstance(held, list | tuple | dict) else [held]
+            to_look_at += [one for one in inner if isinstance(one, LRScheduler)]
+    alive = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and id(one) not in known]
+    within = {id(part) for one in alive for part in getattr(one, "_schedulers", ())}
+    return [
+        f"a {type(one).__name__} of track({marked[id(one.optimizer)]}=…) is not tracked, so a resume would "
+        "begin it anew: give it to run.track(…) too, unless the script sets it by itself"
+        for one in alive
+        if id(one) not in within and id(getattr(one, "optimizer", None)) in marked
+    ]
+
+
 def as_stateful(thing: object) -> Stateful | None:
     """The thing itself, an adapter around it, or None if it has no state that is known how to take."""
+    if isinstance(thing, LRScheduler) and any(_variables(thing)):
+        return ScheduleState(thing)
     if isinstance(thing, Stateful):
         return thing
     if isinstance(thing, torch.Generator):

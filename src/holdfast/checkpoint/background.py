@@ -232,6 +232,7 @@ class BackgroundSaver:
                 busy=busy,
                 cramped=wants.cramped,
                 only_local=not globally,
+                prove=not diagnostic,
             )
 
         busy, trouble = False, None
@@ -274,9 +275,7 @@ class BackgroundSaver:
             timeout=self._timeout,
             called=called,
             blocked=0.0,
-            manifest=self._context.manifest(snapshot.name, facts, snapshot.parts)
-            if self._context.group.is_coordinator
-            else None,
+            manifest=self._context.manifest(snapshot, facts) if self._context.group.is_coordinator else None,
             local=wants.slots is not None and wants.local,
             globally=globally,
             image=slot.image if slot is not None else "",

@@ -2,9 +2,11 @@
 
 Guarantee: whatever goes wrong with the work of a save on some rank (collecting, planning, reading a tensor,
 writing, committing; in a tracked object's state_dict or in Holdfast itself) is one SaveFailedError on every
-rank, which names the rank and, where one can be named, the entry of the state. Nobody is left waiting. Two
-things are no failed saves: a lost lease, after which this attempt may do nothing more, and an error of the
-exchange between the ranks itself, because a group that cannot exchange cannot agree on anything.
+rank, which names the rank and, where one can be named, the entry of the state. Nobody is left waiting. Three
+things are no failed saves: a lost lease, after which this attempt may do nothing more; a state that no resume
+would take, found at the first save of an attempt (proof.py), which is an IncompleteStateError on every rank;
+and an error of the exchange between the ranks itself, because a group that cannot exchange cannot agree on
+anything.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.control.exchange import add_up, share
 from holdfast.control.group import Group
-from holdfast.errors import LeaseLostError, SaveFailedError, SaveStorageError
+from holdfast.errors import IncompleteStateError, LeaseLostError, SaveFailedError, SaveStorageError
 from holdfast.files import is_storage_trouble, names_storage_trouble
 
 T = TypeVar("T")
+Kind = type[LeaseLostError | SaveFailedError | IncompleteStateError]
 
 FAILURES = (Exception, CheckpointException)
 """What fails a save. Not what asks a process or the function around the run to end: that is no Exception.
@@ -54,7 +57,7 @@ def naming(entry: str) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """In words, with the kind of error unless it is our own, whose words are enough."""
-    if isinstance(error, SaveFailedError | LeaseLostError):
+    if isinstance(error, SaveFailedError | LeaseLostError | IncompleteStateError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
@@ -78,21 +81,24 @@ def raise_for_all(group: Group, mine: BaseException | None, name: CheckpointName
     raise explain([(rank, *error) for rank, error in enumerate(told) if error is not None], name) from mine
 
 
-def _kind(error: BaseException) -> type[LeaseLostError | SaveFailedError]:
+def _kind(error: BaseException) -> Kind:
     """What a save is that fails by this alone."""
     if isinstance(error, LeaseLostError):
         return LeaseLostError
+    if isinstance(error, IncompleteStateError):
+        return IncompleteStateError
     if isinstance(error, SaveStorageError) or any(map(is_storage_trouble, (error, error.__cause__))):
         return SaveStorageError
     return SaveFailedError
 
 
 def explain(
-    errors: Sequence[tuple[int, type[LeaseLostError | SaveFailedError], str]], name: CheckpointName
-) -> LeaseLostError | SaveFailedError:
+    errors: Sequence[tuple[int, Kind, str]], name: CheckpointName
+) -> LeaseLostError | SaveFailedError | IncompleteStateError:
     """Pure: the one error to raise for what happened on these (rank, kind, what).
 
-    It is storage's if nothing else failed on any rank.
+    A state that no resume would take, on any rank, is that of all. It is storage's if nothing else failed on
+    any rank.
     """
     for _, kind, text in errors:
         if kind is LeaseLostError:
@@ -103,7 +109,9 @@ def explain(
         by_text.setdefault(text, []).append(rank)
     told = [f"{_ranks(ranks)}: {text}" for text, ranks in list(by_text.items())[:TOLD]]
     more = f"; and {len(by_text) - TOLD} other errors" if len(by_text) > TOLD else ""
-    failed = SaveStorageError if storage else SaveFailedError
+    failed: Kind = SaveStorageError if storage else SaveFailedError
+    if any(kind is IncompleteStateError for _, kind, _ in errors):
+        failed = IncompleteStateError
     return failed(f"{name} was not saved ({'; '.join(told)}{more}). Every older checkpoint is untouched")
 
 

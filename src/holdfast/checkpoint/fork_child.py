@@ -78,15 +78,15 @@ def work(
     fork and no more.
     """
     try:
-        _die_with(trainer)
-        _close_all_but(report, staging)
-        _be_ended_first()
+        die_with(trainer)
+        close_all_but(report, staging)
+        be_ended_first()
         ranges = [one.range for share in shares for one in share]
         why = frozen_memory.not_frozen(ranges) or _copy_all(shares, staging, board)
-        _say(report, FAILED + why.encode() if why else DONE)
+        say(report, FAILED + why.encode() if why else DONE)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the trainer must learn of it
         with contextlib.suppress(BaseException):
-            _say(report, FAILED + f"{type(error).__name__}: {error}".encode())
+            say(report, FAILED + f"{type(error).__name__}: {error}".encode())
     finally:
         os._exit(0)
 
@@ -106,7 +106,7 @@ def _other(parent: int, staging: int, board: mmap.mmap, share: Sequence[Work]) -
     if pid == 0:
         code = 1
         try:
-            _die_with(parent)
+            die_with(parent)
             _copy(share, staging, board)
             code = 0
         finally:
@@ -141,13 +141,13 @@ def _let_go(held: frozen_memory.Range) -> None:
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(_DONTNEED))
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it died before that took effect
         os._exit(1)
 
 
-def _close_all_but(*kept: int) -> None:
+def close_all_but(*kept: int) -> None:
     """Standard input and output too: whoever reads a dead trainer's output must see its end."""
     low = 0
     for descriptor in sorted(kept):
@@ -156,7 +156,7 @@ def _close_all_but(*kept: int) -> None:
     os.closerange(low, 1 << 30)
 
 
-def _be_ended_first() -> None:
+def be_ended_first() -> None:
     """If the host runs out of memory, this process goes and not the trainer, which would look as large."""
     with contextlib.suppress(OSError):
         descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
@@ -164,7 +164,7 @@ def _be_ended_first() -> None:
         os.close(descriptor)
 
 
-def _say(descriptor: int, told: bytes) -> None:
+def say(descriptor: int, told: bytes) -> None:
     view = memoryview(told[: 64 * 1024])  # what a pipe holds: saying it never blocks
     while view:
         view = view[os.write(descriptor, view) :]

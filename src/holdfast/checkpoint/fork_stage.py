@@ -211,7 +211,7 @@ def begin(
     flight = ForkedCopy(works, known, board, reading, time.monotonic() + timeout)
     trainer = os.getpid()
     try:
-        with _quiet():
+        with quiet():
             pid = os.fork()
             if pid == 0:
                 fork_child.work(trainer, report, staging, board, divided)
@@ -231,15 +231,17 @@ def begin(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Around a fork: neither a signal handler nor a destructor of the trainer's may ever run in the child."""
     collecting = gc.isenabled()
     gc.disable()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if sys.version_info >= (3, 12):
         # A fork beside threads is what this module is about; made an error, the warning would lose the child.
-        name = __name__.replace(".", r"\.")
-        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning, module=f"{name}$")
+        ours = __package__.replace(".", r"\.")
+        warnings.filterwarnings(
+            "ignore", ".*fork", DeprecationWarning, module=rf"{ours}\.(fork_stage|proof)$"
+        )
     try:
         yield
     finally:

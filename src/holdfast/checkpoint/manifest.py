@@ -65,6 +65,17 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
     None if that is not known, or there is none."""
 
 
+class Proof(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was proven of this state at the first save of its structure by its attempt (see proof.py)."""
+
+    step: int | None = None
+    """That save's; None if nobody tried."""
+    parts: dict[str, str] = {}
+    """By part: `values`, `structure`, or `not proven: …`."""
+    why_not: str = ""
+    """Why there was no proof of any part."""
+
+
 class Windows(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The last values before the save, for probation to compare with."""
 
@@ -110,6 +121,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     windows: Windows = msgspec.field(default_factory=Windows)
     needs: list[str] = []
     """Features without which this checkpoint cannot be read correctly."""
+    proof: Proof = msgspec.field(default_factory=Proof)
 
 
 class _Envelope(msgspec.Struct, frozen=True):

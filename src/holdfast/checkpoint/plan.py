@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -39,6 +40,7 @@ from holdfast.checkpoint.layout import (
 )
 from holdfast.checkpoint.planner import Digests, SnapshotPlanner
 from holdfast.checkpoint.sharing import Sharing, find_sharings
+from holdfast.checkpoint.state import OWN
 from holdfast.control.exchange import gather, scatter
 from holdfast.control.group import Group
 from holdfast.errors import SaveFailedError
@@ -80,6 +82,31 @@ def signature_of(planner: SnapshotPlanner, world: int) -> str:
             raise about(name, error) from error
         lines.append(f"{name}\t{kind}")
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+
+def structure_of(planner: SnapshotPlanner) -> str:
+    """The same of this rank's tracked tensors alone: what a proof that they resume holds for (proof.py)."""
+    kinds = [
+        f"{name}\t{_kind(value)}"
+        for name, value in planner.state_dict.items()
+        if not name.startswith(f"{OWN}.")
+    ]
+    return xxhash.xxh3_128_hexdigest("\n".join(kinds).encode())
+
+
+def metadata_of(planner: SnapshotPlanner, plan: Plan) -> Metadata:
+    """What `.metadata` says of the state: on rank 0 that itself, elsewhere what this rank has a part in."""
+    if plan.declared is not None:
+        found = pickle.loads(plan.declared.metadata)
+        assert isinstance(found, Metadata)
+        return found
+    return Metadata(
+        {
+            name: TensorStorageMetadata(TensorProperties.create_from_tensor(value), value.size(), [])
+            for name, value in planner.state_dict.items()
+            if isinstance(value, torch.Tensor)
+        }
+    )
 
 
 def _kind(value: object) -> str:

@@ -1,39 +1,18 @@
-"""Whether tracked state survives being saved, asked at the first save rather than found out at a resume."""
+"""Where two states differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import collections
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.checkpoint.state import from_blob, to_blob
-from holdfast.errors import IncompleteStateError
-
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Types whose equality means what it says. Of anything else only the type is compared."""
-
-
-def check_round_trip(parts: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the state of each part, in words; raises if one cannot be stored at all."""
-    found: list[str] = []
-    for name, state in parts.items():
-        if isinstance(state, Mapping) and not state:
-            found.append(f"{name}: it has no state at all; is the right object tracked?")
-            continue
-        try:
-            back = from_blob(to_blob(state))
-        except Exception as error:
-            raise IncompleteStateError(
-                f"track({name}=…): its state cannot be saved and read back: {type(error).__name__}: {error}. "
-                "Give its state_dict plain values, containers and tensors"
-            ) from error
-        where = first_difference(state, back, name)
-        if where:
-            found.append(f"{where} comes back from a save as something else")
-    return found
 
 
 def first_difference(a: Any, b: Any, path: str, *, by_value: bool = False) -> str:
@@ -45,15 +24,8 @@ def first_difference(a: Any, b: Any, path: str, *, by_value: bool = False) -> st
         a, b = _by_value(a), _by_value(b)
     if type(a) is not type(b):
         return path
-    if isinstance(a, DTensor):  # each rank compares what it holds: nobody else may be comparing
-        if a.placements != b.placements:
-            return path
-        return first_difference(a._local_tensor, b._local_tensor, path)
-    if isinstance(a, torch.Tensor):
-        same = a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-        return "" if same else path
-    if isinstance(a, numpy.ndarray):
-        return "" if a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes() else path
+    if isinstance(a, torch.Tensor | numpy.ndarray):
+        return "" if same_bits(a, b) else path
     if isinstance(a, Mapping):
         if list(a) != list(b):
             return path
@@ -80,6 +52,84 @@ def _by_value(value: Any) -> Any:
     return float(value) if isinstance(value, (bool, int)) and abs(value) < 1 << 53 else value
 
 
+def same_bits(a: Any, b: Any) -> bool:
+    """Of two tensors, or two arrays: the same type, shape and bytes, so that NaN equals NaN and -0 not 0."""
+    if isinstance(a, DTensor):  # each rank compares what it holds: nobody else may be comparing
+        same = isinstance(b, DTensor) and a.placements == b.placements
+        return same and same_bits(a._local_tensor, b._local_tensor)
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+    return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes, so that NaN equals NaN and -0 differs from 0."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+# --- what came back of what was saved -----------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    path: tuple[Any, ...]
+    saved: Any
+    found: Any
+
+
+MISSING = object()
+
+
+def changes(saved: Any, found: Any, path: tuple[Any, ...] = ()) -> Iterator[Change]:
+    """Every place at which `found` is not what was saved. An equal value of another type is no difference."""
+    if isinstance(saved, torch.Tensor | numpy.ndarray):
+        same = isinstance(found, type(saved)) or (
+            isinstance(saved, torch.Tensor) and isinstance(found, torch.Tensor)
+        )
+        if not (same and same_bits(saved, found)):
+            yield Change(path, saved, found)
+    elif isinstance(saved, Mapping) and isinstance(found, Mapping):
+        for key, value in saved.items():
+            if key in found:
+                yield from changes(value, found[key], (*path, key))
+            else:
+                yield Change((*path, key), value, MISSING)
+    elif isinstance(saved, list | tuple | collections.deque) and isinstance(
+        found, list | tuple | collections.deque
+    ):
+        if len(saved) != len(found):
+            yield Change(path, saved, found)
+        else:
+            for at, (one, other) in enumerate(zip(saved, found, strict=True)):
+                yield from changes(one, other, (*path, at))
+    elif (isinstance(saved, PLAIN) or type(saved) is not type(found)) and not _equal(saved, found):
+        yield Change(path, saved, found)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    with contextlib.suppress(Exception):
+        return bool(a == b) or (a != a and b != b)
+    return False
+
+
+def at_path(tree: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        try:
+            tree = tree[key]
+        except (KeyError, IndexError, TypeError):
+            return MISSING
+    return tree
+
+
+def named(path: Sequence[Any]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
+
+
+def shown(value: Any) -> str:
+    if value is MISSING:
+        return "nothing"
+    if isinstance(value, torch.Tensor) and value.numel() > 8:
+        return f"other values in a tensor of {tuple(value.shape)}"
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - the user's code
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -19,7 +19,7 @@ from holdfast.checkpoint import commit as commits
 from holdfast.checkpoint.failures import FAILURES, together
 from holdfast.checkpoint.gradient_state import GRADIENTS
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
-from holdfast.checkpoint.manifest import FORMAT, Manifest, PartEntry, Versions, Windows, World
+from holdfast.checkpoint.manifest import FORMAT, Manifest, Versions, Windows, World
 from holdfast.checkpoint.snapshot import Snapshot, Snapshotter
 from holdfast.checkpoint.state import Tracked
 from holdfast.checkpoint.writer import write_shards
@@ -63,26 +63,27 @@ class SaveContext(msgspec.Struct, frozen=True, kw_only=True):
     def root_for(self, *, diagnostic: bool) -> CheckpointRoot:
         return self.root.diagnostic() if diagnostic else self.root
 
-    def manifest(self, name: CheckpointName, facts: SaveFacts, parts: dict[str, PartEntry]) -> Manifest:
+    def manifest(self, snapshot: Snapshot, facts: SaveFacts) -> Manifest:
         """Complete but for the files, which nobody knows yet."""
         return Manifest(
             format=FORMAT,
-            id=name.id,
-            step=name.step,
+            id=snapshot.name.id,
+            step=snapshot.name.step,
             parent=facts.parent,
             run=self.control.run_id,
             attempt=self.attempt,
             epoch=self.fence.epoch,
             created=time.time(),
             world=World(size=self.group.world_size, backend=self.group.backend),
-            parts=parts,
+            parts=snapshot.parts,
             files=[],
             versions=facts.versions,
             samples=facts.samples,
             tokens=facts.tokens,
             reason=facts.reason,
             windows=facts.windows,
-            needs=[GRADIENTS] if GRADIENTS in parts else [],
+            needs=[GRADIENTS] if GRADIENTS in snapshot.parts else [],
+            proof=snapshot.proof,
         )
 
 
@@ -113,7 +114,9 @@ class Saver:
                 commits.open_staged(root, name, self._context.owner())
 
         try:
-            snapshot = self._snapshots.take(tracked, own, facts.step, prepare=open_staged)
+            snapshot = self._snapshots.take(
+                tracked, own, facts.step, prepare=open_staged, prove=not diagnostic
+            )
             assert snapshot is not None  # nobody is ever busy with a save in the foreground
             together(self._group, name, lambda: self._write(root, snapshot))
             stored = together(
@@ -138,6 +141,6 @@ class Saver:
         declared = snapshot.plan.declared
         if declared is None:
             return commits.Committed(bytes=0, files=0)
-        manifest = self._context.manifest(snapshot.name, facts, snapshot.parts)
+        manifest = self._context.manifest(snapshot, facts)
         control = None if diagnostic else self._context.control
         return commits.finish(root, declared, manifest, self._context.fence, control)

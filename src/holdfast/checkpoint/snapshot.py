@@ -15,20 +15,21 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint import fingerprint as fingerprints
-from holdfast.checkpoint.failures import FAILURES, about, naming, raise_for_all, together
+from holdfast.checkpoint.adapters import untracked_schedules
+from holdfast.checkpoint.failures import FAILURES, about, explain, naming, raise_for_all, together
 from holdfast.checkpoint.frames import Frames
 from holdfast.checkpoint.gradient_state import GRADIENTS
 from holdfast.checkpoint.identity import CheckpointName, derive_id
-from holdfast.checkpoint.manifest import PartEntry
-from holdfast.checkpoint.plan import Plan, make_plan, signature_of
+from holdfast.checkpoint.manifest import PartEntry, Proof
+from holdfast.checkpoint.plan import Plan, make_plan, metadata_of, signature_of, structure_of
 from holdfast.checkpoint.planner import SnapshotPlanner
-from holdfast.checkpoint.roundtrip import check_round_trip
+from holdfast.checkpoint.proof import Initial, Report, Subject, merge, prove
 from holdfast.checkpoint.sharing import term
 from holdfast.checkpoint.state import OWN, Tracked, rank_key, to_blob
 from holdfast.checkpoint.writer import plain
-from holdfast.control.exchange import add_up
+from holdfast.control.exchange import add_up, share
 from holdfast.control.group import Group
-from holdfast.errors import SaveFailedError, UsageError
+from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -56,6 +57,7 @@ class Snapshot:
     prints: dict[int, str]
     """Fingerprints that are known already, by position."""
     parts: dict[str, PartEntry]
+    proof: Proof
 
     def fingerprints(self) -> list[str]:
         """Of every tensor, on its device, as it is now."""
@@ -85,13 +87,18 @@ class _Collected:
     planner: SnapshotPlanner
     signature: str
     parts: dict[str, PartEntry]
+    tensors: dict[str, Any]
+    others: dict[str, Any]
+    own: dict[str, Any]
+    blob: torch.Tensor
     digests: dict[str, str] = field(default_factory=dict)
 
 
 class Snapshotter:
     """Takes the snapshots of one attempt. Every rank makes the same calls in the same order."""
 
-    def __init__(self, *, run: str, attempt: int, group: Group) -> None:
+    def __init__(self, *, run: str, attempt: int, group: Group, initial: Initial | None = None) -> None:
+        """`initial`: the tracked objects as they were at the start; without it there is no proof."""
         self._run = run
         self._attempt = attempt
         self._group = group
@@ -101,6 +108,11 @@ class Snapshotter:
         self._frames = Frames()
         self._blob = 0
         self._doubts: list[str] = []
+        self._initial = initial
+        self._proof = Proof()
+        self._proven: dict[str, Report] = {}
+        """What this rank found, by the structure that it was found of; one at most."""
+        self._proven_plan = 0
         self.cramped = False
         """Whether, at the last `take`, some rank had no room for a local copy; the same on every rank."""
 
@@ -146,10 +158,12 @@ class Snapshotter:
         busy: bool = False,
         cramped: bool = False,
         only_local: bool = False,
+        prove: bool = True,
     ) -> Snapshot | None:
         """The group's snapshot, or None if some rank is busy. `prepare` runs first; its failure is shared.
 
         `cramped`: this rank has no room for a local copy. With `only_local` that too means None, for all.
+        `prove`: the first of its structure is proven to resume, or IncompleteStateError is raised.
         """
         name = self.next_name(step)
         busy = busy or (cramped and only_local)
@@ -190,22 +204,62 @@ class Snapshotter:
             tensors = together(self._group, name, lambda: self._replan(found))
         plan = self._plan
         assert plan is not None
+        if prove and self._proven_plan != plan.number:
+            self._prove(name, collected, tracked, plan)
         self._serial += 1
         digests = collected.digests
         prints: dict[int, str] = {}
         if digests:  # with one rank there are none
             prints = {at: digests[fqn] for at, fqn in enumerate(plan.names) if fqn in digests}
-        return Snapshot(name, plan, tensors, prints, collected.parts)
+        return Snapshot(name, plan, tensors, prints, collected.parts, self._proof)
+
+    def _prove(self, name: CheckpointName, collected: _Collected, tracked: Tracked, plan: Plan) -> None:
+        """All ranks together, under a new plan; a rank whose own structure is as before need not again."""
+        if self._initial is None:
+            return
+        first = self._proven_plan == 0
+        structure = structure_of(collected.planner)
+        mine = self._proven.get(structure)
+        if mine is None:
+            subject = Subject(
+                tracked=tracked,
+                initial=self._initial,
+                tensors=collected.tensors,
+                others=collected.others,
+                own=collected.own,
+                blob=collected.blob,
+                metadata=lambda: metadata_of(collected.planner, plan),
+            )
+            mine = prove(subject)
+        reports = share(self._group, mine)
+        failed = [(rank, report.errors) for rank, report in enumerate(reports) if report.errors]
+        if failed:
+            kind = IncompleteStateError if first else SaveFailedError
+            told = [(rank, kind, "; ".join(errors)) for rank, errors in failed]
+            raise explain(told, name)
+        self._proven = {structure: mine}
+        self._proven_plan = plan.number
+        self._proof = merge(reports, name.step)
+        self._doubts += [doubt for report in reports for doubt in report.doubts]
+        if self._proof.why_not:
+            self._doubts.append(
+                f"{name} is saved without a proof that this run could resume from it: {self._proof.why_not}"
+            )
 
     def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]], step: int | None) -> _Collected:
         tensors, others = tracked.collect()
         with naming("the gradients"):
             gradients, described = tracked.gradients.collect(step)
         if self._serial == 0:
-            self._doubts = check_round_trip({n: others[n] for n in others if tracked.kind(n) != "model"})
+            self._doubts = [
+                f"{name}: it has no state at all; is the right object tracked?"
+                for name, state in others.items()
+                if tracked.kind(name) == "object" and isinstance(state, Mapping) and not state
+            ]
+            self._doubts += untracked_schedules(tracked.given())
         with naming("the run's own state (generators, data position, counters)"):
             mine = {**own(), "gradients": described}
-        blob = to_blob({"format": 1, "tracked": others, "own": mine}, self._blob)
+        blob = self._to_blob(others, mine)
         self._blob = blob.numel()
         state = {**tensors, OWN: {rank_key(self._group.rank): blob}}
         if gradients:
@@ -215,12 +269,27 @@ class Snapshotter:
         parts = {**tracked.parts(tensors), **_own_parts(mine)}
         if gradients:
             parts[GRADIENTS] = PartEntry(kind="gradients", entries=len(gradients))
-        found = _Collected(planner, signature, parts)
+        found = _Collected(planner, signature, parts, tensors, others, mine, blob)
         if self._group.world_size > 1:
             shared = planner.plain_tensors()
             prints = _fingerprints(list(shared), list(shared.values()))
             found.digests = dict(zip(shared, prints, strict=True))
         return found
+
+    def _to_blob(self, others: dict[str, Any], own: dict[str, Any]) -> torch.Tensor:
+        try:
+            return to_blob({"format": 1, "tracked": others, "own": own}, self._blob)
+        except FAILURES as error:
+            for name, state in others.items():
+                try:
+                    to_blob(state)
+                except FAILURES as found:
+                    kind = IncompleteStateError if self._serial == 0 else SaveFailedError
+                    raise kind(
+                        f"track({name}=…): its state cannot be saved: {type(found).__name__}: {found}. Give "
+                        "its state_dict plain values, containers and tensors"
+                    ) from found
+            raise about("the run's own state (generators, data position, counters)", error) from error
 
     def _replan(self, collected: _Collected) -> list[torch.Tensor]:
         """All ranks together: a new plan, and this rank's tensors under it."""

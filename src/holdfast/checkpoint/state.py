@@ -72,6 +72,9 @@ class Tracked:
     def names(self) -> list[str]:
         return list(self._objects)
 
+    def items(self) -> list[tuple[str, Stateful]]:
+        return list(self._objects.items())
+
     def kind(self, name: str) -> str:
         thing = self._objects[name]
         if isinstance(thing, nn.Module):
@@ -109,6 +112,10 @@ class Tracked:
     def generators(self) -> list[Stateful]:
         """Tracked generators of random numbers, and trackers of several."""
         return [t for t in self._objects.values() if isinstance(t, GeneratorState | TrackerState)]
+
+    def given(self) -> dict[str, object]:
+        """The tracked objects themselves, as they were given."""
+        return dict(self._given)
 
     def devices(self) -> set[torch.device]:
         """The devices other than the host that tracked models are on."""
@@ -168,17 +175,21 @@ class Tracked:
 
         One that nothing was loaded for stays as it is.
         """
-        for name, thing in self._objects.items():
-            if name not in others:
-                continue
-            if isinstance(thing, nn.Module):
-                module_state.apply(thing, name, tensors.get(name, {}), others[name], self._built.get(name))
-            elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
-                optimizer_load.apply(name, thing, owner, tensors[name], others[name])
-            elif isinstance(thing, torch.optim.Optimizer):
-                optimizer_load.load_packed(name, thing, others[name])
-            else:
-                thing.load_state_dict(others[name])
+        for name in self._objects:
+            if name in others:
+                self.apply_part(name, tensors, others)
+
+    def apply_part(self, name: str, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        """The same of one part."""
+        thing = self._objects[name]
+        if isinstance(thing, nn.Module):
+            module_state.apply(thing, name, tensors.get(name, {}), others[name], self._built.get(name))
+        elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
+            optimizer_load.apply(name, thing, owner, tensors[name], others[name])
+        elif isinstance(thing, torch.optim.Optimizer):
+            optimizer_load.load_packed(name, thing, others[name])
+        else:
+            thing.load_state_dict(others[name])
 
     def parts(self, tensors: Mapping[str, Any]) -> dict[str, PartEntry]:
         return {

@@ -14,6 +14,7 @@ from holdfast.cli.arguments import CONFIG, JSON, ROOT
 from holdfast.cli.output import Bar, print_columns, print_json, show_bytes, show_time
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.manifest import Manifest
     from holdfast.checkpoint.structure import Inspection
     from holdfast.checkpoint.verify import Progress
     from holdfast.control.directory import ControlDirectory
@@ -364,7 +365,30 @@ def verified_row(inspection: Inspection) -> dict[str, Any]:
         "bytes_checked": inspection.bytes_checked,
         "problems": _problems(inspection),
         "gone": inspection.gone or None,
+        "proof": _proof(manifest) if manifest else None,
     }
+
+
+def _proof(manifest: Manifest) -> dict[str, Any] | None:
+    """What was proven of its structure when it was first saved; None if nobody tried."""
+    from holdfast.checkpoint.problems import printable
+
+    found = manifest.proof
+    if found.step is None:
+        return None
+    parts = {printable(name): printable(level, 800) for name, level in found.parts.items()}
+    return {"step": found.step, "parts": parts, "why_not": printable(found.why_not, 800)}
+
+
+def _proof_line(proof: dict[str, Any]) -> str:
+    """As: its structure was proven to resume at step 3: values (model, optimizer), structure (data)."""
+    if proof["why_not"]:
+        return f"not proven to resume (step {proof['step']}): {proof['why_not']}"
+    by_level: dict[str, list[str]] = {}
+    for name, level in proof["parts"].items():
+        by_level.setdefault(level, []).append(name)
+    told = ", ".join(f"{level} ({', '.join(names)})" for level, names in by_level.items())
+    return f"proven to resume at step {proof['step']}: {told}"
 
 
 def _problems(inspection: Inspection) -> list[dict[str, str]]:
@@ -441,6 +465,8 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
             )
         else:
             typer.echo(f"{name}: sound, {summary}")
+        if inspection.manifest is not None and (proof := _proof(inspection.manifest)) is not None:
+            typer.echo(f"  {_proof_line(proof)}")
         for problem in inspection.problems:
             typer.echo(f"  {problem.reason:<19}  {problem.path}  {problem.detail}")
     total = sum(inspection.bytes_checked for inspection in inspections)

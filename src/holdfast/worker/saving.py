@@ -1,9 +1,10 @@
 """A run's saves: in the foreground or in the background, reported, counted, and followed by retention.
 
 A save that fails, for whatever reason, is told at the next step (journal, log, with the writer's traceback)
-and training goes on, until too many failed in a row; only a lost lease, or a group that cannot exchange any
-more, ends a run from within a save. What a run must not lose at its end (the last save, a save that is asked
-for) is waited for, with a deadline, and its failure is raised.
+and training goes on, until too many failed in a row; only a lost lease, a state that no resume would take
+(found at the first save), or a group that cannot exchange any more, ends a run from within a save. What a run
+must not lose at its end (the last save, a save that is asked for) is waited for, with a deadline, and its
+failure is raised.
 
 With a local tier every save but a diagnostic one goes there first. What is committed there counts as saved at
 once; retention, the remote and the cadence go by commits in the checkpoint root. A local save that fails is
@@ -26,6 +27,7 @@ from holdfast.checkpoint.handoff import MendCopies, PeerTarget, UsePeers
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.local_manifest import Where
 from holdfast.checkpoint.manifest import ManifestError
+from holdfast.checkpoint.proof import Initial
 from holdfast.checkpoint.read_back import ReadBack
 from holdfast.checkpoint.retention import Retainer
 from holdfast.checkpoint.save import SaveContext, SaveFacts, Saver
@@ -36,7 +38,13 @@ from holdfast.checkpoint.state import Tracked
 from holdfast.control.exchange import add_up, share
 from holdfast.control.launches import last_fresh
 from holdfast.control.rejections import diagnosed
-from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError, SaveStorageError
+from holdfast.errors import (
+    HoldfastError,
+    IncompleteStateError,
+    LeaseLostError,
+    SaveFailedError,
+    SaveStorageError,
+)
 from holdfast.journal.events import (
     Decision,
     Event,
@@ -99,7 +107,10 @@ class Saving:
         self._read_back = read_back
         self._journal = journal
         self._snapshots = Snapshotter(
-            run=context.control.run_id, attempt=context.attempt, group=context.group
+            run=context.control.run_id,
+            attempt=context.attempt,
+            group=context.group,
+            initial=Initial(tracked),
         )
         self._foreground = Saver(context, self._snapshots)
         self._background: BackgroundSaver | None = None
@@ -228,7 +239,7 @@ class Saving:
                 self._save_in_foreground("scheduled")
             else:
                 self._begin(self._background, "scheduled")
-        except LeaseLostError:
+        except (LeaseLostError, IncompleteStateError):
             raise
         except HoldfastError as error:  # on every rank alike
             self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""))
@@ -240,7 +251,7 @@ class Saving:
             return  # this attempt goes on without one
         try:
             self._begin(self._background, "scheduled", globally=False)
-        except LeaseLostError:
+        except (LeaseLostError, IncompleteStateError):
             raise
         except HoldfastError as error:
             self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""), fatal=False)
