@@ -640,7 +640,7 @@ def test_state_that_cannot_be_stored_names_its_optimizer_at_the_first_save(tmp_p
     run.start()
     run.begin_step()
     run.end_step()
-    with pytest.raises(SaveFailedError, match=r"track\(optimizer=…\): its state cannot be saved"):
+    with pytest.raises(IncompleteStateError, match=r"track\(optimizer=…\): its state cannot be saved"):
         run.save()
     run.close()
 

@@ -29,7 +29,8 @@ from tiny import build, checkpoints, die, forked, train
 from writers import ranks, told
 
 ALL_VALUES = dict.fromkeys(("model", "optimizer", "schedule", "rng", "counters"), "values") | {
-    "data": "structure"
+    "data": "structure",
+    "gradients": "structure",
 }
 
 
