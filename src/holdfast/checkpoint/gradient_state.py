@@ -20,7 +20,6 @@ comes back as zeros: an optimizer treats these differently from no gradient.
 Where they are kept: a gradient in its parameter's `grad`, plain or a DTensor; under DDP's `no_sync` each rank
 has its own, which the planner stores apart; what FSDP2 has accumulated without a reduction is in its own
 record of the parameter, unsharded, and different on each rank. A sparse one is stored in the rank's blob.
-Those of FSDP1 are not stored: a save while they are accumulated is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -273,8 +271,6 @@ class GradientState:
         """Every place with a gradient; of a parameter that several modules share, once."""
         seen: set[int] = set()
         for name, model in self._tracked.models():
-            if _is_fsdp1(model):
-                continue
             modules = list(_modules(model, name, set()))
             paths = {id(module): path for path, module in modules}
             for path, module in modules:
@@ -312,7 +308,6 @@ class GradientState:
         doubtful: list[tuple[_Place, torch.Tensor]] = []
         self._left_out, self._saved = set(), step or 0
         owned, stepped = self._owned(self._known), self._owned(self._before.values())
-        self._refuse_accumulated_by_fsdp1(stepped)
         for place in self._places():
             if (gradient := place.read()) is None:
                 continue
@@ -356,19 +351,6 @@ class GradientState:
                         "a gradient scaler is in the middle of its work: scaler.unscale_() or scaler.step() "
                         "was called in this step, and scaler.update() was not. A checkpoint cannot hold "
                         "that: call scaler.update() before the step ends"
-                    )
-
-    def _refuse_accumulated_by_fsdp1(self, stepped: set[int]) -> None:
-        """It keeps gradients in memory of its own, and shows views of that which come and go."""
-        for name, model in self._tracked.models():
-            if not _is_fsdp1(model):
-                continue
-            for key, parameter in model.named_parameters():
-                if parameter.grad is not None and id(parameter) not in stepped:
-                    raise SaveFailedError(
-                        f"gradients are accumulated over more than one step (first {name}.{key}), and those "
-                        "of FullyShardedDataParallel (FSDP1) cannot be stored: save after a step that calls "
-                        f"opt.step(), or use fully_shard. {PATTERN}"
                     )
 
     def _unsynced(self) -> list[str]:
@@ -428,10 +410,6 @@ class GradientState:
         for path, replica in self._replicas():
             if path in described["unsynced"]:
                 replica.require_forward_param_sync = False
-
-
-def _is_fsdp1(model: nn.Module) -> bool:
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def _accumulated(name: str, step: int) -> str:
