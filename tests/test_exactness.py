@@ -71,7 +71,7 @@ def failures(tries: list[Callable[[], object]]) -> list[str]:
 def rows() -> dict[str, str]:
     """Kind → outcome, as the page has them."""
     found = re.findall(
-        r"^\| ([^|]+) \| (exact|refused|not seen|exact, on a GPU) \|", PAGE.read_text(), re.MULTILINE
+        r"^\| ([^|]+) \| (exact|refused|not seen|to be shown on a GPU) \|", PAGE.read_text(), re.MULTILINE
     )
     assert len({name for name, _ in found}) == len(found), "a kind has two rows"
     return dict(found)
@@ -79,7 +79,7 @@ def rows() -> dict[str, str]:
 
 def test_the_page_has_a_row_for_every_kind_and_no_other() -> None:
     wanted = {
-        kind.name: "exact, on a GPU" if kind.needs == "gpu" else kind.outcome for kind in KINDS.values()
+        kind.name: "to be shown on a GPU" if kind.needs == "gpu" else kind.outcome for kind in KINDS.values()
     }
     assert rows() == wanted
 
