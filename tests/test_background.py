@@ -23,7 +23,7 @@ import holdfast
 from harness import REPO, finish, job, python, wait_until
 from harness import holdfast as command
 from holdfast.checkpoint import writer_exchange, writer_process
-from holdfast.checkpoint.background import Ended
+from holdfast.checkpoint.background import BackgroundSaver, Ended
 from holdfast.checkpoint.identity import CheckpointName
 from holdfast.checkpoint.stage import Stager
 from holdfast.checkpoint.verify import verify
@@ -279,7 +279,11 @@ def test_too_many_failed_saves_in_a_row_stop_the_run(tmp_path: Path) -> None:
         def at_step(step: int, run: holdfast.Run) -> None:
             if step > 3 and step % 3 == 2:
                 background = run._saving._background  # type: ignore[union-attr]
-                wait_until(lambda: background._take(0.01) or background._ended, 10, "the save failed")
+                wait_until(
+                    lambda: background._take(0.01) or background._ended or not background.is_under_way(),
+                    10,
+                    "the save failed",
+                )
 
         with forked_writers(broken):
             train(tmp_path / "run", until=30, at_step=at_step, checkpoint_max_failed_saves=2, **ASYNC)
@@ -298,8 +302,24 @@ def test_a_last_save_that_fails_is_raised(tmp_path: Path) -> None:
 
 
 def test_a_failure_that_nobody_asked_about_is_raised_at_the_end(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+
+    def late(number: int) -> Any:
+        def fail(*args: Any) -> Any:
+            wait_until(gate.exists, 30, "no step is left at which it could be told")
+            raise OSError(5, "Input/output error")
+
+        return patched(writer_process, "write_image", lambda _: fail)
+
     def work() -> None:
-        with forked_writers(broken):
+        wait = BackgroundSaver.wait
+
+        def at_the_end(saver: BackgroundSaver, *args: Any) -> Any:
+            gate.touch()
+            return wait(saver, *args)
+
+        BackgroundSaver.wait = at_the_end  # type: ignore[method-assign]
+        with forked_writers(late):
             train(tmp_path / "run", until=4, checkpoint_save_at_end=False, **ASYNC)
 
     assert forked(work) == ExitCode.STORAGE_FAILED

@@ -225,10 +225,10 @@ def test_what_is_left_to_this_rank_is_verified_after_the_load(
             return names[self.rank :: 2]
 
     monkeypatch.setattr(loading, "_load_tensors", lambda *_: None)
-    monkeypatch.setattr(loading, "_read_blob", lambda *_: {"tracked": {}, "own": {}})
-    monkeypatch.setattr(loading, "reshard", lambda *_, **__: ({}, {}, []))
+    monkeypatch.setattr(loading, "_read_blob", lambda *_: {"tracked": {}, "own": {"data": None}})
+    monkeypatch.setattr(loading, "reshard", lambda *_, **__: ({}, {"data": None}, []))
     for check in ("check_parts", "check_strict"):
-        monkeypatch.setattr(loading, check, lambda *_: None)
+        monkeypatch.setattr(loading, check, lambda *_, **__: None)
     for rank in range(2):
         loading.load(directory, digest, Tracked(), rank, 2, shards=Mixed(rank))  # type: ignore[arg-type]
     assert looked == [names[0::2], names[1::2]]

@@ -148,7 +148,7 @@ class Initial:
         self._kept.append((attributes, kept, frozenset(attributes)))
 
     def _look_into(self, value: object, depth: int) -> None:
-        if isinstance(value, _NOT_LOOKED_INTO):
+        if _is_another_story(value):
             return
         if type(value) in (list, tuple, dict):
             for one in value.values() if isinstance(value, dict) else value:  # type: ignore[attr-defined]
@@ -157,7 +157,7 @@ class Initial:
         self._keep(value, depth)
 
     def _keep_found(self, value: object, depth: int) -> None:
-        if not isinstance(value, _NOT_LOOKED_INTO):
+        if not _is_another_story(value):
             self._keep(value, depth)
 
     def _plain(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -195,6 +195,11 @@ _NOT_LOOKED_INTO = (
     types.BuiltinFunctionType,
     types.MethodType,
 )
+
+
+def _is_another_story(value: object) -> bool:
+    """What a tracked object may well know, but does not consist of: the run that it is tracked by, too."""
+    return isinstance(value, _NOT_LOOKED_INTO) or type(value).__module__.partition(".")[0] == "holdfast"
 
 
 _TORCHS = frozenset({*vars(nn.Module()), "state", "param_groups", "defaults"}) - {"training"}
