@@ -20,6 +20,7 @@ from holdfast.checkpoint.frames import Frames
 from holdfast.checkpoint.gradient_state import GRADIENTS
 from holdfast.checkpoint.identity import CheckpointName, derive_id
 from holdfast.checkpoint.manifest import PartEntry
+from holdfast.checkpoint.optimizer_state import uncollected
 from holdfast.checkpoint.plan import Plan, make_plan, signature_of
 from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.roundtrip import check_round_trip
@@ -197,6 +198,7 @@ class Snapshotter:
             prints = {at: digests[fqn] for at, fqn in enumerate(plan.names) if fqn in digests}
         return Snapshot(name, plan, tensors, prints, collected.parts)
 
+    @uncollected()
     def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]], step: int | None) -> _Collected:
         tensors, others = tracked.collect()
         with naming("the gradients"):

@@ -16,6 +16,7 @@ import torch
 from holdfast.checkpoint.device_stage import DeviceStager, Owned, Piece
 from holdfast.checkpoint.fork_stage import ForkedCopy
 from holdfast.checkpoint.host_stage import HostStager, Tell
+from holdfast.checkpoint.optimizer_state import uncollected
 from holdfast.checkpoint.snapshot import Snapshot
 from holdfast.checkpoint.staging import Buffer, stage_from_host
 from holdfast.checkpoint.state import Tracked
@@ -123,6 +124,7 @@ class Stager:
         for device in devices:
             self._devices.prepare(device)
 
+    @uncollected()
     def stage(self, snapshot: Snapshot, buffer: Buffer, tracked: Tracked) -> Staged:
         """Begin to copy a snapshot into a buffer that was prepared for its plan."""
         tensors, items = snapshot.tensors, snapshot.plan.layout.items
