@@ -31,7 +31,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -158,8 +158,7 @@ class _Watch:
         self.hooks = []
 
 
-@dataclass(frozen=True)
-class _Glance:
+class _Glance(NamedTuple):
     """A gradient that was left out of a save, and came as a new tensor whenever it was looked at."""
 
     place: _Place
@@ -289,7 +288,7 @@ class GradientState:
             if touched and all_zero(gradient):
                 continue
             if touched:  # added to; or cleared in another way than before, and then added to
-                del self._used[name]  # so it is stored until that is known
+                self._used.pop(name, None)  # so it is stored until that is known
                 self._renewed.discard(name)
                 self._looked_at.clear()
                 self._look_until = self._steps + LOOKED_AT
@@ -560,6 +559,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _version(gradient: torch.Tensor) -> int:
+    if type(gradient) is torch.Tensor:
+        return gradient._version
     inner: Any = gradient
     return int(inner._local_tensor._version if isinstance(gradient, DTensor) else gradient._version)
 

@@ -476,14 +476,17 @@ def _see(model: nn.Module) -> _Seen | None:
 class Known:
     """What the last save of a model has found out, for as long as nothing but its contents changes.
 
-    With thousands of modules it is asking each of them again that takes the time of a save. Nothing here
-    keeps a module or a tensor alive: an object that is another one at the same place in memory, of the same
-    kind and name, gives the same.
+    With thousands of modules it is asking each of them again that takes the time of a save. What is compared
+    keeps no module and no tensor alive: an object that is another one at the same place in memory, of the
+    same kind and name, gives the same.
     """
 
     def __init__(self) -> None:
         self.serial = 0
         """Goes up whenever something was not as before."""
+        self.parameters: dict[str, nn.Parameter] | None = None
+        """By name; kept here by whoever needs them."""
+        self.parameter_ids: frozenset[int] = frozenset()
         self._form: tuple[list[Any], ...] | None = None
         self._about: tuple[Built, Mapping[str, Any]] | None = None
         self._names: list[str] = []
@@ -498,7 +501,7 @@ class Known:
                 tensors = list(map(torch.Tensor.detach, self._pick([*seen.parameters, *seen.buffers])))
             return dict(zip(self._names, tensors, strict=True)), dict(self._record)
         self.serial += 1
-        self._form = None
+        self._form = self.parameters = None
         tensors_now, others = collect(model, part, built)
         if seen is not None:
             self._keep(model, seen, tensors_now, others, built)
@@ -540,6 +543,7 @@ class Known:
         if all(_same_memory(tensors[name], live[at].detach()) for name, at in positions.items()):
             self._names = list(tensors)
             self._pick = operator.itemgetter(*(positions[name] for name in self._names))
+            self.parameter_ids = frozenset(map(id, seen.parameters))
             self._record, self._form, self._about = others, seen.form, (built, built.loaded)
 
 

@@ -80,13 +80,15 @@ class Tracked:
         thing = self._objects[name]
         return _kind(thing, self._owner(thing))
 
-    def _owner(self, thing: object) -> nn.Module | None:
+    def _owner(self, thing: object, *, just_collected: bool = False) -> nn.Module | None:
         """The tracked model that holds all of an optimizer's parameters, if there is one."""
         if not isinstance(thing, torch.optim.Optimizer):
             return None
         wanted = {id(parameter) for group in thing.param_groups for parameter in group["params"]}
-        for model in self._objects.values():
-            if isinstance(model, nn.Module) and wanted <= {id(p) for p in model.parameters()}:
+        for name, model in self.models():
+            known = self._known.get(name) if just_collected else None
+            there = known.parameter_ids if known is not None and known.holds else None
+            if wanted <= (there if there is not None else {id(p) for p in model.parameters()}):
                 return model
         return None
 
@@ -121,19 +123,33 @@ class Tracked:
         """(tensors by part, everything else by part). The tensors alias live state; they are not copies."""
         tensors: dict[str, Any] = {}
         others: dict[str, Any] = {}
+        models: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for name, model in self.models():  # first: optimizers go by what is found of them
+            with naming(f"track({name}=…), in its state_dict"):
+                models[name] = self._collect_model(name, model)
         self._last_kinds = {}
         for name, thing in self._objects.items():
             with naming(f"track({name}=…), in its state_dict"):
-                owner = self._owner(thing)
+                owner = self._owner(thing, just_collected=True)
                 self._last_kinds[name] = _kind(thing, owner)
                 self._refuse_another_kind(name, self._last_kinds[name])
-                if isinstance(thing, nn.Module):
-                    tensors[name], others[name] = self._collect_model(name, thing)
+                if name in models:
+                    tensors[name], others[name] = models[name]
                 elif isinstance(thing, torch.optim.Optimizer) and owner is not None:
-                    tensors[name], others[name] = optimizer_state.collect(name, thing, owner)
+                    names = self._names_in(owner)
+                    tensors[name], others[name] = optimizer_state.collect(name, thing, owner, names)
                 else:
                     others[name] = thing.state_dict()
         return tensors, others
+
+    def _names_in(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters' names, of a model that was just collected."""
+        known = next(self._known.get(name) for name, one in self.models() if one is model)
+        if known is None or not known.holds:
+            return optimizer_state.parameter_names(model)
+        if known.parameters is None:
+            known.parameters = optimizer_state.parameter_names(model)
+        return known.parameters
 
     def _collect_model(self, name: str, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         if name not in self._built:
