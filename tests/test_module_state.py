@@ -890,6 +890,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "parameter gone": lambda model: setattr(model[0], "bias", None),
     "buffer added": lambda model: model[0].register_buffer("more", torch.ones(1)),
     "loose buffer": lambda model: model[0].register_buffer("more", torch.ones(1), persistent=False),
+    "buffer made loose": lambda model: model[1]._non_persistent_buffers_set.add("running_mean"),
     "buffer replaced": lambda model: setattr(model[1], "running_mean", torch.ones(WIDTH)),
     "buffer larger": lambda model: setattr(model[1], "running_mean", torch.ones(WIDTH + 1)),
     "buffer gone": lambda model: setattr(model[1], "running_mean", None),
