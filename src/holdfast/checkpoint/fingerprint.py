@@ -433,7 +433,7 @@ def prepare(device: torch.device) -> None:
     of_tensor(torch.zeros(2 * BLOCK + 1, dtype=torch.int32, device=device))
 
 
-_is_cpu, _layout, _nbytes = map(operator.attrgetter, ("is_cpu", "layout", "nbytes"))
+_layout, _nbytes = map(operator.attrgetter, ("layout", "nbytes"))
 
 
 @cache
@@ -470,12 +470,11 @@ def small_bytes(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char] | None:
 
 
 def small_memories(tensors: Sequence[torch.Tensor]) -> list[ctypes.Array[ctypes.c_char] | None]:
-    """`small_bytes` of each. Where all are plain, nothing is asked of one alone."""
+    """`small_bytes` of tensors on the host. Where all are plain, nothing is asked of one alone."""
     plain, parameter, strided = _plain()
     if (
         tensors
         and set(map(type, tensors)) <= {plain, parameter}
-        and all(map(_is_cpu, tensors))
         and set(map(_layout, tensors)) == {strided}
         and all(map(plain.is_contiguous, tensors))
         and not any(map(plain.is_neg, tensors))

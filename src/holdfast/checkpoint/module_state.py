@@ -412,7 +412,7 @@ _METHODS = operator.attrgetter(
 )
 _KEPT = operator.attrgetter("_parameters", "_buffers", "_non_persistent_buffers_set")
 _HOOKS = operator.attrgetter("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
-_KIND = operator.attrgetter("shape", "dtype")
+_KIND = operator.attrgetter("shape", "dtype", "requires_grad")
 _AS_TORCH_HAS_IT = frozenset(
     (
         nn.Module.state_dict,
@@ -424,7 +424,7 @@ _AS_TORCH_HAS_IT = frozenset(
     )
     for load in PLAIN_LOADS
 )
-_requires_grad, _training = operator.attrgetter("requires_grad"), operator.attrgetter("training")
+_training = operator.attrgetter("training")
 
 
 class _Seen(NamedTuple):
@@ -465,7 +465,6 @@ def _see(model: nn.Module) -> _Seen | None:
             list(map(id, values)),
             list(map(_KIND, values)),
             list(map(_KIND, others)),
-            list(map(_requires_grad, values)),
             list(map(_training, modules)),
         )
     except (AttributeError, TypeError):  # a method that is not its class's; dicts that are none

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import operator
 import os
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,9 @@ log = logging.getLogger("holdfast.checkpoint")
 
 SLICE = 512 * 1024
 """Fingerprinted and copied at a time, so that the copy finds the bytes in the processor's cache."""
+
+
+is_cpu = operator.attrgetter("is_cpu")
 
 
 class Buffer:
@@ -118,7 +122,9 @@ def stage_from_host(
 
     `but`: the positions of those that are copied in another way.
     """
-    all_here = [at for at, tensor in enumerate(tensors) if tensor.is_cpu and at not in but]
+    all_here: Sequence[int] = range(len(tensors))
+    if but or not all(map(is_cpu, tensors)):
+        all_here = [at for at in all_here if tensors[at].is_cpu and at not in but]
     found, here = _stage_small(buffer, plan, tensors, known, all_here)
 
     def one(at: int) -> str:
@@ -146,7 +152,7 @@ def stage_from_host(
 
 
 def _stage_small(
-    buffer: Buffer, plan: Plan, tensors: Sequence[torch.Tensor], known: dict[int, str], here: list[int]
+    buffer: Buffer, plan: Plan, tensors: Sequence[torch.Tensor], known: dict[int, str], here: Sequence[int]
 ) -> tuple[dict[int, str], list[int]]:
     """Copy the small ones among these, which no thread is worth; their fingerprints, and who is left."""
     base, size = int(buffer.bytes.ctypes.data), buffer.bytes.nbytes
