@@ -22,10 +22,10 @@ import holdfast
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.adapters import ScheduleState, as_stateful
-from holdfast.checkpoint.gradient_state import GRADIENTS
+from holdfast.checkpoint.gradient_state import GRADIENTS, LOOKED_AT
 from holdfast.checkpoint.manifest import Versions
 from holdfast.checkpoint.roundtrip import changes, first_difference
-from holdfast.checkpoint.state import from_blob, to_blob
+from holdfast.checkpoint.state import Tracked, from_blob, to_blob
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 from holdfast.journal.events import Warned
 from holdfast.journal.reader import read_journal
@@ -463,6 +463,49 @@ def test_a_gradient_that_was_left_out_and_is_used_all_the_same_is_refused(tmp_pa
     with pytest.raises(IncompleteStateError, match=r"the gradient model\..* was left out of the checkpoint"):
         left(tmp_path / "run", changing, 9)
     assert [path.name[:13] for path in checkpoints(tmp_path / "run")] == ["step_00000006"]
+
+
+@pytest.mark.parametrize("then", ["clears", "adds", "steps", "zeroes"])
+def test_a_gradient_that_came_as_a_new_tensor_each_time_is_only_glanced_at_after_a_save(then: str) -> None:
+    model, x = net(), torch.ones(1, 4)
+    optimizer, tracked = torch.optim.SGD(model.parameters(), lr=0.01), Tracked()
+    tracked.add("model", model)
+    tracked.add("optimizer", optimizer)
+    state = tracked.gradients
+    state.start()
+    try:
+        for step in range(1, LOOKED_AT + 3):
+            state.begin_step()
+            clearing_first(model, optimizer, step, x)
+            state.end_step()
+
+        def save(step: int) -> int:
+            tracked.collect()
+            return len(state.collect(step)[0])
+
+        assert save(20) == 0
+        hooks = [one for p in model.parameters() for one in (p._backward_hooks or ())]
+        assert not hooks, "thousands of these would take longer than the save"
+        state.begin_step()
+        if then == "clears":
+            clearing_first(model, optimizer, 21, x)
+        elif then == "zeroes":
+            zeroing_first(model, optimizer, 21, x)
+        elif then == "adds":
+            never_clearing(model, optimizer, 21, x)
+        else:
+            optimizer.step()
+            clearing_first(model, optimizer, 21, x)
+        state.end_step()
+        told = {"clears": "", "steps": "it has used", "adds": "seems to have", "zeroes": "seems to have"}
+        doubts = state.take_doubts()
+        assert bool(doubts) == bool(told[then])
+        assert all("the checkpoint of step 20 lacks gradients" in text for text in doubts)
+        assert all(told[then] in text for text in doubts)
+        count = len(list(model.parameters()))
+        assert save(21) == (0 if then == "clears" else count)
+    finally:
+        state.close()
 
 
 def test_a_scaler_in_the_middle_of_its_work_is_refused_by_name(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import holdfast
+from holdfast.checkpoint import module_state
 from holdfast.checkpoint.load import _load_tensors, _own_instead
 from holdfast.checkpoint.module_state import RECORD
 from holdfast.checkpoint.plan import signature_of
@@ -866,3 +867,67 @@ def test_parameters_that_have_no_shape_yet_are_named_at_a_save() -> None:
     tensors, _ = tracking(model=nn.Sequential(nn.LazyLinear(WIDTH))).collect()
     with pytest.raises(SaveFailedError, match=r"model.0.weight: .*uninitialized.*Call `forward`"):
         signature_of(SnapshotPlanner(tensors, 0, is_coordinator=True), 1)
+
+
+# --- what one save has found out, and the next makes use of -------------------------------------------------
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Sequential(nn.LayerNorm(WIDTH)))
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda model: None,
+    "contents": lambda model: model[0].weight.data.add_(1),
+    "memory": lambda model: setattr(model[0].weight, "data", torch.ones(WIDTH, WIDTH)),
+    "frozen": lambda model: model[0].requires_grad_(False),
+    "evaluating": lambda model: model[2].eval(),
+    "parameter replaced": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
+    "tied": lambda model: setattr(model[2][0], "bias", model[0].bias),
+    "of another shape": lambda model: setattr(model[0], "bias", nn.Parameter(torch.ones(WIDTH + 1))),
+    "of another dtype": lambda model: model[0].bfloat16(),
+    "parameter added": lambda model: model[0].register_parameter("more", nn.Parameter(torch.ones(1))),
+    "parameter gone": lambda model: setattr(model[0], "bias", None),
+    "buffer added": lambda model: model[0].register_buffer("more", torch.ones(1)),
+    "loose buffer": lambda model: model[0].register_buffer("more", torch.ones(1), persistent=False),
+    "buffer made loose": lambda model: model[1]._non_persistent_buffers_set.add("running_mean"),
+    "buffer replaced": lambda model: setattr(model[1], "running_mean", torch.ones(WIDTH)),
+    "buffer larger": lambda model: setattr(model[1], "running_mean", torch.ones(WIDTH + 1)),
+    "buffer gone": lambda model: setattr(model[1], "running_mean", None),
+    "module replaced": lambda model: model.__setitem__(0, nn.Linear(WIDTH, WIDTH)),
+    "module of another class": lambda model: model[2].__setitem__(0, nn.RMSNorm(WIDTH)),
+    "module added": lambda model: model.append(nn.LayerNorm(WIDTH)),
+    "module taken away": lambda model: model[2].__delitem__(0),
+    "module twice": lambda model: model.__setitem__(2, model[1]),
+    "own state_dict": lambda model: setattr(model, "state_dict", lambda *a, **k: {"one": torch.ones(1)}),
+    "a hook": lambda model: model._register_state_dict_hook(lambda m, state, *a: state.__delitem__("0.bias")),
+    "a hook within": lambda model: model[2].register_state_dict_post_hook(
+        lambda m, state, prefix, *a: state.update({prefix + "0.bias": torch.zeros(WIDTH)})
+    ),
+    "a hook of loading": lambda model: model.register_load_state_dict_pre_hook(lambda *a: None),
+    "extra state": lambda model: setattr(model[0], "get_extra_state", lambda: {"number": 1}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_the_last_save_found_out_is_never_used_for_a_model_that_has_changed(
+    change: Callable[[Any], object],
+) -> None:
+    model = _model()
+    built, known = module_state.look_at(model), module_state.Known()
+    known.collect(model, "model", built)
+    assert known.holds, "a plain model is one whose next save is told to be like the last"
+    change(model)
+
+    def outcome(collect: Callable[..., Any]) -> object:
+        try:
+            tensors, others = collect(model, "model", built)
+        except SaveFailedError as error:
+            return str(error)
+        # By contents where a hook makes them: then it is other memory each time.
+        where = [t.tolist() if t.data_ptr() not in registered else t.data_ptr() for t in tensors.values()]
+        kinds = [(t.shape, t.dtype, t.requires_grad) for t in tensors.values()]
+        return list(tensors), where, kinds, others
+
+    registered = {t.data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    assert outcome(known.collect) == outcome(module_state.collect)

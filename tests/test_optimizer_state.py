@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
+from holdfast.checkpoint import optimizer_state
 from holdfast.checkpoint.adapters import flatten
 from holdfast.checkpoint.load import load_stock
 from holdfast.checkpoint.optimizer_load import load_packed
@@ -867,3 +868,67 @@ def test_what_each_rank_keeps_of_its_own_is_refused_by_name_on_others(
     capfd.readouterr()
     assert ranks_of(1, tmp_path, "other", [Local]) != [0]
     assert "Local.state.2.weight.own: each rank kept its own, of shape (2, 6)" in capfd.readouterr().err
+
+
+Change = Callable[[Any, Any], object]
+
+
+def _first(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return next(iter(optimizer.state.values()))
+
+
+UNUSUAL: dict[str, Change] = {
+    "nothing": lambda model, optimizer: None,
+    "an entry gone": lambda model, optimizer: optimizer.state.pop(model[0].bias),
+    "entries in another order": lambda model, optimizer: optimizer.state.update(
+        {model[0].weight: optimizer.state.pop(model[0].weight)}
+    ),
+    "a number": lambda model, optimizer: _first(optimizer).update(count=3),
+    "numbers": lambda model, optimizer: [one.update(count=3) for one in optimizer.state.values()],
+    "a list of tensors": lambda model, optimizer: _first(optimizer).update(more=[torch.ones(2)]),
+    "another size": lambda model, optimizer: _first(optimizer).update(exp_avg=torch.ones(7)),
+    "another order in memory": lambda model, optimizer: _first(optimizer).update(
+        exp_avg=torch.ones(5, 3).t()  # the parameter is 3 by 5
+    ),
+    "a gradient": lambda model, optimizer: _first(optimizer)["exp_avg"].requires_grad_(),
+    "the parameter's memory": lambda model, optimizer: _first(optimizer).update(
+        exp_avg=model[0].weight.detach()
+    ),
+    "shared memory": lambda model, optimizer: _first(optimizer).update(
+        exp_avg_sq=_first(optimizer)["exp_avg"]
+    ),
+    "a shared step": lambda model, optimizer: [
+        one.update(step=_first(optimizer)["step"]) for one in optimizer.state.values()
+    ],
+    "an entry under a name": lambda model, optimizer: optimizer.state.update(shared={"sum": torch.ones(2)}),
+    "an own state_dict": lambda model, optimizer: optimizer.register_state_dict_post_hook(
+        lambda o, state: {**state, "more": model[0].bias.detach()[:1]}
+    ),
+    "copies by state_dict": lambda model, optimizer: optimizer.register_state_dict_post_hook(
+        lambda o, state: {**state, "state": {key: dict(one) for key, one in state["state"].items()}}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", UNUSUAL.values(), ids=UNUSUAL)
+def test_an_optimizer_of_the_usual_kind_is_taken_at_once_and_like_any_other(
+    change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    change(model, optimizer)
+    tensors, others = optimizer_state.collect("optimizer", optimizer, model)
+    taken_at_once = optimizer_state._collect_usual(
+        optimizer, optimizer.param_groups[0]["params"], optimizer.state_dict()
+    )
+    usual = ("nothing", "an entry gone", "entries in another order")
+    assert (taken_at_once is not None) == any(change is UNUSUAL[name] for name in usual)
+    monkeypatch.setattr(optimizer_state, "_collect_usual", lambda *_: None)
+    slowly, all_else = optimizer_state.collect("optimizer", optimizer, model)
+    assert first_difference(others, all_else, "others") == ""
+    assert list(others) == list(all_else)
+    by_name, wanted = flatten(tensors), flatten(slowly)
+    assert list(by_name) == list(wanted)
+    assert [one.data_ptr() for one in by_name.values()] == [one.data_ptr() for one in wanted.values()]

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import operator
 import struct
 from collections.abc import Sequence
 from functools import cache
@@ -432,8 +433,11 @@ def prepare(device: torch.device) -> None:
     of_tensor(torch.zeros(2 * BLOCK + 1, dtype=torch.int32, device=device))
 
 
+_layout, _nbytes = map(operator.attrgetter, ("layout", "nbytes"))
+
+
 @cache
-def _plain() -> tuple[type, type, torch.layout]:
+def _plain() -> tuple[type[torch.Tensor], type[torch.nn.Parameter], torch.layout]:
     import torch
 
     return torch.Tensor, torch.nn.Parameter, torch.strided
@@ -463,6 +467,24 @@ def small_bytes(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char] | None:
     ):
         return None
     return _memory(size).from_address(tensor.data_ptr())
+
+
+def small_memories(tensors: Sequence[torch.Tensor]) -> list[ctypes.Array[ctypes.c_char] | None]:
+    """`small_bytes` of tensors on the host. Where all are plain, nothing is asked of one alone."""
+    plain, parameter, strided = _plain()
+    if (
+        tensors
+        and set(map(type, tensors)) <= {plain, parameter}
+        and set(map(_layout, tensors)) == {strided}
+        and all(map(plain.is_contiguous, tensors))
+        and not any(map(plain.is_neg, tensors))
+        and not any(map(plain.is_conj, tensors))
+    ):
+        sizes = list(map(_nbytes, tensors))
+        small = {size: _memory(size).from_address for size in set(sizes) if 0 < size <= SMALL}
+        found = zip(sizes, map(plain.data_ptr, tensors), strict=True)
+        return [small[size](address) if size in small else None for size, address in found]
+    return list(map(small_bytes, tensors))
 
 
 def of_small(memory: ctypes.Array[ctypes.c_char]) -> str:

@@ -11,11 +11,13 @@ of that use. Three kinds of loop have to be told apart, and none says which one 
 
 So it is looked at. After a boundary a gradient is marked, and the first backward that reaches its parameter,
 or the first optimizer that steps it, finds it as it was (it is used again) or not (it was cleared). That is
-done in the first steps of an attempt, and again in the step after each save that has left something out.
-Left out is only what an optimizer of torch's has stepped since the boundary before, and what was seen
-cleared, and never used, until then. In its place a resume puts a placeholder of NaNs: a loop that clears
-gradients clears it too, and to use it is an error that names it. What is all zeros is not stored either, but
-comes back as zeros: an optimizer treats these differently from no gradient.
+done in the first steps of an attempt, and again in the step after each save that has left something out. As
+hooks on thousands of gradients take longer than the rest of a save, those that came as a new tensor after
+each backward are not looked at so closely then: that the tensor is another one is enough, and if it is not,
+the close look begins anew. Left out is only what an optimizer of torch's has stepped since the boundary
+before, and what was seen cleared, and never used, until then. In its place a resume puts a placeholder of
+NaNs: a loop that clears gradients clears it too, and to use it is an error that names it. What is all zeros
+is not stored either, but comes back as zeros: an optimizer treats these differently from no gradient.
 
 Where they are kept: a gradient in its parameter's `grad`, plain or a DTensor; under DDP's `no_sync` each rank
 has its own, which the planner stores apart; what FSDP2 has accumulated without a reduction is in its own
@@ -24,10 +26,11 @@ record of the parameter, unsharded, and different on each rank. A sparse one is 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -110,6 +113,8 @@ class _Watch:
     version: int
     placeholder: bool
     hooks: list[Any] = field(default_factory=list)
+    gone: bool = False
+    """Whether then there was none: it had been set to None."""
     found: bool = False
     """Whether the last backward that came near found it uncleared; it need not have added to it."""
     used: bool | None = None
@@ -128,7 +133,8 @@ class _Watch:
 
     def before_use(self) -> None:
         """Autograd is about to add to it, or only calculates a gradient: `after_use` tells."""
-        self.found = self.look() is not False
+        self.gone = self.place.read() is None
+        self.found = not self.gone and self.look() is not False
 
     def after_use(self) -> None:
         self.decide(self.found)
@@ -150,6 +156,21 @@ class _Watch:
         self.hooks = []
 
 
+class _Glance(NamedTuple):
+    """A gradient that was left out of a save, and came as a new tensor whenever it was looked at."""
+
+    place: _Place
+    version: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where gradients are kept; the same for as long as no model is changed."""
+
+    places: list[_Place]
+    replicas: list[tuple[str, nn.parallel.DistributedDataParallel]]
+
+
 class GradientState:
     """The gradients of a run's tracked models and optimizers."""
 
@@ -158,8 +179,17 @@ class GradientState:
         self._watches: dict[str, _Watch] = {}
         self._used: dict[str, bool] = {}
         """By name: whether it was ever seen used again."""
+        self._renewed: set[str] = set()
+        """Those that were None before a backward, and were another tensor after it."""
+        self._looked_at: set[int] = set()
+        """Parameters, by id, of whose gradients it is known."""
+        self._look_until = LOOKED_AT
         self._left_out: set[str] = set()
         """Of the last save."""
+        self._glances: list[_Glance] = []
+        self._token = object()
+        self._layout: _Layout | None = None
+        self._layout_of: object = None
         self._saved = 0
         self._steps = 0
         self._in_step = False
@@ -186,7 +216,8 @@ class GradientState:
             hook.remove()
         for watch in self._watches.values():
             watch.close()
-        self._hooks, self._watches = [], {}
+        self._hooks, self._watches, self._glances = [], {}, []
+        self._layout = self._layout_of = None
         self._now, self._before = {}, {}
 
     def begin_step(self) -> None:
@@ -199,12 +230,18 @@ class GradientState:
         self._before, self._now = self._now, {}
         for watch in list(self._watches.values()):
             self._settle(watch)
-        if self._steps <= LOOKED_AT:
-            owned, stepped = self._owned(self._known), self._owned(self._before.values())
-            for place in self._places():
-                mine = id(place.parameter)
-                if place.name not in self._used and mine in owned and mine in stepped:
-                    self._watch(place)
+        glances, self._glances = self._glances, []
+        self._glance(glances, stepping=False)
+        if self._steps <= self._look_until:
+            ours = self._owned(self._known) & self._owned(self._before.values())
+            if not ours <= self._looked_at:
+                for place in self._places():
+                    if id(place.parameter) not in ours:
+                        continue
+                    if place.name in self._used:
+                        self._looked_at.add(id(place.parameter))
+                    else:
+                        self._watch(place)
 
     def take_doubts(self) -> list[str]:
         """What there is to tell; told once."""
@@ -222,13 +259,40 @@ class GradientState:
         if watch.used is None:
             return
         self._used[name] = self._used.get(name, False) or watch.used
+        gradient = watch.place.read()
+        if watch.gone and gradient is not None and getattr(gradient, _MARK, None) is not watch.token:
+            self._renewed.add(name)
+        else:
+            self._renewed.discard(name)
         if watch.used and name in self._left_out:
-            self._tell(
-                "wrong",
-                f"the checkpoint of step {self._saved} lacks gradients that the step after it has used "
-                f"(first {name}): the steps before had cleared them, so they were left out. A resume from it "
-                f"will be refused; later checkpoints hold them. {PATTERN}",
-            )
+            self._tell_of_lack(name, "has")
+
+    def _tell_of_lack(self, name: str, has: str) -> None:
+        self._tell(
+            "wrong",
+            f"the checkpoint of step {self._saved} lacks gradients that the step after it {has} used "
+            f"(first {name}): the steps before had cleared them, so they were left out. A resume from it "
+            f"will be refused; later checkpoints hold them. {PATTERN}",
+        )
+
+    def _glance(self, glances: list[_Glance], *, stepping: bool) -> None:
+        """Whether these were cleared, as always before. `stepping`: an optimizer is about to use them."""
+        for glance in glances:
+            gradient = glance.place.read()
+            if gradient is None or getattr(gradient, _MARK, None) is not self._token:
+                continue
+            name, touched = glance.place.name, _version(gradient) != glance.version
+            if touched and all_zero(gradient):
+                continue
+            if touched:  # added to; or cleared in another way than before, and then added to
+                self._used.pop(name, None)  # so it is stored until that is known
+                self._renewed.discard(name)
+                self._looked_at.clear()
+                self._look_until = self._steps + LOOKED_AT
+                self._tell_of_lack(name, "seems to have")
+            elif stepping:
+                self._used[name] = True
+                self._tell_of_lack(name, "has")
 
     def _watch(self, place: _Place, *, placeholder: bool = False) -> None:
         gradient = place.read()
@@ -247,8 +311,12 @@ class GradientState:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        if self._watches:
+        if self._watches or self._glances:
             mine = self._owned([optimizer])
+            glances = [one for one in self._glances if id(one.place.parameter) in mine]
+            if glances:
+                self._glances = [one for one in self._glances if id(one.place.parameter) not in mine]
+                self._glance(glances, stepping=True)
             for watch in self._watches.values():
                 if watch.used is None and id(watch.place.parameter) in mine:
                     watch.decide(watch.look() is not False)
@@ -260,12 +328,25 @@ class GradientState:
             self._known.add(optimizer)
 
     def _owned(self, optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-        return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        return set(self._parameters_of(optimizers))
 
     def _tell(self, kind: str, text: str) -> None:
         if kind not in self._told:
             self._told.add(kind)
             self._doubts.append(text)
+
+    def _now_laid_out(self) -> _Layout:
+        """At a save, when the models have just been looked at."""
+        known = self._tracked.unchanged()
+        of = (known, self._parameters_of(self._tracked.optimizers())) if known is not None else None
+        if self._layout is None or of is None or of != self._layout_of:
+            self._layout = _Layout(list(self._places()), list(self._replicas()))
+            self._layout_of = of
+        return self._layout
+
+    def _parameters_of(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[int]:
+        groups = [group["params"] for one in optimizers for group in one.param_groups]
+        return list(map(id, itertools.chain.from_iterable(groups)))
 
     def _places(self) -> Iterator[_Place]:
         """Every place with a gradient; of a parameter that several modules share, once."""
@@ -307,22 +388,28 @@ class GradientState:
         objects: dict[str, torch.Tensor] = {}
         doubtful: list[tuple[_Place, torch.Tensor]] = []
         self._left_out, self._saved = set(), step or 0
+        self._glances, self._token = [], object()
         owned, stepped = self._owned(self._known), self._owned(self._before.values())
-        for place in self._places():
-            if (gradient := place.read()) is None:
+        layout = self._now_laid_out()
+        ours, described = owned & stepped, _Described()
+        for place in layout.places:
+            gradient = place.parameter.grad if place.hidden is None else place.read()
+            if gradient is None:
                 continue
-            mine = id(place.parameter)
+            name, mine = place.name, id(place.parameter)
             if _stored_whole(gradient):
-                objects[place.name] = gradient.detach()
-            elif self._is_untouched_placeholder(place) or (
+                objects[name] = gradient.detach()
+            elif (self._watches and self._is_untouched_placeholder(place)) or (
                 place.hidden is None
-                and may_leave_out(
-                    owned=mine in owned, stepped=mine in stepped, seen_used=self._used.get(place.name)
-                )
+                and may_leave_out(owned=mine in owned, stepped=mine in ours, seen_used=self._used.get(name))
             ):
-                entries[place.name] = _described("spent", gradient)
-                self._left_out.add(place.name)
-                self._watch(place)
+                entries[name] = described("spent", gradient)
+                self._left_out.add(name)
+                if name in self._renewed and name not in self._watches:
+                    setattr(gradient, _MARK, self._token)
+                    self._glances.append(_Glance(place, _version(gradient)))
+                else:
+                    self._watch(place)
             else:
                 doubtful.append((place, gradient))
         zeros = _all_zero([gradient for _, gradient in doubtful])
@@ -331,13 +418,13 @@ class GradientState:
             kind = "zero" if is_zero else "stored"
             if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
                 kind = "zero" if is_zero else "local"  # a sum that was not made yet: of each rank's own
-            entries[place.name] = _described(kind, gradient)
+            entries[place.name] = described(kind, gradient)
             if not is_zero:
                 mine = id(place.parameter)
                 if step is not None and mine in owned and (mine not in stepped or self._used.get(place.name)):
                     self._tell("accumulated", _accumulated(place.name, step))
                 tensors[place.name] = _local(gradient) if kind == "local" else gradient.detach()
-        return tensors, {"entries": entries, "objects": objects, "unsynced": self._unsynced()}
+        return tensors, {"entries": entries, "objects": objects, "unsynced": _unsynced(layout)}
 
     def _is_untouched_placeholder(self, place: _Place) -> bool:
         watch = self._watches.get(place.name)
@@ -352,10 +439,6 @@ class GradientState:
                         "was called in this step, and scaler.update() was not. A checkpoint cannot hold "
                         "that: call scaler.update() before the step ends"
                     )
-
-    def _unsynced(self) -> list[str]:
-        """DDP replicas that will not send rank 0's buffers before their next forward, after `no_sync`."""
-        return [path for path, replica in self._replicas() if not replica.require_forward_param_sync]
 
     def _replicas(self) -> Iterator[tuple[str, nn.parallel.DistributedDataParallel]]:
         for name, model in self._tracked.models():
@@ -450,12 +533,16 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _version(gradient: torch.Tensor) -> int:
+    if type(gradient) is torch.Tensor:
+        return gradient._version
     inner: Any = gradient
     return int(inner._local_tensor._version if isinstance(gradient, DTensor) else gradient._version)
 
 
 def _stored_whole(gradient: torch.Tensor) -> bool:
     """Whether it is of a kind that cannot be stored as plain bytes under a name."""
+    if type(gradient) is torch.Tensor:  # most are
+        return gradient.layout is not torch.strided
     local: Any = _local(gradient)
     return local.layout is not torch.strided or is_traceable_wrapper_subclass(local)
 
@@ -482,9 +569,26 @@ def _all_zero(gradients: list[torch.Tensor]) -> list[bool]:
     return zero
 
 
-def _described(kind: str, gradient: torch.Tensor) -> dict[str, Any]:
-    placements = gradient.placements if isinstance(gradient, DTensor) else None
-    return {"kind": kind, "dtype": gradient.dtype, "shape": tuple(gradient.shape), "placements": placements}
+def _unsynced(layout: _Layout) -> list[str]:
+    """DDP replicas that will not send rank 0's buffers before their next forward, after `no_sync`."""
+    return [path for path, replica in layout.replicas if not replica.require_forward_param_sync]
+
+
+class _Described:
+    """What a resume needs to know of a gradient; of those that are alike it is one and the same object."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def __call__(self, kind: str, gradient: torch.Tensor) -> dict[str, Any]:
+        placements = None if type(gradient) is torch.Tensor else getattr(gradient, "placements", None)
+        alike = (kind, gradient.dtype, gradient.shape, placements)
+        found = self._known.get(alike)
+        if found is None:
+            found = {"kind": kind, "dtype": gradient.dtype, "shape": tuple(gradient.shape)}
+            found["placements"] = placements
+            self._known[alike] = found
+        return found
 
 
 def _made(place: _Place, entry: Mapping[str, Any], fill: Callable[..., torch.Tensor]) -> torch.Tensor:

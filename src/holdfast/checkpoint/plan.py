@@ -9,10 +9,11 @@ describe, and while nothing changes, nothing but a few summed integers is exchan
 from __future__ import annotations
 
 import functools
+import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -66,22 +67,44 @@ class Plan:
         """Of the items."""
         return [item.index.fqn for item in self.items]
 
+    @functools.cached_property
+    def raw_places(self) -> list[tuple[int, int]]:
+        """Where the items' own bytes are in the image, and how many."""
+        return [(item.raw_offset, item.raw_length) for item in self.layout.items]
+
 
 def signature_of(planner: SnapshotPlanner, world: int) -> str:
     """Of the structure, not the contents: what makes a plan fit."""
-    lines = [f"{world}"]
-    plain: dict[tuple[object, ...], str] = {}  # of many tensors few differ
-    for name, value in planner.state_dict.items():
+    state = planner.state_dict
+    if set(map(type, state.values())) == {torch.Tensor}:  # the usual case, of which there may be very many
         try:
-            if type(value) is torch.Tensor:
-                key = value.dtype, value.shape, value.layout, value.requires_grad
-                kind = plain.get(key) or plain.setdefault(key, _kind(value))
-            else:
-                kind = _kind(value)
+            kinds: Iterable[str] = map(_Kinds().__getitem__, map(_facts, state.values()))
+            return _digest(world, state, list(kinds))
+        except FAILURES:
+            pass  # the slow way names the one that it was
+    kinds = []
+    for name, value in state.items():
+        try:
+            kinds.append(_kind(value))
         except FAILURES as error:
             raise about(name, error) from error
-        lines.append(f"{name}\t{kind}")
-    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+    return _digest(world, state, kinds)
+
+
+def _digest(world: int, names: Iterable[str], kinds: Iterable[str]) -> str:
+    lines = "\n".join(map("\t".join, zip(names, kinds, strict=True)))
+    return xxhash.xxh3_128_hexdigest(f"{world}\n{lines}".encode())
+
+
+_facts = operator.attrgetter("dtype", "shape", "layout", "requires_grad")
+
+
+class _Kinds(dict[tuple[Any, ...], str]):
+    """What `_kind` says of plain tensors; of many few differ."""
+
+    def __missing__(self, facts: tuple[Any, ...]) -> str:
+        self[facts] = found = _plain_kind(*facts)
+        return found
 
 
 def structure_of(planner: SnapshotPlanner) -> str:
@@ -117,8 +140,12 @@ def _kind(value: object) -> str:
             f"sharded {value.dtype} {tuple(value.shape)} {tuple(local.shape)} {value.requires_grad} {where}"
         )
     if isinstance(value, torch.Tensor):
-        return f"plain {value.dtype} {tuple(value.shape)} {value.layout} {value.requires_grad}"
+        return _plain_kind(value.dtype, value.shape, value.layout, value.requires_grad)
     return f"other {type(value).__qualname__}"
+
+
+def _plain_kind(dtype: object, shape: Iterable[int], layout: object, requires_grad: bool) -> str:
+    return f"plain {dtype} {tuple(shape)} {layout} {requires_grad}"
 
 
 def make_plan(

@@ -21,6 +21,7 @@ from holdfast.checkpoint.frames import Frames
 from holdfast.checkpoint.gradient_state import GRADIENTS
 from holdfast.checkpoint.identity import CheckpointName, derive_id
 from holdfast.checkpoint.manifest import PartEntry, Proof
+from holdfast.checkpoint.optimizer_state import uncollected
 from holdfast.checkpoint.plan import Plan, make_plan, metadata_of, signature_of, structure_of
 from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.proof import Initial, Report, Subject, merge, prove
@@ -246,6 +247,7 @@ class Snapshotter:
                 f"{name} is saved without a proof that this run could resume from it: {self._proof.why_not}"
             )
 
+    @uncollected()
     def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]], step: int | None) -> _Collected:
         tensors, others = tracked.collect()
         with naming("the gradients"):

@@ -16,8 +16,9 @@ import torch
 from holdfast.checkpoint.device_stage import DeviceStager, Owned, Piece
 from holdfast.checkpoint.fork_stage import ForkedCopy
 from holdfast.checkpoint.host_stage import HostStager, Tell
+from holdfast.checkpoint.optimizer_state import uncollected
 from holdfast.checkpoint.snapshot import Snapshot
-from holdfast.checkpoint.staging import Buffer, stage_from_host
+from holdfast.checkpoint.staging import Buffer, is_cpu, stage_from_host
 from holdfast.checkpoint.state import Tracked
 from holdfast.policy.snapshot import Choice, Setting, Way, choose, owned_enough
 
@@ -123,10 +124,12 @@ class Stager:
         for device in devices:
             self._devices.prepare(device)
 
+    @uncollected()
     def stage(self, snapshot: Snapshot, buffer: Buffer, tracked: Tracked) -> Staged:
         """Begin to copy a snapshot into a buffer that was prepared for its plan."""
         tensors, items = snapshot.tensors, snapshot.plan.layout.items
-        elsewhere = [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
+        all_here = all(map(is_cpu, tensors))
+        elsewhere = [] if all_here else [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
         flight: Flight | None = None
         if elsewhere:  # first: what training may change soonest
             pieces = [Piece(tensors[at], items[at].raw_offset, items[at].raw_length, items[at].name)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import operator
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -30,6 +31,9 @@ log = logging.getLogger("holdfast.checkpoint")
 
 SLICE = 512 * 1024
 """Fingerprinted and copied at a time, so that the copy finds the bytes in the processor's cache."""
+
+
+is_cpu = operator.attrgetter("is_cpu")
 
 
 class Buffer:
@@ -118,7 +122,9 @@ def stage_from_host(
 
     `but`: the positions of those that are copied in another way.
     """
-    all_here = [at for at, tensor in enumerate(tensors) if tensor.is_cpu and at not in but]
+    all_here: Sequence[int] = range(len(tensors))
+    if but or not all(map(is_cpu, tensors)):
+        all_here = [at for at in all_here if tensors[at].is_cpu and at not in but]
     found, here = _stage_small(buffer, plan, tensors, known, all_here)
 
     def one(at: int) -> str:
@@ -146,22 +152,27 @@ def stage_from_host(
 
 
 def _stage_small(
-    buffer: Buffer, plan: Plan, tensors: Sequence[torch.Tensor], known: dict[int, str], here: list[int]
+    buffer: Buffer, plan: Plan, tensors: Sequence[torch.Tensor], known: dict[int, str], here: Sequence[int]
 ) -> tuple[dict[int, str], list[int]]:
     """Copy the small ones among these, which no thread is worth; their fingerprints, and who is left."""
-    items, base, size = plan.layout.items, int(buffer.bytes.ctypes.data), buffer.bytes.nbytes
+    base, size = int(buffer.bytes.ctypes.data), buffer.bytes.nbytes
+    memories = fingerprints.small_memories([tensors[at] for at in here])
     found: dict[int, str] = {}
     left: list[int] = []
-    for at in here:
-        item = items[at]
-        memory = fingerprints.small_bytes(tensors[at])
+    for at, memory, (offset, wanted) in zip(here, memories, _raw_places(plan, here), strict=True):
         if memory is None:
             left.append(at)
             continue
         length = len(memory)
-        if item.raw_length != length or not 0 <= item.raw_offset <= size - length:
+        if wanted != length or not 0 <= offset <= size - length:
+            item = plan.layout.items[at]
             check_size(item, length)
             raise SaveFailedError(f"{item.name} ends behind the staging buffer, which has {size} bytes")
         found[at] = known.get(at) or fingerprints.of_small(memory)
-        ctypes.memmove(base + item.raw_offset, memory, length)
+        ctypes.memmove(base + offset, memory, length)
     return found, left
+
+
+def _raw_places(plan: Plan, here: Sequence[int]) -> Iterable[tuple[int, int]]:
+    places = plan.raw_places
+    return places if len(here) == len(places) else [places[at] for at in here]

@@ -43,9 +43,12 @@ class Tracked:
         self._objects: dict[str, Stateful] = {}
         self._given: dict[str, object] = {}
         self._built: dict[str, module_state.Built] = {}
+        self._known: dict[str, module_state.Known] = {}
         self.gradients = GradientState(self)
         """What lies between backward and optimizer at a step boundary."""
         self._kinds: dict[str, str] = {}
+        """When the run began; and at the last `collect`."""
+        self._last_kinds: dict[str, str] = {}
 
     def add(self, name: str, thing: object) -> None:
         if name in (OWN, GRADIENTS) or not name.isidentifier():
@@ -67,6 +70,7 @@ class Tracked:
     def begin(self) -> None:
         """The script has built everything: what is loaded next, at every resume, is loaded into this."""
         self._built = {name: module_state.look_at(model) for name, model in self.models()}
+        self._known = {name: module_state.Known() for name in self._built}
         self._kinds = {name: self.kind(name) for name in self._objects}
 
     def names(self) -> list[str]:
@@ -77,17 +81,17 @@ class Tracked:
 
     def kind(self, name: str) -> str:
         thing = self._objects[name]
-        if isinstance(thing, nn.Module):
-            return "model"
-        return "optimizer" if self._owner(thing) is not None else "object"
+        return _kind(thing, self._owner(thing))
 
-    def _owner(self, thing: object) -> nn.Module | None:
+    def _owner(self, thing: object, *, just_collected: bool = False) -> nn.Module | None:
         """The tracked model that holds all of an optimizer's parameters, if there is one."""
         if not isinstance(thing, torch.optim.Optimizer):
             return None
         wanted = {id(parameter) for group in thing.param_groups for parameter in group["params"]}
-        for model in self._objects.values():
-            if isinstance(model, nn.Module) and wanted <= {id(p) for p in model.parameters()}:
+        for name, model in self.models():
+            known = self._known.get(name) if just_collected else None
+            there = known.parameter_ids if known is not None and known.holds else None
+            if wanted <= (there if there is not None else {id(p) for p in model.parameters()}):
                 return model
         return None
 
@@ -126,21 +130,48 @@ class Tracked:
         """(tensors by part, everything else by part). The tensors alias live state; they are not copies."""
         tensors: dict[str, Any] = {}
         others: dict[str, Any] = {}
+        models: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for name, model in self.models():  # first: optimizers go by what is found of them
+            with naming(f"track({name}=…), in its state_dict"):
+                models[name] = self._collect_model(name, model)
+        self._last_kinds = {}
         for name, thing in self._objects.items():
             with naming(f"track({name}=…), in its state_dict"):
-                self._refuse_another_kind(name)
-                if isinstance(thing, nn.Module):
-                    tensors[name], others[name] = module_state.collect(thing, name, self._built.get(name))
-                elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
-                    tensors[name], others[name] = optimizer_state.collect(name, thing, owner)
+                owner = self._owner(thing, just_collected=True)
+                self._last_kinds[name] = _kind(thing, owner)
+                self._refuse_another_kind(name, self._last_kinds[name])
+                if name in models:
+                    tensors[name], others[name] = models[name]
+                elif isinstance(thing, torch.optim.Optimizer) and owner is not None:
+                    names = self._names_in(owner)
+                    tensors[name], others[name] = optimizer_state.collect(name, thing, owner, names)
                 else:
                     others[name] = thing.state_dict()
         return tensors, others
 
-    def _refuse_another_kind(self, name: str) -> None:
+    def _names_in(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters' names, of a model that was just collected."""
+        known = next(self._known.get(name) for name, one in self.models() if one is model)
+        if known is None or not known.holds:
+            return optimizer_state.parameter_names(model)
+        if known.parameters is None:
+            known.parameters = optimizer_state.parameter_names(model)
+        return known.parameters
+
+    def _collect_model(self, name: str, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        if name not in self._built:
+            return module_state.collect(model, name, None)
+        return self._known[name].collect(model, name, self._built[name])
+
+    def unchanged(self) -> tuple[int, ...] | None:
+        """The same for as long as `collect` has found every model to have the parts that it had before."""
+        known = tuple(one.serial for one in self._known.values() if one.holds)
+        return known if len(known) == len(self.models()) else None
+
+    def _refuse_another_kind(self, name: str, kind: str) -> None:
         """An optimizer is saved by its parameters' names only as long as a tracked model has all of them."""
         was, thing = self._kinds.get(name), self._objects[name]
-        if was in (None, self.kind(name)):
+        if was in (None, kind):
             return
         if was == "optimizer" and isinstance(thing, torch.optim.Optimizer):
             optimizer_state.refuse_strangers(name, thing, self.models())
@@ -192,10 +223,17 @@ class Tracked:
             thing.load_state_dict(others[name])
 
     def parts(self, tensors: Mapping[str, Any]) -> dict[str, PartEntry]:
+        """Of what `collect` has just given."""
         return {
-            name: PartEntry(kind=self.kind(name), entries=_count(tensors.get(name, {})))
+            name: PartEntry(kind=self._last_kinds[name], entries=_count(tensors.get(name, {})))
             for name in self._objects
         }
+
+
+def _kind(thing: object, owner: nn.Module | None) -> str:
+    if isinstance(thing, nn.Module):
+        return "model"
+    return "optimizer" if owner is not None else "object"
 
 
 def _count(tree: Mapping[str, Any]) -> int:
