@@ -31,6 +31,7 @@ from holdfast.checkpoint.module_state import RECORD
 from holdfast.checkpoint.plan import signature_of
 from holdfast.checkpoint.planner import SnapshotPlanner, own_prefix
 from holdfast.checkpoint.state import Tracked, check_strict, flatten, from_blob, to_blob
+from holdfast.checkpoint.unchanged import Known
 from holdfast.errors import IncompleteStateError, SaveFailedError
 from tiny import forked
 from together import together
@@ -914,7 +915,7 @@ def test_what_the_last_save_found_out_is_never_used_for_a_model_that_has_changed
     change: Callable[[Any], object],
 ) -> None:
     model = _model()
-    built, known = module_state.look_at(model), module_state.Known()
+    built, known = module_state.look_at(model), Known()
     known.collect(model, "model", built)
     assert known.holds, "a plain model is one whose next save is told to be like the last"
     change(model)

@@ -920,12 +920,12 @@ def test_an_optimizer_of_the_usual_kind_is_taken_at_once_and_like_any_other(
     optimizer.step()
     change(model, optimizer)
     tensors, others = optimizer_state.collect("optimizer", optimizer, model)
-    taken_at_once = optimizer_state._collect_usual(
+    taken_at_once = optimizer_state.usual_entries(
         optimizer, optimizer.param_groups[0]["params"], optimizer.state_dict()
     )
     usual = ("nothing", "an entry gone", "entries in another order")
     assert (taken_at_once is not None) == any(change is UNUSUAL[name] for name in usual)
-    monkeypatch.setattr(optimizer_state, "_collect_usual", lambda *_: None)
+    monkeypatch.setattr(optimizer_state, "usual_entries", lambda *_: None)
     slowly, all_else = optimizer_state.collect("optimizer", optimizer, model)
     assert first_difference(others, all_else, "others") == ""
     assert list(others) == list(all_else)

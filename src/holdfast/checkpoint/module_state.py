@@ -18,13 +18,11 @@ and names what is not. Two things make it so:
 from __future__ import annotations
 
 import copy
-import itertools
-import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -172,14 +170,14 @@ def _registered(found: list[Member]) -> dict[str, torch.Tensor]:
     }
 
 
-def _same_memory(a: Any, b: Any) -> bool:
+def same_memory(a: Any, b: Any) -> bool:
     """Whether two tensors are the same elements of the same memory, so that writing one writes the other."""
     if isinstance(a, Wrapped) or isinstance(b, Wrapped):
         return (
             isinstance(a, Wrapped)
             and isinstance(b, Wrapped)
             and a.keys() == b.keys()
-            and all(_same_memory(a[key], b[key]) for key in a)
+            and all(same_memory(a[key], b[key]) for key in a)
         )
     if isinstance(a, DTensor) or isinstance(b, DTensor):
         return (
@@ -187,7 +185,7 @@ def _same_memory(a: Any, b: Any) -> bool:
             and isinstance(b, DTensor)
             and a.placements == b.placements
             and a.device_mesh == b.device_mesh
-            and _same_memory(a.to_local(), b.to_local())
+            and same_memory(a.to_local(), b.to_local())
         )
     if is_lazy(a) or is_lazy(b):
         return False
@@ -402,150 +400,6 @@ def _told(kind: tuple[object, ...] | None) -> str:
 # --- collecting -------------------------------------------------------------------------------------------
 
 
-_METHODS = operator.attrgetter(
-    "state_dict.__func__",
-    "load_state_dict.__func__",
-    "_save_to_state_dict.__func__",
-    "_load_from_state_dict.__func__",
-    "get_extra_state.__func__",
-    "set_extra_state.__func__",
-)
-_KEPT = operator.attrgetter("_parameters", "_buffers", "_non_persistent_buffers_set")
-_HOOKS = operator.attrgetter("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
-_KIND = operator.attrgetter("shape", "dtype", "requires_grad")
-_AS_TORCH_HAS_IT = frozenset(
-    (
-        nn.Module.state_dict,
-        nn.Module.load_state_dict,
-        nn.Module._save_to_state_dict,
-        load,
-        nn.Module.get_extra_state,
-        nn.Module.set_extra_state,
-    )
-    for load in PLAIN_LOADS
-)
-_training = operator.attrgetter("training")
-
-
-class _Seen(NamedTuple):
-    form: tuple[list[Any], ...]
-    """All that `collect` depends on, but for the contents."""
-    modules: list[nn.Module]
-    parameters: list[nn.Parameter]
-    buffers: list[torch.Tensor]
-
-
-def _see(model: nn.Module) -> _Seen | None:
-    """None of a model in which anything is not as torch has it. Hardly any Python runs for each module."""
-    try:
-        modules, level = [model], [model]
-        tree: list[Any] = []
-        while level:
-            below = [module._modules for module in level]
-            tree += map(len, below)
-            tree += itertools.chain.from_iterable(below)
-            level = [child for children in below for child in children.values() if child is not None]
-            tree += [len(level)]
-            modules += level
-        if not set(map(_METHODS, modules)) <= _AS_TORCH_HAS_IT or any(map(any, map(_HOOKS, modules))):
-            return None
-        parameters, buffers, loose = zip(*map(_KEPT, modules), strict=True)
-        values = list(itertools.chain.from_iterable(map(dict.values, parameters)))
-        others = list(itertools.chain.from_iterable(map(dict.values, buffers)))
-        if any(loose) or set(map(type, values)) != {nn.Parameter} or set(map(type, others)) - {torch.Tensor}:
-            return None
-        form = (
-            tree,
-            list(map(id, modules)),
-            list(map(type, modules)),
-            list(map(len, parameters)),
-            list(itertools.chain.from_iterable(parameters)),
-            list(map(len, buffers)),
-            list(itertools.chain.from_iterable(buffers)),
-            list(map(id, values)),
-            list(map(_KIND, values)),
-            list(map(_KIND, others)),
-            list(map(_training, modules)),
-        )
-    except (AttributeError, TypeError):  # a method that is not its class's; dicts that are none
-        return None
-    return _Seen(form, modules, values, others)
-
-
-class Known:
-    """What the last save of a model has found out, for as long as nothing but its contents changes.
-
-    With thousands of modules it is asking each of them again that takes the time of a save. What is compared
-    keeps no module and no tensor alive: an object that is another one at the same place in memory, of the
-    same kind and name, gives the same.
-    """
-
-    def __init__(self) -> None:
-        self.serial = 0
-        """Goes up whenever something was not as before."""
-        self.parameters: dict[str, nn.Parameter] | None = None
-        """By name; kept here by whoever needs them."""
-        self.parameter_ids: frozenset[int] = frozenset()
-        self._form: tuple[list[Any], ...] | None = None
-        self._about: tuple[Built, Mapping[str, Any]] | None = None
-        self._names: list[str] = []
-        self._pick: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = tuple
-        self._record: dict[str, Any] = {}
-
-    def collect(self, model: nn.Module, part: str, built: Built) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As the function `collect` does."""
-        seen = _see(model)
-        if seen is not None and seen.form == self._form and self._is_about(built):
-            with torch.no_grad():
-                tensors = list(map(torch.Tensor.detach, self._pick([*seen.parameters, *seen.buffers])))
-            return dict(zip(self._names, tensors, strict=True)), dict(self._record)
-        self.serial += 1
-        self._form = self.parameters = None
-        tensors_now, others = collect(model, part, built)
-        if seen is not None:
-            self._keep(model, seen, tensors_now, others, built)
-        return tensors_now, others
-
-    @property
-    def holds(self) -> bool:
-        """Whether the next save can be told to be like the last one at all."""
-        return self._form is not None
-
-    def _is_about(self, built: Built) -> bool:
-        return self._about is not None and self._about[0] is built and self._about[1] is built.loaded
-
-    def _keep(
-        self,
-        model: nn.Module,
-        seen: _Seen,
-        tensors: dict[str, Any],
-        others: dict[str, Any],
-        built: Built,
-    ) -> None:
-        """If each tensor is one that is registered, and there is nothing else."""
-        live = [*seen.parameters, *seen.buffers]
-        first: dict[int, tuple[int, int]] = {}
-        """Where in these a module's parameters begin, and its buffers."""
-        parameters, buffers = 0, len(seen.parameters)
-        for module in seen.modules:
-            first.setdefault(id(module), (parameters, buffers))
-            parameters, buffers = parameters + len(module._parameters), buffers + len(module._buffers)
-        positions: dict[str, int] = {}
-        for member in members(model):
-            own, kept = first[id(member.module)]
-            for at, leaf in enumerate(member.module._parameters):
-                positions[member.name + leaf] = own + at
-            for at, leaf in enumerate(member.module._buffers):
-                positions[member.name + leaf] = kept + at
-        if positions.keys() != tensors.keys() or len(live) < 2 or not others.keys() <= {RECORD}:
-            return
-        if all(_same_memory(tensors[name], live[at].detach()) for name, at in positions.items()):
-            self._names = list(tensors)
-            self._pick = operator.itemgetter(*(positions[name] for name in self._names))
-            self.parameter_ids = frozenset(map(id, seen.parameters))
-            self._record, self._form, self._about = others, seen.form, (built, built.loaded)
-
-
 def collect(model: nn.Module, part: str, built: Built | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors by name, everything else by name); the tensors alias live state where the state_dict's do."""
     with torch.no_grad():
@@ -623,7 +477,7 @@ def _is_in_place(name: str, value: Any, registered: Mapping[str, torch.Tensor], 
     memory = registered.get(name)
     if memory is None or names.owner(name).foreign:
         return False
-    return _same_memory(value, split({name: memory.detach()}, "")[0][name])
+    return same_memory(value, split({name: memory.detach()}, "")[0][name])
 
 
 def _is_extra(name: str, owner: Member) -> bool:

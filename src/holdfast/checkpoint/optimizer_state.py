@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.adapters import Wrapped, unwrapped
 from holdfast.checkpoint.failures import FAILURES, about
+from holdfast.checkpoint.unchanged import usual_entries
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 
 Path = tuple[str, ...]
@@ -176,7 +176,7 @@ def collect(
         {**group, "params": [name_of[id(order[at])] for at in group["params"]]}
         for group in given["param_groups"]
     ]
-    usual = _collect_usual(optimizer, order, given)
+    usual = usual_entries(optimizer, order, given)
     if usual is not None:
         of, entries = usual
         of_names = [name_of[id(parameter)] for parameter in of]
@@ -226,59 +226,6 @@ def collect(
     others |= {key: value for key, value in unusual.items() if value}
     others |= {"keys": keys, "tensors": lifting.unusual}
     return lifting.tree, others
-
-
-_layout, _is_quantized, _device, _shape, _requires_grad = map(
-    operator.attrgetter, ("layout", "is_quantized", "device", "shape", "requires_grad")
-)
-
-
-def _collect_usual(
-    optimizer: Optimizer, order: list[torch.Tensor], given: Mapping[str, Any]
-) -> tuple[list[torch.Tensor], list[dict[str, Any]]] | None:
-    """The parameters that have an entry, and these, where there is nothing that a load has to be told of any.
-
-    That is so for torch's own optimizers on plain parameters, and nothing is asked of one tensor alone: with
-    tens of thousands of them that takes most of a save. None if something is not, or may not be, as usual.
-    """
-    keys, entries = list(given["state"]), list(given["state"].values())
-    if not entries or given.keys() != {"state", "param_groups"} or set(map(type, keys)) != {int}:
-        return None
-    if min(keys) < 0 or max(keys) >= len(order) or set(map(type, entries)) != {dict}:
-        return None
-    parameters = [order[key] for key in keys]
-    if list(map(id, optimizer.state)) != list(map(id, parameters)):
-        return None
-    if list(map(id, optimizer.state.values())) != list(map(id, entries)):  # made by its state_dict
-        return None
-    forms = set(map(tuple, entries))
-    form = forms.pop()
-    if forms or not form or set(map(type, form)) != {str} or set(map(type, order)) != {nn.Parameter}:
-        return None
-    where = set(map(_device, parameters))
-    on_device = {bool(g.get("capturable") or g.get("fused")) for g in optimizer.param_groups}
-    if len(where) > 1 or len(on_device) > 1:
-        return None
-    (device,) = where
-    shapes, strides = list(map(_shape, parameters)), list(map(torch.Tensor.stride, parameters))
-    memory = list(map(torch.Tensor.data_ptr, order))
-    for key in form:
-        column = [entry[key] for entry in entries]
-        if set(map(type, column)) != {torch.Tensor} or set(map(_layout, column)) != {torch.strided}:
-            return None
-        if any(map(_is_quantized, column)) or any(map(_requires_grad, column)):
-            return None
-        sizes = list(map(_shape, column))
-        step = key == "step" and not any(sizes)
-        if not step and (sizes != shapes or list(map(torch.Tensor.stride, column)) != strides):
-            return None
-        usual = device if not step or on_device == {True} else torch.device("cpu")
-        if set(map(_device, column)) != {usual}:
-            return None
-        memory += map(torch.Tensor.data_ptr, column)
-    if len(set(memory)) < len(memory):  # some are in the same memory, or have none
-        return None
-    return parameters, entries
 
 
 def _is_packed(given: Any, count: int) -> bool:

@@ -24,6 +24,7 @@ from holdfast.checkpoint.adapters import GeneratorState, Stateful, TrackerState,
 from holdfast.checkpoint.failures import naming
 from holdfast.checkpoint.gradient_state import GRADIENTS, GradientState
 from holdfast.checkpoint.manifest import PartEntry
+from holdfast.checkpoint.unchanged import Known
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 
 OWN = "holdfast"
@@ -43,7 +44,7 @@ class Tracked:
         self._objects: dict[str, Stateful] = {}
         self._given: dict[str, object] = {}
         self._built: dict[str, module_state.Built] = {}
-        self._known: dict[str, module_state.Known] = {}
+        self._known: dict[str, Known] = {}
         self.gradients = GradientState(self)
         """What lies between backward and optimizer at a step boundary."""
         self._kinds: dict[str, str] = {}
@@ -70,7 +71,7 @@ class Tracked:
     def begin(self) -> None:
         """The script has built everything: what is loaded next, at every resume, is loaded into this."""
         self._built = {name: module_state.look_at(model) for name, model in self.models()}
-        self._known = {name: module_state.Known() for name in self._built}
+        self._known = {name: Known() for name in self._built}
         self._kinds = {name: self.kind(name) for name in self._objects}
 
     def names(self) -> list[str]:
