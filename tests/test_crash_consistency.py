@@ -63,11 +63,11 @@ def test_a_save_makes_the_operations_that_the_kill_points_are_chosen_from(tmp_pa
 
 
 def test_sigkill_at_points_all_over_a_save_leaves_the_newest_commit_complete(tmp_path: Path) -> None:
-    """Scenario 5; case Lightning#688, #19970. Every fourth operation, and all around the rename."""
+    """Scenario 5; case Lightning#688, #19970. Every eighth operation, and all around the rename."""
     reference = train(tmp_path / "reference", until=9)
     seen = operations_of_a_save(tmp_path / "count")
     renames = [number for number, name in enumerate(seen) if name == "rename"]
-    points = sorted({*range(0, len(seen), 4), *(r + d for r in renames for d in (-1, 0, 1)), len(seen) - 1})
+    points = sorted({*range(0, len(seen), 8), *(r + d for r in renames for d in (-1, 0, 1)), len(seen) - 1})
     resumed_from_new = 0
     for point in points:
         run_dir = tmp_path / f"run-{point}"

@@ -63,6 +63,7 @@ def test_a_rank_that_hangs_in_a_step_is_found_named_and_replaced(tmp_path: Path)
     assert report["hung"]
 
 
+@pytest.mark.drill
 def test_a_rank_that_waits_for_the_first_step_of_another_is_no_hang(tmp_path: Path) -> None:
     """Rank 1 takes longer than a step in its first one, and may; rank 0 waits for it in the second."""
     limit = "monitor.rank_section_timeouts=setup:16,step:1,checkpointing:4"

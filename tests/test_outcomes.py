@@ -39,7 +39,13 @@ def in_the_docs(case: Case) -> str:
     return row
 
 
-@pytest.mark.parametrize("case", DIAGONAL, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.drill] if case.wrap == "fsdp" else [])
+        for case in DIAGONAL
+    ],
+)
 def test_a_diagonal_of_the_table_of_outcomes(tmp_path: Path, case: Case) -> None:
     seen = play(case, tmp_path)
     check(case, seen)

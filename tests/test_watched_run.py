@@ -317,6 +317,7 @@ def test_all_ranks_come_to_the_same_fault_and_it_varies_between_launches() -> No
         choose(named, "a", 8)
 
 
+@pytest.mark.drill
 def test_in_a_restartable_function_one_process_is_one_attempt_after_the_other(tmp_path: Path) -> None:
     """Each run reads anew what the environment says by then, and hangs up when its function is left."""
     pids: dict[int, int] = {}

@@ -106,11 +106,11 @@ def kill_a_writer_at(points: Iterable[int], directory: Path, reference: Outcome)
 def test_a_writer_killed_at_points_all_over_its_work_is_replaced_and_the_save_committed_once(
     tmp_path: Path, reference: Outcome
 ) -> None:
-    """SIGKILL at every 24th file operation and around a commit; the rest in `make drill`."""
+    """SIGKILL at every 48th file operation and around a commit; the rest in `make drill`."""
     seen = operations_of_a_writer(tmp_path / "count")
     assert {"open", "pwrite", "fsync", "rename", "link", "mkdir"} <= set(seen)
     renames = [at for at, name in enumerate(seen) if name == "rename"]
-    points = sorted({*range(0, len(seen), 24), *(renames[0] + d for d in (-1, 0, 1))})
+    points = sorted({*range(0, len(seen), 48), *(renames[0] + d for d in (-1, 0, 1))})
     assert kill_a_writer_at(points, tmp_path, reference) >= len(points) - 2
 
 
