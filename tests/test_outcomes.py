@@ -68,7 +68,8 @@ AS_THEY_COME = {"validation.rerun_mode": "disabled"}
     ("case", "attempts"),
     [
         pytest.param(
-            Case("data", "none", devices="", settings=AS_THEY_COME, kill=14, every=12), 3, id="one checkpoint"
+            Case("data", "none", devices="", settings=AS_THEY_COME, kill=14, every=12), 3,
+            marks=pytest.mark.drill, id="one checkpoint",
         ),
         pytest.param(
             Case("data", "none", devices="", settings=AS_THEY_COME, kill=14), 4,

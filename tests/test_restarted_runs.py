@@ -186,7 +186,8 @@ def control_of(place: Path) -> ControlDirectory:
     return ControlDirectory.open(place / "run")
 
 
-@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.drill), "after"])
+@pytest.mark.drill
+@pytest.mark.parametrize("where", ["before", "after"])
 def test_the_first_step_may_stand_still_for_longer_and_so_may_who_waits_for_it(
     tmp_path: Path, where: str
 ) -> None:
