@@ -27,7 +27,7 @@ from holdfast.checkpoint.manifest import Versions
 from holdfast.checkpoint.roundtrip import changes, first_difference
 from holdfast.checkpoint.state import Tracked, from_blob, to_blob
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
-from holdfast.journal.events import Warned
+from holdfast.journal.events import SaveFailed, Warned
 from holdfast.journal.reader import read_journal
 from holdfast.worker.slots import local_part
 from holdfast.worker.versions import changes_since
@@ -599,3 +599,45 @@ def test_gradients_that_ranks_accumulate_without_a_reduction_resume_exactly(
     for found in together(tmp_path, 2, work):
         assert found[-1] == found[0]
     assert stored_gradients(tmp_path / "parts")[6]
+
+
+@pytest.mark.parametrize("clear", [None, True, False])
+def test_a_gradient_that_is_zero_in_one_ranks_shard_is_judged_alike_by_all(
+    tmp_path: Path, clear: bool | None
+) -> None:
+    """Rows of an embedding that no sample has: what a shard holds must not decide for its rank alone.
+
+    `clear` is what `zero_grad` is told to set gradients to None; without it they are accumulated.
+    """
+
+    def train(run_dir: Path, leave_at: int) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Embedding(8, 3)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run = holdfast.Run(run_dir=run_dir, checkpoint_interval=1)
+        run.track(model=model, optimizer=optimizer)
+        steps = run.steps([torch.tensor([0, 1]), torch.tensor([1, 2])], until=7)
+        for step, ids in steps:
+            if clear is not None:
+                optimizer.zero_grad(set_to_none=clear)
+            model(ids).square().mean().backward()
+            if clear is not None or step % 4 == 0:
+                optimizer.step()
+            if step == leave_at:
+                cast("Generator[Any, Any, Any]", steps).close()
+                break
+        return [local_part(value).numpy().tobytes().hex() for value in model.state_dict().values()]
+
+    def work(rank: int) -> list[list[str]]:
+        found = [train(tmp_path / "whole", 0)]
+        for leave_at in (3, 6, 0):
+            dist.barrier()
+            found.append(train(tmp_path / "parts", leave_at))
+        return found
+
+    for found in together(tmp_path, 2, work):
+        assert found[-1] == found[0]
+    for run_dir in (tmp_path / "whole", tmp_path / "parts"):
+        bodies = [line.body for line in read_journal(run_dir / "journal")]
+        assert [body.error for body in bodies if isinstance(body, SaveFailed)] == []

@@ -17,7 +17,8 @@ each backward are not looked at so closely then: that the tensor is another one 
 the close look begins anew. Left out is only what an optimizer of torch's has stepped since the boundary
 before, and what was seen cleared, and never used, until then. In its place a resume puts a placeholder of
 NaNs: a loop that clears gradients clears it too, and to use it is an error that names it. What is all zeros
-is not stored either, but comes back as zeros: an optimizer treats these differently from no gradient.
+is not stored either, but comes back as zeros: an optimizer treats these differently from no gradient. Of a
+gradient that ranks share out among them no rank judges by what its own part holds.
 
 Where they are kept: a gradient in its parameter's `grad`, plain or a DTensor; under DDP's `no_sync` each rank
 has its own, which the planner stores apart; what FSDP2 has accumulated without a reduction is in its own
@@ -129,7 +130,7 @@ class _Watch:
             return self.place.by_autograd and not all_zero(gradient)
         if _version(gradient) == self.version:
             return None
-        return not all_zero(gradient)
+        return _is_shared_out(gradient) or not all_zero(gradient)
 
     def before_use(self) -> None:
         """Autograd is about to add to it, or only calculates a gradient: `after_use` tells."""
@@ -415,15 +416,18 @@ class GradientState:
         zeros = _all_zero([gradient for _, gradient in doubtful])
         tensors: dict[str, torch.Tensor] = {}
         for (place, gradient), is_zero in zip(doubtful, zeros, strict=True):
-            kind = "zero" if is_zero else "stored"
+            left_out = is_zero and not _is_shared_out(gradient)
+            kind = "zero" if left_out else "stored"
             if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-                kind = "zero" if is_zero else "local"  # a sum that was not made yet: of each rank's own
+                kind = "zero" if left_out else "local"  # a sum that was not made yet: of each rank's own
             entries[place.name] = described(kind, gradient)
-            if not is_zero:
-                mine = id(place.parameter)
-                if step is not None and mine in owned and (mine not in stepped or self._used.get(place.name)):
-                    self._tell("accumulated", _accumulated(place.name, step))
-                tensors[place.name] = _local(gradient) if kind == "local" else gradient.detach()
+            if left_out:
+                continue
+            mine = id(place.parameter)
+            seen = step is not None and mine in owned and not is_zero
+            if seen and (mine not in stepped or self._used.get(place.name)):
+                self._tell("accumulated", _accumulated(place.name, step or 0))
+            tensors[place.name] = _local(gradient) if kind == "local" else gradient.detach()
         return tensors, {"entries": entries, "objects": objects, "unsynced": _unsynced(layout)}
 
     def _is_untouched_placeholder(self, place: _Place) -> bool:
@@ -530,6 +534,12 @@ def _modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     whole: Any = tensor.detach()
     return whole._local_tensor if isinstance(whole, DTensor) else whole
+
+
+def _is_shared_out(gradient: torch.Tensor) -> bool:
+    """Whether each rank holds a part of it: then what is in one part must not decide, or ranks would differ,
+    and a checkpoint with some parts of it alone cannot be planned."""
+    return isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
 
 
 def _version(gradient: torch.Tensor) -> int:
