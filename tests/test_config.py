@@ -494,7 +494,7 @@ def test_an_environment_name_like_no_setting_is_told_and_not_refused(
 ) -> None:
     """Others, too, have variables that begin with a name as common as ours."""
     load(environ={"HOLDFAST_HOME": "/opt", "HOLDFAST_API_TOKEN": "secret"})
-    assert "HOLDFAST_HOME in the environment is no setting, and is not used" in caplog.text
+    assert "HOLDFAST_HOME in the environment is not a setting; it is ignored" in caplog.text
     assert "secret" not in caplog.text
     caplog.clear()
     load(environ={"HOLDFAST_HOME": "/opt", "HOLDFAST_LAUNCH": "{}"})

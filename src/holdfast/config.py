@@ -388,7 +388,7 @@ def load(
                     name, environ[name], "environment", {f.key: f.environment for f in FIELDS.values()}
                 )
             elif not environ.get("HOLDFAST_LAUNCH"):  # else the launcher has said so
-                log.warning("holdfast: %s in the environment is no setting, and is not used", _name(name))
+                log.warning("holdfast: %s in the environment is not a setting; it is ignored", _name(name))
     for key, text in (command_line or {}).items():
         if field := FIELDS.get(key):
             into.take(field, text, "command line", text=True)
