@@ -6,12 +6,19 @@ import ast
 import functools
 import importlib
 import logging
+import pickle
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from harness import REPO
 from holdfast import torch_internals
@@ -135,6 +142,23 @@ def test_a_part_that_is_gone_is_told_at_start_and_training_goes_on(
     assert any("has no torch_of_tomorrow._gone" in line and "it does without" in line for line in told)
     assert any("newer than every release" in line for line in told)
     assert not any("nobody_imported" in line for line in told)
+
+
+@pytest.mark.parametrize("fields", [5, 6])
+def test_metadata_of_a_later_torch_is_read_by_an_earlier_one(
+    fields: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From torch 2.14 on the strides are a sixth field. A run that tried it must be able to go back."""
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([3]))
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([3]), [chunk])
+    state = (*entry.properties.__getstate__()[:5], (1,))[:fields]
+    with monkeypatch.context() as later:
+        later.setattr(TensorProperties, "__getstate__", lambda _: state)
+        data = pickle.dumps(Metadata(state_dict_metadata={"weight": entry}))
+    read = torch_internals.load_metadata(data).state_dict_metadata["weight"]
+    assert isinstance(read, TensorStorageMetadata)
+    assert type(read.properties) is TensorProperties
+    assert (read.properties.dtype, read.size, read.chunks) == (torch.bfloat16, entry.size, entry.chunks)
 
 
 def test_what_holdfast_cannot_do_without_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

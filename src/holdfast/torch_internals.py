@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
+import pickle
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
         ActivationWrapper as ActivationWrapper,
     )
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten_state_dict
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.tensor._utils import (
         compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
     )
@@ -216,6 +219,34 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         part: torch.Tensor = getattr(tensor, "_local_tensor")  # noqa: B009 - unknown to type checkers
         return part.detach()  # the whole's takes hundreds of times as long
     return tensor.detach()
+
+
+# --- DCP's metadata ----------------------------------------------------------------------------------------
+
+
+def load_metadata(data: bytes) -> Metadata:
+    """Unpickle `.metadata`, whose bytes the caller has verified.
+
+    From torch 2.14 on a tensor's properties have one field more, its strides, which nothing reads, and which
+    an older torch does not take: without this, a run could not go back to the release that it came from.
+    """
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    class Properties(TensorProperties):
+        def __setstate__(self, state: tuple[Any, ...]) -> None:
+            super().__setstate__(state[:5])  # type: ignore[no-untyped-call]
+            self.__class__ = TensorProperties  # type: ignore[assignment]
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found = super().find_class(module, name)
+            return Properties if found is TensorProperties else found
+
+    try:
+        found: Metadata = pickle.loads(data)
+    except ValueError:
+        found = Reader(io.BytesIO(data)).load()
+    return found
 
 
 # --- FSDP2 -------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as Pending
@@ -41,7 +40,7 @@ from holdfast.checkpoint.shards import SLICE, OpenShard, Shard, ShardFile
 from holdfast.checkpoint.writer import plain
 from holdfast.errors import CheckpointError
 from holdfast.files import read_regular
-from holdfast.torch_internals import StorageInfo, narrow_tensor_by_index
+from holdfast.torch_internals import StorageInfo, load_metadata, narrow_tensor_by_index
 
 IN_PLACE = 64 * 1024
 """Items at least this large are read one by one; smaller ones together, as far as they lie side by side."""
@@ -104,7 +103,7 @@ class VerifyingReader(FileSystemReader):
             found = digest_bytes(data)
             if found != entry.digest:
                 raise CheckpointError(f"altered {METADATA}: expected {entry.digest}, found {found}")
-            self._metadata = pickle.loads(data)
+            self._metadata = load_metadata(data)
         return self._metadata
 
     def expect(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
