@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
 
 
 SHOWN = ("2.11", "2.13", "2.15")
-"""Releases of torch on which the whole test suite was run and passed; those between have what these have."""
+"""Releases of torch that the tests were run on (docs/torch.md says which); those between have what these have."""
 
 
 @dataclass(frozen=True)
