@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo packages test lint format bench drill gpu clean
+.PHONY: help demo packages test lint format bench drill gpu compat clean
 
 help:
 	@echo "make demo    train, kill a rank, corrupt a checkpoint, recover, compare with an undisturbed run"
@@ -12,6 +12,7 @@ help:
 	@echo "make lint    ruff and mypy only"
 	@echo "make drill   the slow fault drills"
 	@echo "make bench   benchmarks against plain DCP, written to bench/results.json"
+	@echo "make compat TORCH=2.15.0    the whole test suite on another torch, in an environment of its own"
 	@echo "make gpu     the tests that need a CUDA device (uses the python3 that has torch)"
 
 $(READY): pyproject.toml constraints.txt
@@ -45,6 +46,15 @@ bench: $(READY)
 drill: $(READY) packages
 	$(BIN)/python -m pytest -m drill --timeout 900
 	$(BIN)/python -m pytest -m "hypothesis and not drill" --hypothesis-profile search --timeout 900
+
+# Away from the constraints: this torch, and with it the CUDA packages that its index has for it (gigabytes).
+COMPAT := .venv-torch-$(TORCH)
+compat: packages
+	@test -n "$(TORCH)" || { echo "say which torch: make compat TORCH=2.15.0" >&2; exit 2; }
+	test -e $(COMPAT)/.ready || { $(PYTHON) -m venv $(COMPAT) && \
+	  $(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" --editable ".[dev]" && \
+	  touch $(COMPAT)/.ready; }
+	$(COMPAT)/bin/python -m pytest -m "not drill" --numprocesses 2 --dist worksteal
 
 gpu:
 	PYTHONPATH="src:tests:$$PYTHONPATH" $(PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store
 
 from harness import Job, job, wait_until
 from holdfast.inprocess.keeper import Keeper

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 import holdfast
 import tiny

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -29,7 +30,7 @@ from holdfast.checkpoint.state import Tracked, from_blob, to_blob
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 from holdfast.journal.events import SaveFailed, Warned
 from holdfast.journal.reader import read_journal
-from holdfast.worker.slots import local_part
+from holdfast.torch_internals import local_part
 from holdfast.worker.versions import changes_since
 from tiny import build, checkpoints
 from together import together
@@ -599,6 +600,40 @@ def test_gradients_that_ranks_accumulate_without_a_reduction_resume_exactly(
     for found in together(tmp_path, 2, work):
         assert found[-1] == found[0]
     assert stored_gradients(tmp_path / "parts")[6]
+
+
+def test_gradients_that_are_not_yet_reduced_between_replicas_are_refused_by_name(tmp_path: Path) -> None:
+    """FSDP2 over replicas keeps them where no parameter shows them; a resume without them would differ."""
+
+    def work(rank: int) -> str:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+        model: Any = nn.Linear(3, 3)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
+        run.track(model=model, optimizer=optimizer)
+        run.start()
+        run.begin_step()
+        model.set_requires_all_reduce(False)
+        model(torch.ones(2, 3) + rank).sum().backward()
+        run.end_step()
+        with pytest.raises(SaveFailedError) as refused:
+            run.save()
+        told = str(refused.value)
+        run.begin_step()
+        model.set_requires_all_reduce(True)
+        model(torch.ones(2, 3) + rank).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.end_step()
+        assert run.save().step == 2
+        run.finish()
+        return told
+
+    for told in together(tmp_path, 2, work):
+        assert "the gradients of model are reduced within each replica" in told
+        assert "set_requires_all_reduce(False)" in told
 
 
 @pytest.mark.parametrize("clear", [None, True, False])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 import pytest
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store
 
 from harness import wait_until
 from holdfast.control.hosted_store import HostedStore, connect

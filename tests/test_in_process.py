@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from harness import wait_until
 from holdfast.control.attempts import FailureRecord

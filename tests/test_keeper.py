@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from harness import await_child, job, wait_until
 from holdfast.control.hosted_store import HostedStore, connect

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import msgspec
 import pytest
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from harness import wait_until
 from holdfast.control.hosted_store import HostedStore

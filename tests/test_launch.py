@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from harness import REPO, Job, finish, holdfast, job, wait_until

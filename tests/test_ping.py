@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from harness import REPO, Job, finish, free_port, job, python, wait_until
 from harness import holdfast as holdfast_run

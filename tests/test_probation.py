@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from holdfast.checkpoint.identity import CheckpointName, parse_name
 from holdfast.checkpoint.manifest import Manifest, Versions, Windows, World

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoints import list_file, seal

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from harness import wait_until
 from holdfast.control.decisions import await_key, read_key

@@ -172,7 +172,7 @@ def test_where_the_wakeup_descriptor_is_anothers_the_count_of_the_handler_is_eno
             train_alone(tmp_path / "run", at_step=ask)
         finally:
             assert signal.set_wakeup_fd(-1) == write
-            # Not the first byte: a handler that an earlier test left (a loader's, for SIGCHLD) writes too.
+            # Perhaps not first: a handler that an earlier test left (a loader's, for SIGCHLD) writes too.
             assert signal.SIGTERM in os.read(read, 100)
 
     assert forked(work) == STOPPED

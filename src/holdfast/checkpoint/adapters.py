@@ -13,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.failures import FAILURES, about
 from holdfast.errors import IncompleteStateError
+from holdfast.torch_internals import is_traceable_wrapper_subclass
 
 
 @runtime_checkable

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from holdfast.checkpoint import fingerprint
 from holdfast.checkpoint.failures import naming
@@ -36,6 +35,7 @@ from holdfast.checkpoint.lanes import CudaLane, DeviceMemory, Lane, Mark
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.journal.render import plural, size
 from holdfast.policy.snapshot import Way, clone_bytes
+from holdfast.torch_internals import tree_leaves
 
 ALIGNMENT = 512
 BUCKET = 1024**3

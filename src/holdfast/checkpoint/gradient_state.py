@@ -37,11 +37,18 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.errors import CheckpointError, IncompleteStateError, SaveFailedError
+from holdfast.torch_internals import (
+    ShardedParameter,
+    compute_local_shape_and_global_offset,
+    has_partial_reduction,
+    is_traceable_wrapper_subclass,
+    local_part,
+    scaler_findings,
+    sharded_parameters,
+)
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.state import Tracked
@@ -83,26 +90,17 @@ class _Place:
     parameter: torch.Tensor
     by_autograd: bool
     """Whether autograd adds to it, so that hooks on the parameter see that. FSDP2 sets its own."""
-    hidden: Any = None
-    """FSDP2's record of the parameter, if what it keeps to itself is meant."""
+    hidden: ShardedParameter | None = None
+    """If what FSDP2 keeps to itself is meant."""
 
     def read(self) -> torch.Tensor | None:
-        if self.hidden is None:
-            return self.parameter.grad
-        found: torch.Tensor | None = getattr(self.hidden, "unsharded_accumulated_grad", None)
-        if found is None:
-            whole = getattr(self.hidden, "_unsharded_param", None)  # there is none before the first forward
-            found = whole.grad if whole is not None else None
-        return found
+        return self.parameter.grad if self.hidden is None else self.hidden.gradient()
 
     def write(self, gradient: torch.Tensor | None) -> None:
         if self.hidden is None:
             self.parameter.grad = gradient
-            return
-        self.hidden.unsharded_accumulated_grad = gradient
-        whole = getattr(self.hidden, "_unsharded_param", None)
-        if whole is not None:
-            whole.grad = None
+        else:
+            self.hidden.set_gradient(gradient)
 
 
 @dataclass(eq=False)
@@ -170,6 +168,8 @@ class _Layout:
 
     places: list[_Place]
     replicas: list[tuple[str, nn.parallel.DistributedDataParallel]]
+    sharded: list[tuple[str, nn.Module]]
+    """Modules at which FSDP2 shards."""
 
 
 class GradientState:
@@ -341,7 +341,13 @@ class GradientState:
         known = self._tracked.unchanged()
         of = (known, self._parameters_of(self._tracked.optimizers())) if known is not None else None
         if self._layout is None or of is None or of != self._layout_of:
-            self._layout = _Layout(list(self._places()), list(self._replicas()))
+            sharded = [
+                (path, module)
+                for name, model in self._tracked.models()
+                for path, module in _modules(model, name, set())
+                if sharded_parameters(module)
+            ]
+            self._layout = _Layout(list(self._places()), list(self._replicas()), sharded)
             self._layout_of = of
         return self._layout
 
@@ -357,14 +363,12 @@ class GradientState:
             paths = {id(module): path for path, module in modules}
             for path, module in modules:
                 for sharded in sharded_parameters(module):
-                    if id(sharded) not in seen:
-                        info = sharded._module_info
-                        where = f"{paths.get(id(info.module), path)}.{info.param_name}"
-                        seen |= {id(sharded), id(sharded.sharded_param)}
-                        if (whole := getattr(sharded, "_unsharded_param", None)) is not None:
-                            seen.add(id(whole))
-                        yield _Place(where, sharded.sharded_param, by_autograd=False)
-                        yield _Place(f"{where}.unsharded", sharded.sharded_param, False, sharded)
+                    if id(sharded.record) not in seen:
+                        home, key = sharded.place
+                        where = f"{paths.get(id(home), path)}.{key}"
+                        seen |= {id(sharded.record), id(sharded.parameter), id(sharded.whole)}
+                        yield _Place(where, sharded.parameter, by_autograd=False)
+                        yield _Place(f"{where}.unsharded", sharded.parameter, False, sharded)
             for path, module in modules:
                 for key, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) not in seen:
@@ -392,6 +396,7 @@ class GradientState:
         self._glances, self._token = [], object()
         owned, stepped = self._owned(self._known), self._owned(self._before.values())
         layout = self._now_laid_out()
+        _refuse_half_a_reduction(layout)
         ours, described = owned & stepped, _Described()
         for place in layout.places:
             gradient = place.parameter.grad if place.hidden is None else place.read()
@@ -427,7 +432,7 @@ class GradientState:
             seen = step is not None and mine in owned and not is_zero
             if seen and (mine not in stepped or self._used.get(place.name)):
                 self._tell("accumulated", _accumulated(place.name, step or 0))
-            tensors[place.name] = _local(gradient) if kind == "local" else gradient.detach()
+            tensors[place.name] = local_part(gradient) if kind == "local" else gradient.detach()
         return tensors, {"entries": entries, "objects": objects, "unsynced": _unsynced(layout)}
 
     def _is_untouched_placeholder(self, place: _Place) -> bool:
@@ -436,7 +441,7 @@ class GradientState:
 
     def _refuse_half_a_scaling(self) -> None:
         for scaler in self._tracked.scalers():
-            for state in vars(scaler).get("_per_optimizer_states", {}).values():
+            for state in scaler_findings(scaler).values():
                 if state["stage"].value:
                     raise SaveFailedError(
                         "a gradient scaler is in the middle of its work: scaler.unscale_() or scaler.step() "
@@ -469,7 +474,7 @@ class GradientState:
                 if not isinstance(stored, TensorStorageMetadata):
                     raise CheckpointError(f"incomplete: the gradient {name} is missing from this checkpoint")
                 whole = _made(places[name], entry, torch.empty_like)
-                targets[name] = _local(whole) if entry["kind"] == "local" else whole
+                targets[name] = local_part(whole) if entry["kind"] == "local" else whole
         return targets
 
     @torch.no_grad()
@@ -499,24 +504,21 @@ class GradientState:
                 replica.require_forward_param_sync = False
 
 
+def _refuse_half_a_reduction(layout: _Layout) -> None:
+    for path, module in layout.sharded:
+        if has_partial_reduction(module):
+            raise SaveFailedError(
+                f"the gradients of {path} are reduced within each replica and not yet between the replicas "
+                "(set_requires_all_reduce(False)). A checkpoint cannot hold that: end the step after the "
+                f"micro-batch that reduces them. {PATTERN}"
+            )
+
+
 def _accumulated(name: str, step: int) -> str:
     return (
         f"gradients are accumulated over more than one step (first {name}): step {step} was saved with them, "
         f"which makes checkpoints larger by their size. {PATTERN}"
     )
-
-
-def sharded_parameters(module: nn.Module) -> list[Any]:
-    """FSDP2's records of the parameters that a module shards; its private names differ between releases."""
-    state = getattr(module, "_get_fsdp_state", None)
-    if state is None:
-        return []
-    found = state()
-    groups = getattr(found, "_fsdp_param_groups", None)
-    if groups is None:
-        single = getattr(found, "_fsdp_param_group", None)
-        groups = [single] if single is not None else []
-    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -531,11 +533,6 @@ def _modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str
         yield from _modules(child, path if wraps else f"{path}.{name}", seen)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    whole: Any = tensor.detach()
-    return whole._local_tensor if isinstance(whole, DTensor) else whole
-
-
 def _is_shared_out(gradient: torch.Tensor) -> bool:
     """Whether each rank holds a part of it: then what is in one part must not decide, or ranks would differ,
     and a checkpoint with some parts of it alone cannot be planned."""
@@ -545,15 +542,14 @@ def _is_shared_out(gradient: torch.Tensor) -> bool:
 def _version(gradient: torch.Tensor) -> int:
     if type(gradient) is torch.Tensor:
         return gradient._version
-    inner: Any = gradient
-    return int(inner._local_tensor._version if isinstance(gradient, DTensor) else gradient._version)
+    return local_part(gradient)._version
 
 
 def _stored_whole(gradient: torch.Tensor) -> bool:
     """Whether it is of a kind that cannot be stored as plain bytes under a name."""
     if type(gradient) is torch.Tensor:  # most are
         return gradient.layout is not torch.strided
-    local: Any = _local(gradient)
+    local: Any = local_part(gradient)
     return local.layout is not torch.strided or is_traceable_wrapper_subclass(local)
 
 
@@ -569,7 +565,7 @@ def _all_zero(gradients: list[torch.Tensor]) -> list[bool]:
     """Of each, with one wait for each device."""
     answers: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for at, gradient in enumerate(gradients):
-        local = _local(gradient).contiguous()
+        local = local_part(gradient).contiguous()
         found = local.view(-1).view(torch.uint8).any()
         answers.setdefault(local.device, []).append((at, found))
     zero = [False] * len(gradients)
@@ -609,7 +605,7 @@ def _made(place: _Place, entry: Mapping[str, Any], fill: Callable[..., torch.Ten
             f"the gradient {place.name} has shape {shape} in the checkpoint; the parameter's is "
             f"{tuple(parameter.shape)}. Make the model what it was"
         )
-    local, placements = _local(parameter), entry["placements"]
+    local, placements = local_part(parameter), entry["placements"]
     size = tuple(local.shape) if place.hidden is None else shape
     if isinstance(parameter, DTensor) and place.hidden is None:
         mesh = parameter.device_mesh

@@ -72,7 +72,7 @@ _METADATA, _TENSOR, _BYTES, _CHUNK, _INDEX, _STORAGE_META = (
 _PROPERTIES = (f"{_CHECKPOINT}.TensorProperties", f"{_SHARDED}.TensorProperties")
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _MEMORY_FORMATS = (f"{_CHECKPOINT}._MEM_FORMAT_ENCODING", f"{_SHARDED}.MEM_FORMAT_ENCODING")
-_DTYPE = re.compile(r"torch\.(bool|(b?float|u?int|complex|bits|qu?int)\d[0-9a-z_]*)")
+_DTYPE = re.compile(r"torch\.(bool|[a-z]{0,2}(float|int|complex|bits)\d[0-9a-z_]*)")
 
 
 def _size(arguments: tuple[Any, ...]) -> Any:

@@ -26,11 +26,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -38,6 +35,7 @@ from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.adapters import Wrapped, rewrapped, split
 from holdfast.checkpoint.writer import plain
 from holdfast.errors import IncompleteStateError, SaveFailedError
+from holdfast.torch_internals import ActivationWrapper, InstanceNorm, NormBase
 
 RECORD = "holdfast.changed"
 """Where the changes that a state_dict does not tell are kept, among what is not a tensor."""
@@ -50,8 +48,8 @@ FIRST_VERSION = {"version": 1}
 """What a state_dict's metadata says of most modules."""
 PLAIN_LOADS = (
     nn.Module._load_from_state_dict,
-    _NormBase._load_from_state_dict,
-    _InstanceNorm._load_from_state_dict,
+    NormBase._load_from_state_dict,
+    InstanceNorm._load_from_state_dict,
 )
 """Those that only copy what is registered, as long as the checkpoint has all of it. The normalisations' add
 or leave out what releases before 0.4 did not store."""

@@ -35,6 +35,7 @@ from holdfast.checkpoint.optimizer_state import (
     unwrap,
 )
 from holdfast.errors import IncompleteStateError
+from holdfast.torch_internals import local_part
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -320,9 +321,7 @@ def _prints(tensors: Iterable[torch.Tensor]) -> list[str]:
     """Fingerprints of what this rank holds of some tensors."""
     flat: list[torch.Tensor] = []
     for tensor in tensors:
-        whole: Any = tensor.detach()
-        local = whole._local_tensor if isinstance(whole, DTensor) else whole
-        for one in flatten({"": unwrapped(local)}).values():
+        for one in flatten({"": unwrapped(local_part(tensor))}).values():
             bits = one.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous()
             flat.append(bits.reshape(-1).view(torch.uint8))
     return fingerprints.begin(flat).result()

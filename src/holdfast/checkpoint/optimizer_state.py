@@ -38,12 +38,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.adapters import Wrapped, unwrapped
 from holdfast.checkpoint.failures import FAILURES, about
 from holdfast.checkpoint.unchanged import usual_entries
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
+from holdfast.torch_internals import is_traceable_wrapper_subclass, local_part
 
 Path = tuple[str, ...]
 Form = tuple[Any, ...]
@@ -372,7 +372,7 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
         if like:
             facts["plain"] = True
         alone = parameter.device_mesh.size() == 1  # then nobody can tell what is whole from what is a share
-        if size and size == parameter._local_tensor.size() and (alone or not like):
+        if size and size == local_part(parameter).size() and (alone or not like):
             facts["local"] = True
     usual = parameter if like and not isinstance(parameter, DTensor) else None
     if not (tensor.is_contiguous() if usual is None else tensor.stride() == usual.stride()):
@@ -384,7 +384,7 @@ def _unusual(tensor: torch.Tensor, home: _Home, path: Path) -> dict[str, Any]:
 
 def _place(tensor: torch.Tensor) -> object:
     """The same for tensors that are one and the same memory, seen alike."""
-    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local: Any = local_part(tensor)
     if _is_wrapping(local) or not local.numel():
         return id(tensor)
     return (local.data_ptr(), local.dtype, local.size(), local.stride())
@@ -544,10 +544,10 @@ class _Reading:
         if live is not None and self._fits(live, entry, path, home, facts):
             return live
         size, dtype, parameter = entry.size, entry.properties.dtype, home.parameter
-        if facts.get("local") and isinstance(parameter, DTensor) and parameter._local_tensor.size() != size:
+        if facts.get("local") and isinstance(parameter, DTensor) and local_part(parameter).size() != size:
             raise IncompleteStateError(
                 f"{self._name(path)}: each rank kept its own, of shape {tuple(size)}; now a rank holds "
-                f"{tuple(parameter._local_tensor.size())} of the parameter. Resume as saved"
+                f"{tuple(local_part(parameter).size())} of the parameter. Resume as saved"
             )
         tensor = _empty(size, dtype, home, path, facts, self._name(path))
         return tensor.requires_grad_() if facts.get("grad") else tensor
@@ -644,7 +644,7 @@ def live_tensors(optimizer: Optimizer, homes: Mapping[str, _Home]) -> dict[Path,
 
 def _memory(tensor: torch.Tensor) -> object:
     """The same for tensors in the same memory."""
-    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local: Any = local_part(tensor)
     if _is_wrapping(local) or local.layout is not torch.strided or not local.numel():
         return id(tensor)
     return local.untyped_storage().data_ptr() or id(tensor)

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -45,6 +44,7 @@ from holdfast.checkpoint.state import OWN
 from holdfast.control.exchange import gather, scatter
 from holdfast.control.group import Group
 from holdfast.errors import SaveFailedError
+from holdfast.torch_internals import StorageInfo
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _plan_for_all(
     layouts = [lay_out(plan.items, rank, frames)[0] for rank, plan in enumerate(final)]
     _check_all_is_laid_out(metadata, final)
     metadata.storage_data = {
-        item.index: _StorageInfo(shard.path, place.offset - shard.start, place.length)
+        item.index: StorageInfo(shard.path, place.offset - shard.start, place.length)
         for plan, layout in zip(final, layouts, strict=True)
         for shard in layout.shards
         for item, place in zip(plan.items[shard.first :], layout.items_of(shard), strict=False)

@@ -15,17 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.failures import FAILURES, naming
 from holdfast.checkpoint.state import OWN
 from holdfast.errors import SaveFailedError
+from holdfast.torch_internals import create_write_items, flatten_state_dict, is_traceable_wrapper_subclass
 
 Digests = Mapping[str, str]
 _requires_grad = operator.attrgetter("requires_grad")
@@ -59,7 +57,7 @@ class SnapshotPlanner(DefaultSavePlanner):
         except FAILURES as error:
             for name, value in self.state_dict.items():  # DCP does not say which one it was
                 with naming(name):
-                    _create_write_items(name, value)
+                    create_write_items(name, value)
             raise error
         # `storage_data` travels to the coordinator unread by anyone else until the global plan is made.
         return dataclasses.replace(plan, storage_data=dict(digests))

@@ -51,6 +51,7 @@ from holdfast.checkpoint.manifest import Proof
 from holdfast.checkpoint.roundtrip import MISSING, PLAIN, at_path, changes, named, same_bits, shown
 from holdfast.checkpoint.state import Tracked, check_parts, check_strict, from_blob, to_blob
 from holdfast.errors import IncompleteStateError
+from holdfast.torch_internals import local_part
 
 DEADLINE = 15.0
 """Seconds that training waits for a proof; then it is ended, and nothing is proven."""
@@ -260,7 +261,7 @@ class _Proof:
         self._levels = dict.fromkeys(subject.tracked.names(), VALUE)
         self._errors: list[str] = []
         self._doubts: list[str] = []
-        self._elsewhere = {_part_of(name) for name, one in self._stored.items() if not _local(one).is_cpu}
+        self._elsewhere = {_part_of(name) for name, one in self._stored.items() if not local_part(one).is_cpu}
         """Parts with tensors on a device, where a fork can prove little, and a failure proves nothing."""
         self._held: list[Any] = []
         """Device memory that must not be given back here, and all else that is better not finalised."""
@@ -324,7 +325,7 @@ class _Proof:
         self._stand_in_for_devices()
         self._subject.initial.put_back()
         for name in values:
-            _scramble(_local(self._stored[name]))
+            _scramble(local_part(self._stored[name]))
         before = self._collected()
         given = from_blob(self._subject.blob)["tracked"]
         targets: dict[str, Any] = {}
@@ -342,7 +343,7 @@ class _Proof:
         read = flatten(targets)
         for name, tensor in read.items():
             if name in values:
-                _local(tensor).copy_(values[name])
+                local_part(tensor).copy_(values[name])
         if not self._apply(targets, given):
             return
         try:
@@ -403,7 +404,7 @@ class _Proof:
         """Copies of the smallest tensors, as many as may be compared by value."""
         found: dict[str, torch.Tensor] = {}
         left = VALUES
-        locals_ = {name: _local(tensor) for name, tensor in self._stored.items()}
+        locals_ = {name: local_part(tensor) for name, tensor in self._stored.items()}
         for name, tensor in sorted(locals_.items(), key=lambda one: one[1].numel() * one[1].element_size()):
             size = tensor.numel() * tensor.element_size()
             if not tensor.is_cpu:
@@ -457,12 +458,12 @@ class _Proof:
                     f"a load it is {there.dtype} {tuple(there.size())}. {CURE}"
                 )
             elif name in values:
-                if not same_bits(values[name], _local(there)):
+                if not same_bits(values[name], local_part(there)):
                     self._fail(
                         f"track({part}=…): {name} has other values after a load than were stored. Its "
                         f"load_state_dict does not put them in place. {CURE}"
                     )
-            elif not _same_memory(_local(read[name]), _local(there)):
+            elif not _same_memory(local_part(read[name]), local_part(there)):
                 self._lower(part, STRUCTURE)
         for name in found.keys() - self._stored.keys():
             part = _part_of(name)
@@ -502,11 +503,6 @@ def _part_of(name: str) -> str:
 def _told(error: BaseException) -> str:
     text = " ".join(str(error).split())[:600]
     return text if isinstance(error, IncompleteStateError) else f"{type(error).__name__}: {text}"
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    plain: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return plain.detach()
 
 
 def _scramble(tensor: torch.Tensor) -> None:

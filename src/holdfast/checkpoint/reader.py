@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as Pending
@@ -29,8 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -42,6 +40,7 @@ from holdfast.checkpoint.shards import SLICE, OpenShard, Shard, ShardFile
 from holdfast.checkpoint.writer import plain
 from holdfast.errors import CheckpointError
 from holdfast.files import read_regular
+from holdfast.torch_internals import StorageInfo, load_metadata, narrow_tensor_by_index
 
 IN_PLACE = 64 * 1024
 """Items at least this large are read one by one; smaller ones together, as far as they lie side by side."""
@@ -88,7 +87,7 @@ class VerifyingReader(FileSystemReader):
         self._read: dict[str, set[int]] = {}
         """Offsets verified so far, by file."""
         self._metadata: Metadata | None = None
-        self._places: dict[str, _StorageInfo] | None = None
+        self._places: dict[str, StorageInfo] | None = None
         self._wholes: dict[str, dict[Place, Whole]] = {}
         """Expected, and not read yet; by file."""
         self._frames: dict[Form, _Frame | None] = {}
@@ -104,7 +103,7 @@ class VerifyingReader(FileSystemReader):
             found = digest_bytes(data)
             if found != entry.digest:
                 raise CheckpointError(f"altered {METADATA}: expected {entry.digest}, found {found}")
-            self._metadata = pickle.loads(data)
+            self._metadata = load_metadata(data)
         return self._metadata
 
     def expect(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -138,7 +137,7 @@ class VerifyingReader(FileSystemReader):
             places[place] = Whole(name, place, form, target)
         return rest
 
-    def _storage(self) -> dict[str, _StorageInfo]:
+    def _storage(self) -> dict[str, StorageInfo]:
         """Where the items lie, by name; of a tensor in several parts, where one of them does."""
         metadata = self.read_metadata()
         if self._places is None:

@@ -11,6 +11,8 @@ import numpy
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.torch_internals import local_part
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 """Types whose equality means what it says. Of anything else only the type is compared."""
 
@@ -56,7 +58,7 @@ def same_bits(a: Any, b: Any) -> bool:
     """Of two tensors, or two arrays: the same type, shape and bytes, so that NaN equals NaN and -0 not 0."""
     if isinstance(a, DTensor):  # each rank compares what it holds: nobody else may be comparing
         same = isinstance(b, DTensor) and a.placements == b.placements
-        return same and same_bits(a._local_tensor, b._local_tensor)
+        return same and same_bits(local_part(a), local_part(b))
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
     return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 from holdfast.control.decisions import Store
 from holdfast.errors import UsageError
 from holdfast.scope import leavable
+from holdfast.torch_internals import default_store
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Group:
 def join_group(timeout: float) -> Group:
     """The group as it is now. All ranks call this together, after torch's own set-up."""
     if dist.is_available() and dist.is_initialized():
-        default = dist.distributed_c10d._get_default_store()
+        default = default_store()
         # Every rank starts the same runs in the same order, so its own count keeps their keys apart.
         number = default.add(f"holdfast/starts/{dist.get_rank()}", 1)
         store = PrefixStore(f"holdfast/{number}", default)

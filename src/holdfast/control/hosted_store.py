@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from holdfast.control.secret import to_cut
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
 CONNECT_TIMEOUT = 60.0
 AGAIN = 0.5
@@ -82,7 +82,7 @@ class HostedStore:
         self._thread.join(PARTING)
 
     def _serve(self) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore
 
         # A handler writes to a file of this process by its number, which here may be a stranger's connection.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -209,7 +209,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 def connect(address: str, port: int, timeout: float = CONNECT_TIMEOUT) -> TCPStore:
     """A client of a store hosted elsewhere. Raises torch's RuntimeError if it is not reached in time."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     deadline = time.monotonic() + timeout
     while True:

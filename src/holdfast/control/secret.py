@@ -131,7 +131,7 @@ class SealedStore:
 
     def within(self, prefix: str) -> SealedStore:
         """A part of it, with keys of its own."""
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore
 
         base = PrefixStore(prefix, self.base)
         return SealedStore(base, self._secret, self._run, f"{self._scope}/{prefix}", self._tell)

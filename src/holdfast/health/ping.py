@@ -322,14 +322,16 @@ class LivenessPing:
 def _default_store() -> tuple[Any, int, int]:
     """The default group's store, through a client of our own where there can be one."""
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import PrefixStore
+
+    from holdfast.torch_internals import default_store
 
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
             "a liveness ping needs torch.distributed.init_process_group first, or a store with rank and "
             "world_size"
         )
-    default: Any = dist.distributed_c10d._get_default_store()
+    default = default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
     number = int(default.add(f"holdfast/pings/{rank}", 1))  # every rank makes its pings in the same order
     return PrefixStore(f"holdfast/ping/{number}", own_client(default)), rank, world

@@ -50,7 +50,7 @@ from holdfast.policy.reassignment import Assignment, Shortage
 from holdfast.settings_inprocess import InProcessSettings
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 QUICK, CALM = 0.005, 0.05
 """Seconds between two looks at the counters: while something is being agreed, and while the function runs."""

@@ -20,7 +20,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, _unregister_all_process_groups
+from torch._C._distributed_c10d import _unregister_all_process_groups
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from holdfast.errors import HandedOverError
@@ -34,7 +35,7 @@ from holdfast.inprocess.gloo_sockets import (
     shut,
 )
 from holdfast.inprocess.meshes import forget_meshes
-from holdfast.worker.watched import collective_timeout
+from holdfast.torch_internals import collective_timeout
 
 log = logging.getLogger("holdfast")
 

@@ -25,7 +25,7 @@ from holdfast.settings import LaunchSettings
 from holdfast.settings_inprocess import InProcessSettings
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 LOOPBACK = "127.0.0.1"
 _WHICH_START = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
@@ -73,7 +73,7 @@ class Joined:
 
     def client(self) -> Store:
         """Another connection to the store: a wait in one does not hold up the other."""
-        from torch._C._distributed_c10d import PrefixStore
+        from torch.distributed import PrefixStore
 
         try:
             return PrefixStore(self._prefix, connect(self._host, self._port, self._patience))

@@ -37,7 +37,7 @@ from holdfast.settings_inprocess import InProcessSettings
 from holdfast.worker.beats import short_address
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 SOCKET = "restart.sock"
 LOOK = 0.1

@@ -35,7 +35,7 @@ from holdfast.settings_inprocess import InProcessSettings
 from holdfast.worker.beats import short_address
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 MODULE = "holdfast.inprocess.keeper_process"
 DIRECTORY = "holdfast-keeper-"
@@ -157,7 +157,7 @@ def _answer(started: Started) -> None:
 
 
 def _serve(duties: Duties, directory: Path, tell: Callable[[str], None]) -> None:
-    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import PrefixStore
 
     hosted: HostedStore | None = None
     port = duties.port

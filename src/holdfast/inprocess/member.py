@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from holdfast.control.decisions import within
 from holdfast.control.handover import LaunchInfo

@@ -38,7 +38,7 @@ from holdfast.inprocess.messages import (
 from holdfast.settings_inprocess import InProcessSettings
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 FOLLOW = 0.5
 """Seconds between two looks for a new plan: only who is left out by one is judged by it."""

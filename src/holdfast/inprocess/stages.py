@@ -17,7 +17,7 @@ import torch.distributed as dist
 from holdfast.settings_inprocess import InProcessSettings
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 
 @dataclass(kw_only=True)

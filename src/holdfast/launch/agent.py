@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     Worker,

@@ -18,7 +18,7 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
 DEFAULT_PORT = 29400
 PROBE = 2.0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore
 
 from holdfast.control.decisions import within
 from holdfast.control.hosted_store import connect
@@ -51,7 +51,7 @@ from holdfast.policy.rounds import Member
 from holdfast.settings_inprocess import InProcessSettings
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 log = logging.getLogger("holdfast.launch")
 

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
-from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
 from holdfast.bounded import Aside
@@ -69,6 +69,7 @@ from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.starting import Starter
 from holdfast.launch.summary import next_step, say
+from holdfast.torch_internals import get_addr_and_port
 from holdfast.worker.stop_file import refuse_stop_file
 
 MOST_TOLD = 100
@@ -242,7 +243,7 @@ def _run(config: LaunchConfig, command: Sequence[str], context: LaunchContext) -
         **config.rdzv_configs,
     )
     try:
-        master_addr, master_port = _get_addr_and_port(parameters)
+        master_addr, master_port = get_addr_and_port(parameters)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if getattr(config, "signals_to_handle", None):

@@ -136,7 +136,11 @@ def make_parser() -> ArgumentParser:
     # Shown first: what is ours is what a user of torchrun does not know yet.
     parser._action_groups.remove(ours)
     parser._action_groups.insert(0, ours)
-    for action in parser._actions:
+    for action in list(parser._actions):
+        if action.dest == "print_completion":  # torchrun's, from torch 2.15 on: it completes `torchrun` alone
+            parser._remove_action(action)
+            for spelling in action.option_strings:
+                del parser._option_string_actions[spelling]
         if action.dest == "max_restarts":
             if "PET_MAX_RESTARTS" not in os.environ:
                 action.default = None  # torchrun's 0 must not hide the setting

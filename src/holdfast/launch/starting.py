@@ -29,6 +29,7 @@ from holdfast.launch.forked_worker import may_differ, processors_matter
 from holdfast.launch.orphan_guard import guarded
 from holdfast.launch.output import Logs
 from holdfast.launch.preload import REPLACEMENTS, ColdStart, Preload, PreloadedParent, Request, Script
+from holdfast.torch_internals import processors_near
 
 LATE = 2
 """Attempts before the present one of which it is still shown what their processes write that were left."""
@@ -301,13 +302,10 @@ def _processors(index: int, numa_options: Any) -> list[int]:
     """Those near this device, to which torch would have `numactl` bind its worker; none if not asked for."""
     if numa_options is None:
         return []
-    from torch.numa import binding
-
-    choose = getattr(binding, "_get_logical_cpus_to_bind_to", None)
-    if choose is None:
-        raise ColdStart("this torch binds workers to NUMA nodes in a way of its own", lasting=True)
     try:
-        found = sorted(choose(gpu_index=index, numa_options=numa_options))
+        found = processors_near(index, numa_options)
+    except AttributeError as error:
+        raise ColdStart("this torch binds workers to NUMA nodes in a way of its own", lasting=True) from error
     except Exception as error:  # whatever torch's own start makes of it, it is told there
         raise ColdStart(f"the processors near device {index} are not known: {error}") from error
     if not found:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 
 from holdfast.policy.rounds import Member, ranks_of

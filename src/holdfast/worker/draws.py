@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from holdfast.torch_internals import tree_leaves
 from holdfast.worker.data import DataFeed
 from holdfast.worker.rng import Randomness
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.state import Tracked
-from holdfast.worker.slots import Slot, gradient_slots, local_part
+from holdfast.torch_internals import local_part, scaler_findings
+from holdfast.worker.slots import Slot, gradient_slots
 
 
 class Dropping:
@@ -82,7 +83,5 @@ def _spoil(optimizer: torch.optim.Optimizer) -> None:
 
 def _tell(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """Gradients that the step has unscaled already are not looked at again: the answer is changed itself."""
-    states: Any = scaler._per_optimizer_states
-    if id(optimizer) in states:
-        for found in states[id(optimizer)]["found_inf_per_device"].values():
-            found.fill_(1.0)
+    for found in scaler_findings(scaler).get(id(optimizer), {}).get("found_inf_per_device", {}).values():
+        found.fill_(1.0)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.gradient_state import is_placeholder
+from holdfast.torch_internals import local_part
 
 LOOKED_UP_EVERY = 64
 """Looks after which the models' parameters are looked up again: a model may be changed between steps."""
@@ -222,7 +223,7 @@ _NONE = torch.empty(0)
 def plain(gradient: torch.Tensor) -> torch.Tensor:
     """The numbers of a gradient that this rank holds, as a dense tensor of real numbers."""
     if isinstance(gradient, DTensor):
-        gradient = gradient._local_tensor
+        gradient = local_part(gradient)
     if gradient.layout is torch.sparse_coo:
         gradient = gradient._values()
     elif gradient.layout is not torch.strided:

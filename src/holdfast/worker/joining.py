@@ -29,7 +29,7 @@ from holdfast.worker.rng import capture_rng
 from holdfast.worker.saving import Saving
 from holdfast.worker.validating import make_validation
 from holdfast.worker.validation import Validation
-from holdfast.worker.versions import current_versions
+from holdfast.worker.versions import current_versions, tell_doubts
 
 log = logging.getLogger("holdfast")
 
@@ -79,6 +79,8 @@ class Parts:
         on_rerun: Callable[[], None],
     ) -> None:
         """Fill in the rest, in this order: if one cannot be made, `leave` gives back those before it."""
+        if group.is_coordinator:
+            tell_doubts(member)
         settings, launched = self._settings, self._launched
         node = launched.node if launched else settings.launch.node_name
         self.places = join_places(settings, group, member, node, insist=not is_restart(member))

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+
+from holdfast.torch_internals import tree_leaves
 
 MOST_CHARACTERS = 200
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from holdfast.control.group import Group
+from holdfast.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 LIMIT = 1024**3
 """Bytes of one micro-batch above which it stays where it is."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast.torch_internals import tree_leaves
 from holdfast.worker.batches import GlobalBatches
 from holdfast.worker.rng import generators_in, host_generators, one_way_parts, walk
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint.state import Tracked
+from holdfast.torch_internals import scaler_findings
 from holdfast.worker.meter import Meter
 from holdfast.worker.rng import Randomness
 from holdfast.worker.slots import Copies, buffer_slots, gradient_slots
@@ -93,7 +94,7 @@ class _ScalerState:
                 self._numbers[name] = tensor, tensor.clone()
         self._optimizers = {
             key: {**state, "found_inf_per_device": dict(state["found_inf_per_device"])}
-            for key, state in self._scaler._per_optimizer_states.items()
+            for key, state in scaler_findings(self._scaler).items()
         }
 
     def restore(self) -> None:
@@ -101,7 +102,7 @@ class _ScalerState:
             if kept is not None:
                 kept[0].copy_(kept[1])
             setattr(self._scaler, name, kept[0] if kept is not None else None)
-        states = self._scaler._per_optimizer_states
+        states = scaler_findings(self._scaler)
         states.clear()
         for key, state in self._optimizers.items():
             states[key] = {**state, "found_inf_per_device": dict(state["found_inf_per_device"])}

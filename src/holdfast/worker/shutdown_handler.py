@@ -235,13 +235,15 @@ def _reach(group: Any) -> tuple[Any, int, int]:
     if rank < 0:
         raise UsageError("this rank is no member of the group that was given to ShutdownHandler")
     name = group.group_name if group is not None else ""
-    default = distributed.distributed_c10d._get_default_store()
+    from holdfast.torch_internals import default_store  # torch is there, so its import is not to be feared
+
+    default = default_store()
     return _numbered(default, rank, str(name)), rank, world
 
 
 def _numbered(store: Any, rank: int, name: str) -> Any:
     """The store under a prefix of this handler's own: every rank makes the same ones in the same order."""
-    from torch._C._distributed_c10d import PrefixStore  # the store is torch's, so torch is there
+    from torch.distributed import PrefixStore  # the store is torch's, so torch is there
 
     number = store.add(f"holdfast/shutdown/{name}/{rank}", 1)
     return PrefixStore(f"holdfast/shutdown/{name}/{number}", store)

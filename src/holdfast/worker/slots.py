@@ -1,8 +1,7 @@
 """The places in which a rank keeps gradients and buffers, and copies of what is in them.
 
-A gradient is in its parameter's `grad`. FSDP2 keeps what was accumulated without a reduction elsewhere, in
-the unsharded parameter that nobody sees between two calls: those places are named here and in
-checkpoint/gradient_state.py, and nowhere else.
+A gradient is in its parameter's `grad`. FSDP2 keeps what was accumulated without a reduction elsewhere, where
+nobody sees it between two calls: `torch_internals` knows where.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from holdfast.checkpoint.gradient_state import sharded_parameters
+from holdfast.torch_internals import local_part, sharded_parameters
 
 
 class Slot(NamedTuple):
@@ -23,12 +21,6 @@ class Slot(NamedTuple):
 
     read: Callable[[], torch.Tensor | None]
     write: Callable[[torch.Tensor | None], None]
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is on this rank, without its history."""
-    whole: Any = tensor.detach()
-    return whole._local_tensor if isinstance(whole, DTensor) else whole
 
 
 def gradient_slots(models: Iterable[nn.Module]) -> list[Slot]:
@@ -42,11 +34,9 @@ def gradient_slots(models: Iterable[nn.Module]) -> list[Slot]:
                 slots.append(Slot(partial(getattr, parameter, "grad"), partial(setattr, parameter, "grad")))
         for module in model.modules():
             for sharded in sharded_parameters(module):
-                if id(sharded) not in seen:
-                    seen.add(id(sharded))
-                    name = "unsharded_accumulated_grad"
-                    slots.append(Slot(partial(getattr, sharded, name, None), partial(setattr, sharded, name)))
-                    slots.append(Slot(partial(_unsharded, sharded), partial(_set_unsharded, sharded)))
+                if id(sharded.record) not in seen:
+                    seen.add(id(sharded.record))
+                    slots.append(Slot(sharded.gradient, sharded.set_gradient))
     return slots
 
 
@@ -62,17 +52,6 @@ def buffer_slots(models: Iterable[nn.Module]) -> list[Slot]:
                     buffers: Any = module._buffers
                     slots.append(Slot(partial(buffers.get, name), partial(buffers.__setitem__, name)))
     return slots
-
-
-def _unsharded(sharded: Any) -> torch.Tensor | None:
-    parameter = getattr(sharded, "_unsharded_param", None)  # there is none before the first forward
-    return parameter.grad if parameter is not None else None
-
-
-def _set_unsharded(sharded: Any, gradient: torch.Tensor | None) -> None:
-    parameter = getattr(sharded, "_unsharded_param", None)
-    if parameter is not None:
-        parameter.grad = gradient
 
 
 class Copies:

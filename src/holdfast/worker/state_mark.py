@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.utils._pytree import tree_leaves
 
 from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.state import Tracked
-from holdfast.worker.slots import buffer_slots, local_part
+from holdfast.torch_internals import local_part, tree_leaves
+from holdfast.worker.slots import buffer_slots
 
 
 def mark(tracked: Tracked, *, buffers: bool) -> str:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import sys
 from pathlib import Path
 
 import torch
 
-from holdfast import config
+from holdfast import config, torch_internals
 from holdfast._version import __version__
 from holdfast.checkpoint.manifest import Versions, digest_bytes
+from holdfast.journal.events import Warned
+from holdfast.worker.membership import Membership
+
+log = logging.getLogger("holdfast")
 
 
 def current_versions(settings: config.Settings) -> Versions:
@@ -21,6 +26,14 @@ def current_versions(settings: config.Settings) -> Versions:
         code=_code_digest(),
         config=config.digest(settings),
     )
+
+
+def tell_doubts(member: Membership) -> None:
+    """Say what this torch lacks that Holdfast needs, or that nobody has tried Holdfast on it."""
+    version = str(torch.__version__)
+    for told in filter(None, [torch_internals.unproven(version), *torch_internals.missing()]):
+        log.warning("holdfast: %s", told)
+        member.journal.write(Warned(message=told))
 
 
 def changes_since(then: Versions, now: Versions) -> list[str]:

@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from holdfast import scope
 from holdfast.config import Effective
 from holdfast.control.group import Group
@@ -17,6 +15,7 @@ from holdfast.control.limits import UNPROTECTED, check_timeouts, limits_of, refu
 from holdfast.journal.events import Warned
 from holdfast.policy.timeouts import SETUP, STEP
 from holdfast.settings import parse_section_timeouts
+from holdfast.torch_internals import collective_timeout
 from holdfast.worker import testimony
 from holdfast.worker.beats import Beats
 from holdfast.worker.halting import Halting
@@ -89,15 +88,3 @@ def judge_collectives(effective: Effective, group: Group, member: Membership) ->
         )
         member.journal.write(Warned(message=told))
         log.warning("holdfast: %s", told)
-
-
-def collective_timeout() -> float | None:
-    """Seconds after which a collective of the default group gives up; None where torch does not say."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    try:
-        group = dist.distributed_c10d._get_default_group()
-        backend = group._get_backend(next(iter(group._device_types)))
-        return float(backend.options._timeout.total_seconds())
-    except (AttributeError, RuntimeError, StopIteration):
-        return None
