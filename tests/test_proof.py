@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -375,6 +375,20 @@ def test_without_a_process_to_be_had_training_goes_on(
     monkeypatch.undo()
     (found,) = proofs(tmp_path / "run")
     assert "no process can be forked" in found.why_not
+
+
+def test_a_fault_of_the_proof_itself_is_not_blamed_on_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch 2.11 it ended every run of FSDP2 at its first save."""
+
+    def unknown(*_: object) -> NoReturn:
+        raise NotImplementedError("Operator aten.is_pinned.default does not have a sharding strategy")
+
+    monkeypatch.setattr(snapshot, "metadata_of", unknown)
+    train(tmp_path / "run", until=3)
+    (found,) = proofs(tmp_path / "run")
+    assert found.why_not.startswith("the proof itself failed: NotImplementedError")
 
 
 def test_the_fork_ends_with_its_trainer(tmp_path: Path) -> None:

@@ -125,11 +125,16 @@ def metadata_of(planner: SnapshotPlanner, plan: Plan) -> Metadata:
         return found
     return Metadata(
         {
-            name: TensorStorageMetadata(TensorProperties.create_from_tensor(value), value.size(), [])
+            name: TensorStorageMetadata(_properties(value), value.size(), [])
             for name, value in planner.state_dict.items()
             if isinstance(value, torch.Tensor)
         }
     )
+
+
+def _properties(tensor: torch.Tensor) -> TensorProperties:
+    """Not `create_from_tensor`: that asks a DTensor whether it is pinned, which torch 2.11 cannot answer."""
+    return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad)
 
 
 def _kind(value: object) -> str:

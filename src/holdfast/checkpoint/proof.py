@@ -328,10 +328,10 @@ class _Proof:
             _scramble(local_part(self._stored[name]))
         before = self._collected()
         given = from_blob(self._subject.blob)["tracked"]
+        metadata = self._subject.metadata()  # if this fails it is ours, and nothing is proven or blamed
         targets: dict[str, Any] = {}
         try:
             check_parts(self._tracked.names(), given)
-            metadata = self._subject.metadata()
             targets = self._tracked.targets(given, metadata)
             check_strict(targets, metadata)
         except FAILURES as error:
