@@ -21,6 +21,8 @@ from holdfast.policy.evidence import Raised
 log = logging.getLogger("holdfast")
 
 MAX_MESSAGE = 64 * 1024
+CRASHED = "crashed.json"
+"""An end that replaces the one that was written first."""
 _FAILURE_NAME = re.compile(r"rank_[0-9]{6,}\.json")
 
 
@@ -180,13 +182,28 @@ def end_attempt(control: ControlDirectory, fence: Fence, number: int, end: EndRe
         return create_record(control.attempt(number) / "end.json", end)
 
 
+def record_crash(control: ControlDirectory, number: int, end: EndRecord, failure: FailureRecord) -> None:
+    """The attempt's end was written before anyone could see the error that ended it: this is the later word.
+
+    Not fenced, as all evidence.
+    """
+    record_failure(control, number, failure)
+    create_record(control.attempt(number) / CRASHED, end)
+
+
+def end_of(control: ControlDirectory, number: int) -> EndRecord | None:
+    """How an attempt ended; None if nobody has written that."""
+    folder = control.attempt(number)
+    return read_record(folder / CRASHED, EndRecord) or read_record(folder / "end.json", EndRecord)
+
+
 def ends_of(control: ControlDirectory) -> list[tuple[AttemptRecord, EndRecord | None]]:
     """The run's history, oldest first. An attempt without an end was lost with its launcher."""
     history = []
     for number in attempt_numbers(control):
         record = read_record(control.attempt(number) / "attempt.json", AttemptRecord)
         if record is not None:
-            history.append((record, read_record(control.attempt(number) / "end.json", EndRecord)))
+            history.append((record, end_of(control, number)))
     return history
 
 
