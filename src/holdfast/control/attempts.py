@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
+from holdfast.control.handover import told_progress
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
 from holdfast.policy.evidence import Raised
@@ -43,6 +44,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank ran on which device, as `policy.rotation.describe` says it."""
     rotation: int = 0
     """The shift by which ranks were moved from the plain order."""
+    told: int = 0
+    """The step that scripts without a Run had told by its start (`handover.progress`)."""
 
 
 class HeadRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +115,7 @@ def begin_attempt(
     started_with: str = "",
 ) -> AttemptRecord:
     """Number the next attempt, durably, before any worker of it starts."""
+    told = told_progress(control.path)
     with fence.guard("begin an attempt"):
         number = max(attempt_numbers(control), default=0)
         while True:  # ends at the first free number; a network file system's listing may be old
@@ -127,6 +131,7 @@ def begin_attempt(
                 placement=placement,
                 rotation=rotation,
                 started_with=started_with,
+                told=told,
             )
             if create_record(control.attempt(number) / "attempt.json", record):
                 return record
