@@ -121,6 +121,6 @@ def write_error_file(error: BaseException) -> None:
         }
     }
     try:
-        Path(name).writetext_of(json.dumps(report))
+        Path(name).write_text(json.dumps(report))
     except OSError as problem:
         print(f"holdfast: cannot write the error file {name}: {problem}", file=sys.stderr)
