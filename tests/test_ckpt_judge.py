@@ -202,6 +202,11 @@ def test_condemned_is_condemned_also_for_another_run_that_is_given_its_path(
     shutil.copytree(nine.parent, moved)
     with pytest.raises(NoValidRungError, match="condemned"):
         train(tmp_path / "fourth", until=10, checkpoint_resume_from=str(moved / nine.name), **settings)
+    best, mine = tmp_path / "best", tmp_path / "mine"
+    best.symlink_to(nine)
+    mine.symlink_to("best")
+    with pytest.raises(NoValidRungError, match="condemned"):
+        train(tmp_path / "linked", until=10, checkpoint_resume_from=str(mine), **settings)
     assert ckpt("acquit", run_dir, "9", "--reason", "the data was at fault", "--yes").code == 0
     again = train(tmp_path / "fifth", until=10, checkpoint_resume_from=str(nine), **settings)
     assert again.started_at == 9

@@ -67,6 +67,7 @@ class Driver:
     """Plays attempts to their end."""
 
     max_restarts: int
+    restarts_chosen: bool = False
     nodes: list[str] = field(default_factory=lambda: ["a"])
     spares: list[str] = field(default_factory=list)
     devices: int = 0
@@ -121,6 +122,14 @@ class Driver:
     @property
     def highest(self) -> int:
         return max(self.rungs, default=0)
+
+    @property
+    def most_restarts(self) -> int:
+        """Without progress: for the whole run, but where somebody chose a number for a script without a Run,
+        for each launch."""
+        if not self.restarts_chosen:
+            return most_restarts(self.max_restarts)
+        return self.launch * self.max_restarts + BUDGETS[Cause.PREEMPTION].restarts
 
     # -- the play -------------------------------------------------------------------------------------------
 
@@ -236,6 +245,7 @@ class Driver:
         return Situation(
             attempt=attempt,
             max_restarts=self.max_restarts,
+            restarts_chosen=self.restarts_chosen,
             cluster=self.cluster(),
             lower_rungs=max(0, len(self.usable_rungs) - 1),
             can_requeue=self.can_requeue,
@@ -252,7 +262,9 @@ class Driver:
             assert decision.exit_code != ExitCode.OK
             return
         if decision.action is Action.REQUEUE:
-            assert decision.exit_code == ExitCode.REQUEUE_WANTED
+            storage = attempt.exit_code == ExitCode.STORAGE_FAILED and not decision.exclude
+            wanted = ExitCode.STORAGE_FAILED if storage else ExitCode.REQUEUE_WANTED
+            assert decision.exit_code == wanted
             return
         assert decision.exit_code == 0
         after = msgspec.structs.replace(self.cluster(), excluded=[*self.excluded, *decision.exclude])
@@ -268,7 +280,10 @@ class Driver:
         restarts = sum(
             before.launch == after.launch and before.outcome == "failed" for before, after in went_on
         )
-        assert restarts + 1 <= most_restarts(self.max_restarts)
+        assert restarts + 1 <= self.most_restarts
+        if attempt.exit_code == ExitCode.STORAGE_FAILED and len(decision.nodes) >= len(attempt.nodes):
+            assert not decision.exclude, "bad storage accuses nobody"
+            assert set(decision.avoid) <= set(self.avoid)
         actions = Counter(past.action for past in self.history if past.highest_step >= self.highest)
         assert actions["lower_rung"] <= MAX_LOWER_RUNGS
         assert actions["requeue"] <= MAX_REQUEUES
@@ -280,7 +295,7 @@ class Driver:
 faults = st.builds(
     Fault,
     cause=st.sampled_from(Cause),
-    exit_code=st.sampled_from([-15, -11, -9, -6, 0, 1, 2, 16, 21, 23]),
+    exit_code=st.sampled_from([-15, -11, -9, -6, 0, 1, 2, 16, 21, 23, 34]),
     message=st.sampled_from(["", "ValueError: x", "KeyError: y", "port 17", "port 18"]),
     section=st.sampled_from(["", "step"]),
     culprit=st.none() | st.integers(0, 3),
@@ -296,7 +311,9 @@ faults = st.builds(
     launcher_dies=st.sampled_from([False, False, False, False, True]),
 )
 drivers = st.builds(
-    lambda count, spares, devices, workers, least, **more: Driver(
+    lambda count, spares, devices, workers, least, max_restarts, chosen, **more: Driver(
+        max_restarts=min(max_restarts, 10) if chosen else max_restarts,
+        restarts_chosen=chosen,
         nodes=list("abcd"[:count]),
         spares=list("wxyz"[:spares]),
         devices=devices,
@@ -310,6 +327,7 @@ drivers = st.builds(
     workers=st.integers(1, 4),
     least=st.integers(1, 4),
     max_restarts=st.sampled_from([0, 1, 3, 10, 100, 10**6]),
+    chosen=st.booleans(),
     may_shrink=st.booleans(),
     can_requeue=st.booleans(),
     rungs=st.sampled_from([[], [10], [50, 40, 30, 20, 10]]).map(list),
@@ -336,7 +354,7 @@ def test_without_progress_every_pattern_of_faults_ends_within_the_stated_bound(
     assert decision is not None
     assert decision.action is Action.STOP
     launches = 1 + MAX_REQUEUES
-    assert len(driver.history) <= launches + most_restarts(driver.max_restarts)
+    assert len(driver.history) <= launches + driver.most_restarts
 
 
 def calm(fault: Fault) -> Fault:
@@ -354,6 +372,10 @@ def calm(fault: Fault) -> Fault:
 def test_launches_that_nobody_watches_end_and_whoever_fixed_something_is_let_in(
     driver: Driver, pattern: list[Fault], how: str
 ) -> None:
+    launch_again_and_again(driver, pattern, how)
+
+
+def launch_again_and_again(driver: Driver, pattern: list[Fault], how: str) -> None:
     """A pod's restart policy: whatever code a launch ended with, or none, the same thing is started again."""
     told = (Fault(**{**one.__dict__, "rise": 0}) for again in repeat(pattern) for one in again)
     started, reset, launched = "script", 0, 0
@@ -373,7 +395,7 @@ def test_launches_that_nobody_watches_end_and_whoever_fixed_something_is_let_in(
             started = f"mended {row}"
         if how != "same":
             assert not launch_refused(driver.history, started, reset), "who fixed it is never locked out"
-    assert len(driver.history) <= launched + most_restarts(driver.max_restarts)
+    assert len(driver.history) <= launched + driver.most_restarts
 
 
 @settings(deadline=None)
@@ -390,7 +412,7 @@ def test_one_repeating_fault_is_met_in_the_same_setting_only_a_few_times(
     driver: Driver, fault: Fault
 ) -> None:
     """`max_restarts=100` must not mean 100 identical cycles."""
-    driver.max_restarts = 100
+    driver.max_restarts, driver.restarts_chosen = 100, False
     decision = driver.play(repeat(calm(fault)))
     assert decision is not None
     most = max(driver.cycles().values())
@@ -455,7 +477,7 @@ def test_from_any_state_whatever_one_reads_a_repeating_fault_ends(
         went_on += 1
     assert decision.action is Action.STOP
     # What is in the state may raise the highest step late, but only once: at its first attempt here.
-    assert went_on <= 1 + most_restarts(driver.max_restarts)
+    assert went_on <= 1 + driver.most_restarts
 
 
 # -- faults that stay with something are got rid of --------------------------------------------------------

@@ -100,6 +100,9 @@ def test_the_run_of_this_job_is_found_among_several(prepared: Path, tmp_path: Pa
     found = resolve_resume(tmp_path, environ={"SLURM_JOB_ID": "42"})
     assert Path(found.run_dir).name == "b"
     assert found.step == 9
+    inherited = {"SLURM_JOB_ID": "42", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
+    found = resolve_resume(tmp_path, environ=inherited)
+    assert Path(found.run_dir).name == "b", "an array's task has submitted it, and is another job"
     for environ in ({}, {"SLURM_JOB_ID": "43"}):
         with pytest.raises(UsageError, match="holds 2 runs"):
             resolve_resume(tmp_path, environ=environ)

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from harness import holdfast as launched
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.verify import verify
 from holdfast.control import operator
-from holdfast.control.attempts import attempt_numbers
+from holdfast.control.attempts import attempt_numbers, ends_of
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.handover import told_progress
 from holdfast.errors import ConfigError, IncompleteStateError, SaveFailedError, UsageError
@@ -452,14 +452,14 @@ def test_plain_starts_that_get_nowhere_end_with_22_and_whoever_fixed_it_is_let_i
         def at_step(step: int, run: holdfast.Run) -> None:
             (tmp_path / "trained").touch()
             if fails and step == 2:
-                error = RuntimeError("no such file: data.bin")
-                run._on_crash(error)  # what the interpreter would do
-                raise error
+                raise RuntimeError("no such file: data.bin")
 
         (tmp_path / "trained").unlink(missing_ok=True)
-        return forked(lambda: str(train(run_dir, until=4, at_step=at_step, **settings)))
+        return forked(lambda: as_a_script(lambda: str(train(run_dir, until=4, at_step=at_step, **settings))))
 
     assert [start() for _ in range(2)] == [70, 70]
+    ends = [end for _, end in ends_of(ControlDirectory.open(run_dir)) if end is not None]
+    assert [(end.outcome, end.exit_code) for end in ends] == [("failed", 1)] * 2
     assert [start() for _ in range(2)] == [ExitCode.BUDGET_SPENT] * 2
     assert not (tmp_path / "trained").exists(), "it ends before it trains"
     control = ControlDirectory.open(run_dir)
@@ -469,6 +469,33 @@ def test_plain_starts_that_get_nowhere_end_with_22_and_whoever_fixed_it_is_let_i
     assert start() == 70, "so is who has fixed it elsewhere"
     assert start(fails=False) == 0
     assert [start(fails=False) for _ in range(5)] == [0] * 5, "what is finished may be started again"
+
+
+def as_a_script(work: Callable[[], object]) -> None:
+    """The interpreter's order: all frames are left, and with them the loop's generator; then the hook."""
+    try:
+        work()
+    except BaseException as error:
+        if not isinstance(error, holdfast.HoldfastError):
+            sys.excepthook(type(error), error, error.__traceback__)
+        raise
+
+
+def test_who_interrupts_a_loop_or_leaves_it_has_not_seen_it_fail(tmp_path: Path) -> None:
+    def interrupted(step: int, run: holdfast.Run) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+
+    def left() -> None:
+        run = holdfast.Run(run_dir=tmp_path / "run")
+        run.track(model=nn.Linear(1, 1))
+        for _ in run.steps([1, 2, 3], until=3):
+            break
+
+    forked(lambda: as_a_script(lambda: train(tmp_path / "run", until=4, at_step=interrupted)))
+    assert forked(lambda: as_a_script(left)) == 0
+    control = ControlDirectory.open(tmp_path / "run")
+    assert [end.outcome for _, end in ends_of(control) if end is not None] == ["stopped", "stopped"]
 
 
 @pytest.mark.usefixtures("few_launches")

@@ -247,7 +247,8 @@ def test_a_request_to_stop_is_one_launchs_alone(tmp_path: Path) -> None:
     ("environ", "told"),
     [
         ({"SLURM_JOB_ID": "1234"}, ", Slurm job 1234"),
-        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, ", Slurm job 7_2"),
+        ({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, ", Slurm job 7_2"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, ", Slurm job 9"),
         ({"SLURM_JOB_ID": "1\x1b[2J"}, ""),
         ({}, ""),
     ],

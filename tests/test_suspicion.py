@@ -20,6 +20,7 @@ from holdfast.control.attempts import HeadRecord, begin_attempt, write_head
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, create_record
 from holdfast.control.exclusions import exclude, excluded
+from holdfast.control.handover import progress_file
 from holdfast.control.history import keep_incident, past_attempts
 from holdfast.control.lease import Claim, Fence, claim
 from holdfast.control.lineage import CommitRecord, record_commit, record_done
@@ -420,3 +421,18 @@ def test_what_an_attempt_had_committed_is_progress_whoever_saw_its_end(story: St
     ]  # fmt: skip
     story.judge(Standing.SUSPECT, three)
     assert [one.highest_step for one in past_attempts(story.control)] == [20, 0, 0]
+
+
+def test_what_a_script_without_run_had_told_is_progress_whoever_saw_its_end(story: Story) -> None:
+    """The same pod, with a script that saves by itself: twenty kills must not lock it out."""
+    path = progress_file(story.control.path, 0)
+    path.parent.mkdir()
+    for step in (100, 200, 200):
+        story.attempt("")
+        path.write_text(f"{step}\n")
+    assert [one.highest_step for one in past_attempts(story.control)] == [100, 200, 200]
+    assert [one.highest_step for one in past_attempts(story.control, before=3)] == [100, 200]
+    story.attempt("", 7)
+    assert [one.highest_step for one in past_attempts(story.control)] == [0, 0, 0, 7], (
+        "checkpoints count alone"
+    )

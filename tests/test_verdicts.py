@@ -21,7 +21,7 @@ from holdfast.policy.recovery import Action, Decision, Situation, recover
 from holdfast.policy.rejection import How, Kind, Place, RankResult, Rejection, Trial, Window
 from holdfast.policy.unsettled import open_rejections, open_rerun, open_trial
 from holdfast.policy.variation import MAX_LOWER_RUNGS
-from test_recovery_ends import Driver, Fault, calm, drivers, faults
+from test_recovery_ends import Driver, Fault, calm, drivers, faults, launch_again_and_again
 from verdict_worlds import Now, Truth, World
 
 ROOMS = {
@@ -650,6 +650,8 @@ def test_a_recorded_rejection_is_the_cause_whatever_else_was_lost_with_it(code: 
 class Rejecting(Driver):
     """The launcher of test_recovery_ends.py, whose faults with code 16 come with what was rejected."""
 
+    nan_policy = "warn"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.drawn: list[Rejection] = []
@@ -666,7 +668,8 @@ class Rejecting(Driver):
             return made
         rejection = self.drawn[number % len(self.drawn)]
         found = of_rejection(Diagnosis(cause=Cause.DEVICE, exit_code=16), rejection)
-        fields = {"cause": found.cause, "culprit_node": "", "culprit_device": "", "named": False}
+        none = {"culprit_node": "", "culprit_device": "", "named": False}
+        fields = {"cause": found.cause, "began": True, **none}  # a step that is rejected was begun
         return msgspec.structs.replace(made, rejection=rejection, last_step=rejection.step - 1, **fields)
 
     def situation(self, attempt: PastAttempt, waited: float) -> Situation:
@@ -676,12 +679,13 @@ class Rejecting(Driver):
             rungs=[f"step_{step}" for step in self.usable_rungs],
             together=[attempt.rung] if attempt.rung else [],
             skip_bad_data=self.can_requeue,
+            nan_policy=self.nan_policy,
             trial=trial,
             rerun=open_rerun(self.history),
         )
 
     def remember(self, attempt: PastAttempt, decision: Decision) -> None:
-        kept = ("avoid", "verdict", "suspect", "acquit", "skip", "rerun", "trial")
+        kept = ("avoid", "verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial")
         fields = {name: getattr(decision, name) for name in kept}
         self.history.append(msgspec.structs.replace(attempt, action=str(decision.action), **fields))
         rejection = attempt.rejection
@@ -714,10 +718,19 @@ rejections = st.builds(
     in_probation=st.booleans(),
     window=st.none() | st.just(Window(0, 51, 51)),
     accused=st.none() | st.builds(Place, st.sampled_from(["a", "b", "w"]), st.sampled_from(["", "0", "1"])),
-)
-rejecting = drivers.map(lambda one: Rejecting(**{name: one.__dict__[name] for name in GIVEN}))
-GIVEN = ("max_restarts", "nodes", "spares", "devices", "workers", "min_nodes", "may_shrink", "can_requeue",
-         "rungs", "random")  # fmt: skip
+).map(lambda one: msgspec.structs.replace(one, finite=one.finite and one.kind is Kind.STEP))
+"""Ranks call results finite only of a step that they rejected for them."""
+
+
+def with_policy(one: Driver, policy: str) -> Rejecting:
+    driver = Rejecting(**{name: one.__dict__[name] for name in GIVEN})
+    driver.nan_policy = policy
+    return driver
+
+
+rejecting = st.builds(with_policy, drivers, st.sampled_from(["warn", "skip", "raise", "rollback"]))
+GIVEN = ("max_restarts", "restarts_chosen", "nodes", "spares", "devices", "workers", "min_nodes",
+         "may_shrink", "can_requeue", "rungs", "random")  # fmt: skip
 often = faults.map(lambda one: Fault(**{**one.__dict__, "exit_code": 16})) | faults
 
 
@@ -739,7 +752,21 @@ def test_without_progress_any_pattern_of_rejections_and_faults_ends_within_the_b
     decision = driver.play(calm(fault) for again in repeat(pattern) for fault in again)
     assert decision is not None
     assert decision.action is Action.STOP
-    assert len(driver.history) <= 1 + MAX_REQUEUES + most_restarts(driver.max_restarts)
+    assert len(driver.history) <= 1 + MAX_REQUEUES + driver.most_restarts
+
+
+@settings(deadline=None)
+@given(
+    rejecting,
+    st.lists(rejections, min_size=1, max_size=6),
+    st.lists(often, min_size=1, max_size=5),
+    st.sampled_from(["same", "reset", "edited"]),
+)
+def test_launches_in_which_results_are_rejected_end_too(
+    driver: Rejecting, drawn: list[Rejection], pattern: list[Fault], how: str
+) -> None:
+    driver.drawn = drawn
+    launch_again_and_again(driver, pattern, how)
 
 
 @settings(deadline=None, max_examples=300)

@@ -508,9 +508,11 @@ class Run:
         self._lost = why
 
     def _on_crash(self, error: BaseException) -> None:
-        # The loop's generator is closed only after this, and then no longer sees why; the launcher may end
-        # this process before that, so what is known of the last steps is written now.
+        # A run that is not closed by now is closed after this, and then no longer sees why; the launcher may
+        # end this process before that, so what is known of the last steps is written now.
         self._crash = error
         self._beats.failing()
-        if self._member is not None and not self._closed:
+        if self._member is not None and self._closed:
+            self._member.crashed(error)
+        elif self._member is not None:
             self._meter.flush(self._member.journal, read_device=False)

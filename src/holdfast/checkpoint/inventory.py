@@ -32,6 +32,8 @@ from holdfast.journal.events import RejectedOption
 
 NAMED_OWNERS = 8
 """Checkpoints of others whose run is looked up: enough to tell what happened."""
+MAX_LINKS = 40
+"""Links that are followed one after the other, as many as the kernel follows."""
 
 
 def take_inventory(
@@ -186,6 +188,10 @@ def _named(path: Path, control: ControlDirectory, *, force: bool) -> Ladder:
 
 
 def _rung_at(path: Path) -> Rung:
+    for _ in range(MAX_LINKS):  # what was judged lies beside the checkpoint, not beside a link to it
+        if not path.is_symlink():
+            break
+        path = path.parent / path.readlink()
     inspection = check_structure(path)
     if inspection.manifest is not None:
         found = inspection.manifest

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
+from holdfast.control.handover import told_progress
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
 from holdfast.policy.evidence import Raised
@@ -21,6 +22,8 @@ from holdfast.policy.evidence import Raised
 log = logging.getLogger("holdfast")
 
 MAX_MESSAGE = 64 * 1024
+CRASHED = "crashed.json"
+"""An end that replaces the one that was written first."""
 _FAILURE_NAME = re.compile(r"rank_[0-9]{6,}\.json")
 
 
@@ -41,6 +44,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank ran on which device, as `policy.rotation.describe` says it."""
     rotation: int = 0
     """The shift by which ranks were moved from the plain order."""
+    told: int = 0
+    """The step that scripts without a Run had told by its start (`handover.progress`)."""
 
 
 class HeadRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +115,7 @@ def begin_attempt(
     started_with: str = "",
 ) -> AttemptRecord:
     """Number the next attempt, durably, before any worker of it starts."""
+    told = told_progress(control.path)
     with fence.guard("begin an attempt"):
         number = max(attempt_numbers(control), default=0)
         while True:  # ends at the first free number; a network file system's listing may be old
@@ -125,6 +131,7 @@ def begin_attempt(
                 placement=placement,
                 rotation=rotation,
                 started_with=started_with,
+                told=told,
             )
             if create_record(control.attempt(number) / "attempt.json", record):
                 return record
@@ -180,13 +187,28 @@ def end_attempt(control: ControlDirectory, fence: Fence, number: int, end: EndRe
         return create_record(control.attempt(number) / "end.json", end)
 
 
+def record_crash(control: ControlDirectory, number: int, end: EndRecord, failure: FailureRecord) -> None:
+    """The attempt's end was written before anyone could see the error that ended it: this is the later word.
+
+    Not fenced, as all evidence.
+    """
+    record_failure(control, number, failure)
+    create_record(control.attempt(number) / CRASHED, end)
+
+
+def end_of(control: ControlDirectory, number: int) -> EndRecord | None:
+    """How an attempt ended; None if nobody has written that."""
+    folder = control.attempt(number)
+    return read_record(folder / CRASHED, EndRecord) or read_record(folder / "end.json", EndRecord)
+
+
 def ends_of(control: ControlDirectory) -> list[tuple[AttemptRecord, EndRecord | None]]:
     """The run's history, oldest first. An attempt without an end was lost with its launcher."""
     history = []
     for number in attempt_numbers(control):
         record = read_record(control.attempt(number) / "attempt.json", AttemptRecord)
         if record is not None:
-            history.append((record, read_record(control.attempt(number) / "end.json", EndRecord)))
+            history.append((record, end_of(control, number)))
     return history
 
 

@@ -3,7 +3,7 @@
 ```
 run.json                     the run's id; written once
 lease/                       who may act (see lease.py)
-attempts/000003/             attempt.json, head.json, failures/, errors/, decisions/, end.json
+attempts/000003/             attempt.json, head.json, failures/, errors/, decisions/, end.json, crashed.json
 standing/<checkpoint id>/    one file a record (see standing.py)
 operator/, exclusions/       what people asked for (see operator.py), what is kept out (see exclusions.py)
 skips/                       data that is left out (see skips.py)

@@ -15,6 +15,7 @@ import msgspec
 from holdfast.control.attempts import AttemptRecord, EndRecord, HeadRecord, ends_of, failures_of
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.directory import ControlDirectory, create_record, read_record
+from holdfast.control.handover import told_progress
 from holdfast.control.launches import origin_attempts
 from holdfast.control.lineage import Saved, saved_by
 from holdfast.control.operator import budget_reset, pin_attempts
@@ -57,9 +58,20 @@ def was_kept(control: ControlDirectory, number: int) -> bool:
 
 def past_attempts(control: ControlDirectory, *, before: int | None = None) -> list[PastAttempt]:
     """The attempts with a lower number than `before`, or all of them, oldest first."""
-    known = [(record, end) for record, end in ends_of(control) if before is None or record.number < before]
+    known = ends_of(control)
     sent = origin_attempts(control) | pin_attempts(control)
-    return [_past(control, record, end, sent) for record, end in known]
+    saves = any(saved_by(control, record.number) for record, _ in known)
+    # What its script told is known of a lost attempt by the start of the next one.
+    reached = [] if saves else [record.told for record, _ in known[1:]] + [told_progress(control.path)]
+    found = []
+    for index, (record, end) in enumerate(known):
+        if before is not None and record.number >= before:
+            break
+        past = _past(control, record, end, sent)
+        if past.outcome == "lost" and reached:
+            past = msgspec.structs.replace(past, highest_step=max(past.highest_step, reached[index]))
+        found.append(past)
+    return found
 
 
 def own_measure(control: ControlDirectory, failed: PastAttempt) -> PastAttempt:

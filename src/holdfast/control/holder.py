@@ -60,9 +60,10 @@ def this_process() -> Holder:
 
 
 def job_of(environ: Mapping[str, str]) -> str:
-    """The Slurm job that an environment is of: `1234`, or `1230_4` for a task of an array; else empty."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
-    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")
+    """The Slurm job that an environment is of, by its own number; `1234_4` for the task of an array that has
+    the array's; else empty. What a job has inherited from the task that submitted it names another job."""
+    job, task = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
+    return f"{job}_{task}" if job and task and environ.get("SLURM_ARRAY_JOB_ID") == job else job
 
 
 def _job(environ: Mapping[str, str]) -> str:

@@ -27,6 +27,7 @@ from holdfast.control.attempts import (
     FailureRecord,
     HeadRecord,
     attempt_numbers,
+    end_of,
     failures_of,
 )
 from holdfast.control.directory import ControlDirectory, list_names, read_record
@@ -151,7 +152,7 @@ def look(control: ControlDirectory) -> Status:
     if numbers:
         folder = control.attempt(newest.number)
         newest.record = tried(lambda: read_record(folder / "attempt.json", AttemptRecord), None)
-        newest.end = tried(lambda: read_record(folder / "end.json", EndRecord), None)
+        newest.end = tried(lambda: end_of(control, newest.number), None)
         newest.head = tried(lambda: read_record(folder / "head.json", HeadRecord), None)
         newest.decided = tried(lambda: shown_decision(control, newest.number), None)
     held = tried(lambda: newest_claim(control), None)
@@ -298,7 +299,7 @@ def _last_incident(
     control: ControlDirectory, numbers: list[int], state: str, files: list[str], max_restarts: int | None
 ) -> LastIncident | None:
     for number in reversed(numbers):
-        end = read_record(control.attempt(number) / "end.json", EndRecord)
+        end = end_of(control, number)
         if end is None and (number != numbers[-1] or state == "lost"):
             text = one_line(
                 attempt=number,

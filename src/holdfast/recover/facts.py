@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from holdfast.control.attempts import AttemptRecord, EndRecord, FailureRecord, attempt_numbers, failures_of
+from holdfast.control.attempts import AttemptRecord, FailureRecord, attempt_numbers, end_of, failures_of
 from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.exclusions import Exclusion, excluded
 from holdfast.control.history import LAUNCHER_ENDED, past_attempts
@@ -49,7 +49,7 @@ def facts_of(control: ControlDirectory, status: Status, lines: list[Line]) -> Fa
 
     folder = control.attempt(number)
     decided = tried(lambda: shown_decision(control, number), None)
-    end = tried(lambda: read_record(folder / "end.json", EndRecord), None)
+    end = tried(lambda: end_of(control, number), None)
     failures: list[FailureRecord] = tried(lambda: failures_of(control, number), [])
     told = [
         f"rank {one.rank} on {printable(one.node)}: {describe_end(one.exit_code)}"

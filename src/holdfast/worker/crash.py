@@ -70,7 +70,7 @@ def chain_of(error: BaseException, longest: int = MOST_TEXT) -> list[dict[str, A
         found.append(
             {
                 "types": _types(type(one)),
-                "message": _text(one)[:longest],
+                "message": text_of(one)[:longest],
                 "errno": number if isinstance(number, int) else None,
             }
         )
@@ -93,7 +93,8 @@ def _name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Its message, whatever its class makes of that, within bounds."""
     try:
         text = str(error)
     except Exception as problem:  # noqa: BLE001 - the user's own class; its name must do
@@ -109,7 +110,7 @@ def write_error_file(error: BaseException) -> None:
     now = time.time()
     report = {
         "message": {
-            "message": f"{type(error).__name__}: {_text(error)}",
+            "message": f"{type(error).__name__}: {text_of(error)}",
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error)),
                 "chain": chain_of(error),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,17 +20,19 @@ import msgspec
 import torch
 
 from holdfast import scope
-from holdfast.control.attempts import EndRecord, begin_attempt, end_attempt
+from holdfast.control.attempts import EndRecord, FailureRecord, begin_attempt, end_attempt, record_crash
 from holdfast.control.decisions import read_key
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
 from holdfast.control.lease import Claim, Fence, LeaseKeeper, claim
-from holdfast.errors import ConfigError, ControlError, StorageError, UsageError
+from holdfast.errors import ConfigError, ControlError, HoldfastError, StorageError, UsageError
+from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptStarted, LeaseClaimed, RunCreated, Warned
 from holdfast.journal.writer import JournalWriter
 from holdfast.settings import Settings
 from holdfast.worker.alone import Here, Told, begin
+from holdfast.worker.crash import text_of
 
 log = logging.getLogger("holdfast")
 
@@ -54,6 +57,10 @@ class Membership:
     """Held by rank 0 when there is no launcher."""
     told: Told = field(default_factory=Told)
     """What earlier attempts have left for this one: by the launcher, or by rank 0 where there is none."""
+    node: str = ""
+    """Of the process that numbered the attempt itself."""
+    ended: EndRecord | None = None
+    """The end that this process has written."""
 
     def leave(self, end: EndRecord | None) -> None:
         """Record the end and give the lease back, where this process is the one to do so."""
@@ -61,12 +68,31 @@ class Membership:
         try:
             if keeper is not None and end is not None:
                 end_attempt(self.control, self.fence, self.attempt, end)
+                self.ended = end
         except StorageError as error:  # a run that has reached its end has not failed for want of a record
             log.error("holdfast: attempt %d has no record of its end: %s", self.attempt, error)
         finally:
             if keeper is not None:
                 keeper.release()
             self.journal.close()
+
+    def crashed(self, error: BaseException) -> None:
+        """An error ends this process. A loop that it has left dropped its generator first, and so ended the
+        attempt before anyone could see the error: then this is what became of the attempt."""
+        end = self.ended
+        if end is None or (end.outcome, end.exit_code) != ("stopped", ExitCode.FAILED):
+            return
+        if not isinstance(error, Exception):
+            return  # somebody has interrupted it
+        message, now = f"{type(error).__name__}: {text_of(error)}", time.time()
+        failure = FailureRecord(
+            rank=0, node=self.node, pid=os.getpid(), exit_code=int(ExitCode.FAILED), at=now, message=message
+        )
+        try:
+            failed = msgspec.structs.replace(end, outcome="failed", at=now)
+            record_crash(self.control, self.attempt, failed, failure)
+        except (HoldfastError, OSError) as problem:
+            log.warning("holdfast: attempt %d counts as stopped, not as failed: %s", self.attempt, problem)
 
 
 def join_attempt(
@@ -189,4 +215,4 @@ def _announce(
     )
     told = _Told(control.run_id, record.number, held.epoch, held.owner, begun, here.shift)
     group.store.set("attempt", msgspec.json.encode(told).decode())
-    return Membership(control, fence, record.number, held.owner, journal, keeper, begun)
+    return Membership(control, fence, record.number, held.owner, journal, keeper, begun, here.node)
