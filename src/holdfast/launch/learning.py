@@ -105,7 +105,7 @@ class Learner:
 
     def keep(self, monitor: Monitor) -> Learned | None:
         """Write what was learned, now and then and at the attempt's end; None if there is nothing new."""
-        self._learn_hello(monitor)  # an attempt may end before anybody has looked, and the next one counts on it
+        self._learn_hello(monitor)  # an attempt may end before anybody has looked
         self._wrote = time.monotonic()
         if not monitor.learns():
             return None
