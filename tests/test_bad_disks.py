@@ -191,6 +191,14 @@ def test_a_run_directory_on_a_full_disk_costs_saves_and_not_the_run(tmp_path: Pa
     assert len({line.attempt for line in read_journal(tmp_path / "kept" / "journal")} - {0}) == 1
 
 
+def test_a_job_that_finished_has_finished_also_if_its_run_directory_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import shutil\nshutil.rmtree('run')\n")
+    result = finish(holdfast_command("run", "--run-dir", "run", "train.py"), cwd=tmp_path, timeout=60)
+    assert result.code == 0, result.text
+    assert "attempt 1 has no record of its end, which is finished" in result.err
+    assert not (tmp_path / "run" / "attempts").exists()
+
+
 @pytest.mark.drill
 def test_a_run_directory_whose_file_system_stalls_holds_up_nothing(tmp_path: Path) -> None:
     """A real file system that does not answer, over the run directory, for several times-to-live."""

@@ -39,7 +39,7 @@ from holdfast.policy.evidence import (
     WorkerEnd,
     told_by_traceback,
 )
-from holdfast.policy.signs import ERRNOS, SIGNS, TYPES, sign_in
+from holdfast.policy.signs import ERRNOS, OWN_CLASSES, SIGNS, TYPES, sign_in
 from holdfast.settings import FAILURE_CAUSES, parse_failure_causes
 from holdfast.worker.crash import chain_of
 
@@ -148,7 +148,7 @@ def test_each_end_has_its_cause(exit_code: int, message: str, cause: Cause) -> N
 
 def test_the_class_of_an_error_counts_where_its_message_leaves_it_out() -> None:
     bare = WorkerEnd(rank=0, exit_code=1, message="shard __0_0.distcp: digest differs")
-    assert diagnose(Evidence(ends=[bare])).cause == Cause.JOB
+    assert diagnose(Evidence(ends=[bare])).cause == Cause.UNKNOWN
     told = [Raised(types=["holdfast.errors.CheckpointError"], message=bare.message)]
     assert cause_of(told, bare.message) == Cause.CHECKPOINT
     assert cause_of([Raised(types=["MemoryError"])]) == Cause.JOB
@@ -216,9 +216,16 @@ KILLED = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
         (ConnectionError("whatever"), Cause.INFRASTRUCTURE),
         (EndpointConnectionError(endpoint_url="https://x"), Cause.INFRASTRUCTURE),
         (ReadTimeoutError(endpoint_url="https://x"), Cause.INFRASTRUCTURE),
-        (NoCredentialsError(), Cause.JOB),
+        (NoCredentialsError(), Cause.UNKNOWN),
         (RuntimeError("No CUDA GPUs are available"), Cause.INFRASTRUCTURE),
-        (RuntimeError("bad"), Cause.JOB),
+        (RuntimeError("bad"), Cause.UNKNOWN),
+        (RuntimeError("can't start new thread"), Cause.INFRASTRUCTURE),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), Cause.INFRASTRUCTURE),
+        (RuntimeError("Trying to backward through the graph a second time (or directly access"), Cause.JOB),
+        (caused(RuntimeError("bad"), ValueError("bad")), Cause.UNKNOWN),
+        (ZeroDivisionError("division by zero"), Cause.JOB),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), Cause.JOB),
+        (RecursionError("maximum recursion depth exceeded"), Cause.JOB),
         (ValueError("bad"), Cause.JOB),
         (KeyError("lr"), Cause.JOB),
         (
@@ -281,6 +288,7 @@ def test_each_text_is_found_by_its_own_row_and_is_in_the_docs() -> None:
         assert is_symptom(1, row.example) is row.symptom, row.example
     assert all(f"`{name}`" in page for name in TYPES)
     assert all(name in page for name in ERRNOS.values())
+    assert all(f"`{name}`" in page for name in OWN_CLASSES)
 
 
 def test_what_nothing_matches_is_unknown_and_its_last_words_do_not_make_it_another_failure() -> None:

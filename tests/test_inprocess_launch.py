@@ -88,7 +88,7 @@ def test_after_an_exception_the_same_processes_go_on_as_the_next_attempt(
     assert [one.kept for one in started] == [False, True]
     assert started[0].pids == started[1].pids
     failed = {one.rank: one for one in failures_of(control(tmp_path), 1)}
-    assert failed[1].message == "RuntimeError: told to fail"
+    assert failed[1].message == "ValueError: told to fail"
     assert failed[1].pid == started[0].pids[1]
     assert not journalled(tmp_path, events.WorkerFailed), "nobody's process has ended"
     (planned,) = journalled(tmp_path, RestartPlanned)

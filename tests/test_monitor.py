@@ -674,6 +674,25 @@ def test_that_a_command_says_hello_is_known_to_its_next_attempts_and_launches(tm
     assert told == []
 
 
+def test_an_attempt_that_ended_before_anybody_looked_is_learned_from_too(tmp_path: Path) -> None:
+    """Its ranks said hello; those of the next attempt all stand still, so that nobody tells of the others."""
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    told: list[str] = []
+    with watching(tmp_path, limits(initial=0.2)) as watch, quiet(tmp_path) as silent:
+        learner = Learner(control, told.append, ["train.py"])
+        watch.begin({0: os.getpid()}, learner.begin("a", 1))
+        rank = Rank(watch)
+        wait_until(lambda: watch.hearing().there, 60, "rank 0 has said hello")
+        learner.keep(watch)
+        rank.channel.close()
+        assert (control.path / "hello.json").exists()
+
+        watch.begin({0: silent.pid}, learner.begin("a", 2))
+        (found,) = wait_until(watch.overdue, 60, "it is known that it has to say hello")
+        assert found.rule == "hello"
+    assert told == []
+
+
 # --- the same workers as another attempt
 
 

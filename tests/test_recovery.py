@@ -133,6 +133,10 @@ def test_a_script_that_fails_at_import_is_not_started_again() -> None:
         {"highest_step": 1},
     ):
         assert decide(msgspec.structs.replace(early, **otherwise)).action is Action.RESTART, otherwise
+    strange = msgspec.structs.replace(early, cause=Cause.UNKNOWN, message="RuntimeError: Dataset not found")
+    assert stopped(decide(strange)) == ExitCode.FAILED, "all ranks say so, so it is the script's"
+    for otherwise in ({"alike": False}, {"message": ""}, {"message": "CUDA error: an illegal memory access"}):
+        assert decide(msgspec.structs.replace(strange, **otherwise)).action is Action.RESTART, otherwise
 
 
 def test_a_script_without_a_run_is_restarted_as_often_as_somebody_said() -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,6 +178,24 @@ def test_one_that_begins_anew_is_shown_from_its_beginning(caught: Caught) -> Non
     with open(f"/proc/self/fd/{caught.worker}", "wb") as again:  # noqa: PTH123 - as a shell's > /dev/stderr
         again.write(b"after\n")
     assert caught.read() == b"after\n"
+
+
+def test_where_no_thread_can_be_started_that_is_what_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that a thread which never ran cannot be waited for: a full process table is told of."""
+    destinations = DefaultLogsSpecs(log_dir=str(tmp_path / "logs")).reify({0: {}})
+    logs = output.Logs("default", destinations, None, None, None)
+    logs.streams(0)
+
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        logs.show()
+    logs.close()
+    logs.finish()
 
 
 @pytest.mark.drill

@@ -49,7 +49,7 @@ def act(step: int) -> None:
         marker.touch()
         match what.removesuffix("+"):
             case "raise":
-                raise RuntimeError("told to fail")
+                raise ValueError("told to fail")
             case "exit":
                 os._exit(3)
             case "wait":

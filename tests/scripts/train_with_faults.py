@@ -26,7 +26,7 @@ def begin_and_break(run: holdfast.Run) -> None:
         what = order.read_text()
         order.unlink()
         if what == "raise":
-            raise RuntimeError(f"asked to fail at step {run.step + 1}")
+            raise ValueError(f"asked to fail at step {run.step + 1}")
         os._exit(int(what.partition(":")[2]))
 
 

@@ -27,7 +27,7 @@ from holdfast.control.history import last_decision, past_attempts, was_kept
 from holdfast.control.hosted_store import HostedStore
 from holdfast.control.lease import Claim, Fence
 from holdfast.control.secret import SealedStore, run_secret
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import ControlError, HoldfastError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed, Warned
 from holdfast.journal.writer import JournalWriter
@@ -240,7 +240,8 @@ class Attempt:
     def end(self, outcome: str, *, exit_code: int, cause: str, highest_step: int) -> None:
         """Write the attempt's end, once; only the leader does.
 
-        Storage that cannot be written costs the record, and not what it says: nobody decides by it.
+        A control directory that cannot be written, or that is gone, costs the record and not what it says:
+        nobody decides by it, and a job that has finished has finished.
         """
         if not self.place.leads or self.ended:
             return
@@ -250,7 +251,7 @@ class Attempt:
         )
         try:
             end_attempt(self.control, self.fence, self.number, record)
-        except StorageError as error:
+        except ControlError as error:
             told = f"attempt {self.number} has no record of its end, which is {outcome}: {error}"
             self.journal.write(Warned(message=told))
             log.error("holdfast: %s", told)

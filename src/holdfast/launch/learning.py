@@ -68,9 +68,10 @@ class Learner:
 
     def poll(self, monitor: Monitor) -> None:
         """Call it now and then during an attempt, from its start on."""
-        self._learn_hello(monitor)
         if time.monotonic() - self._wrote >= PERIOD:
             self.keep(monitor)
+        else:
+            self._learn_hello(monitor)
 
     def _learn_hello(self, monitor: Monitor) -> None:
         """Who is known to say hello: what was kept, and what was heard here."""
@@ -103,7 +104,8 @@ class Learner:
             self._tell(f"learned timeouts cannot be kept in {self._control.path}: {problem}")
 
     def keep(self, monitor: Monitor) -> Learned | None:
-        """Write what was learned, at a commit or at the attempt's end; None if there is nothing new."""
+        """Write what was learned, now and then and at the attempt's end; None if there is nothing new."""
+        self._learn_hello(monitor)  # an attempt may end before anybody has looked
         self._wrote = time.monotonic()
         if not monitor.learns():
             return None

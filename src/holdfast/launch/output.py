@@ -127,8 +127,9 @@ class Logs:
     def _begin(self) -> None:
         if self._caught:
             self._closing.clear()
-            self._thread = threading.Thread(target=self._hand_on, name="holdfast-output", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._hand_on, name="holdfast-output", daemon=True)
+            thread.start()
+            self._thread = thread  # not before: what did not start cannot be waited for
 
     def _hand_on(self) -> None:
         while not self._closing.wait(PAUSE):
@@ -166,7 +167,8 @@ class Logs:
             if done != before:
                 before, deadline = done, time.monotonic() + PARTING
             self._await_reader()
-        self._begin()
+        with contextlib.suppress(RuntimeError):  # no room for a thread: what they left is shown at the end
+            self._begin()
 
     def finish(self) -> None:
         """Nothing more is shown. Again: nothing."""

@@ -36,7 +36,7 @@ from holdfast.policy.evidence import (
 )
 from holdfast.policy.rejection import Kind, Place, Rejection
 from holdfast.policy.signs import Cause as Cause
-from holdfast.policy.signs import Found, found_in, in_words, is_of_hardware, is_of_lost_peer, sign_in
+from holdfast.policy.signs import Found, found_in, in_words, is_of_hardware, is_of_lost_peer, is_own, sign_in
 from holdfast.policy.xids import proves_broken
 
 
@@ -320,7 +320,7 @@ def _error_class(end: WorkerEnd) -> str:
 def _classify_end(end: WorkerEnd, added: Sequence[tuple[str, str]]) -> Found:
     """First what the kernel says, then codes that mean one thing, then the configuration, then exceptions.
 
-    What nothing of this matches is unknown, unless it is an exception: those are the job's own.
+    What nothing of this matches is the job's own if the class of the exception says so, and else unknown.
     """
     code = end.exit_code
     if code > 128 and code - 128 in signal.valid_signals():
@@ -342,6 +342,6 @@ def _classify_end(end: WorkerEnd, added: Sequence[tuple[str, str]]) -> Found:
     if told:
         return next((one for one in told if one.cause is not Cause.UNKNOWN), told[0])
     raised = bool(end.errors) or bool(end.message and not end.heard)
-    if code > 0 and (raised or code == ExitCode.USAGE):
+    if code > 0 and (code == ExitCode.USAGE or (raised and is_own(chain[0]))):
         return Found(Cause.JOB)
-    return Found(Cause.UNKNOWN, told=False)
+    return Found(Cause.UNKNOWN, told=raised)

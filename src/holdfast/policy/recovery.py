@@ -35,6 +35,7 @@ from holdfast.policy.capacity import Cluster, Exclusion, Fit, devices_of, fit, l
 from holdfast.policy.classify import Cause
 from holdfast.policy.rejection import Rerun, Settled, Trial, Window
 from holdfast.policy.rotation import arrangements
+from holdfast.policy.signs import sign_in
 from holdfast.policy.variation import Tried
 from holdfast.policy.verdicts import Question, judge
 
@@ -247,7 +248,11 @@ class _Case:
 
     def _failed_at_import(self) -> Decision | None:
         failed = self._failed
-        if failed.began or not failed.alike or self._cause is not Cause.JOB:
+        # An error that nobody knows, in the same words on all ranks before their first step, is the script's.
+        own = self._cause is Cause.JOB or (
+            self._cause is Cause.UNKNOWN and bool(failed.message) and sign_in(failed.message) is None
+        )
+        if failed.began or not failed.alike or not own:
             return None
         if failed.seconds > AT_IMPORT or highest_step(self._all) > 0:
             return None

@@ -1,11 +1,12 @@
 """The texts, classes and numbers of errors by which a cause is known: one table of each.
 
 Every text comes with a message as it is really met; a test classifies each of them, and compares the tables
-with docs/recovery.md. What is not here is the job's own if it is an exception, and unknown if it is not.
+with docs/recovery.md. What is not here is unknown, whatever it is.
 """
 
 from __future__ import annotations
 
+import builtins
 import errno
 import re
 from collections.abc import Mapping
@@ -183,6 +184,11 @@ SIGNS: tuple[Sign, ...] = (
         "calling NumCudaDevices() that might have already set an error? Error 802: system not yet "
         "initialized",
     ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"can't start new thread|resource temporarily unavailable",
+        "RuntimeError: can't start new thread",
+    ),
     # the fabric
     Sign(
         Cause.INFRASTRUCTURE,
@@ -323,6 +329,22 @@ SIGNS: tuple[Sign, ...] = (
         r"caught \w+ in dataloader worker process",
         "ValueError: Caught ValueError in DataLoader worker process 0.",
     ),
+    # torch's own words for a program that cannot work
+    Sign(
+        Cause.JOB,
+        r"shapes cannot be multiplied|must match the (existing )?size|is invalid for input of size"
+        r"|sizes of tensors must match"
+        r"|expected all tensors to be on the same device|error\(s\) in loading state_dict"
+        r"|must have the same dtype",
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x4 and 5x2)",
+    ),
+    Sign(
+        Cause.JOB,
+        r"does not require grad|backward through the graph a second time|modified by an inplace operation"
+        r"|expected to have finished reduction|mark a variable ready only once"
+        r"|leaf variable that requires grad",
+        "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn",
+    ),
     Sign(
         Cause.UNKNOWN,
         r"\[(enforce fail at )?[^\]\s]*\.(cc|cpp|cu|h|hpp):\d+\]",
@@ -382,6 +404,15 @@ TYPES: Mapping[str, Known] = {
 }
 """Classes of exceptions that say what was wrong whatever their message is. Those derived from them do too."""
 
+OWN_CLASSES = frozenset({
+    "ArithmeticError", "AssertionError", "AttributeError", "FileExistsError", "FileNotFoundError",
+    "ImportError", "IsADirectoryError", "LookupError", "NameError", "NotADirectoryError",
+    "NotImplementedError", "PermissionError", "RecursionError", "StopIteration", "SyntaxError", "TypeError",
+    "ValueError", "Warning",
+})  # fmt: skip
+"""Python's classes of what a program does wrong, where nothing else is known; those derived from them too.
+RuntimeError is none of them: torch, and much of what is written in C++, raises it for everything."""
+
 _PATTERNS = tuple(
     re.compile(one.pattern.replace("{errnos}", "|".join(map(str, ERRNOS))), re.IGNORECASE) for one in SIGNS
 )
@@ -397,6 +428,14 @@ class Found(NamedTuple):
     hardware: bool = False
     told: bool = True
     """Whether anything that was said has decided it."""
+
+
+def is_own(raised: Raised) -> bool:
+    """Whether its class says that the program itself is wrong."""
+    names = raised.types or [raised.message.partition(":")[0]]
+    kind = getattr(builtins, names[0], None)  # of a traceback only the class itself is known
+    above = [base.__name__ for base in kind.__mro__] if isinstance(kind, type) else []
+    return not OWN_CLASSES.isdisjoint([*names, *above])
 
 
 def in_words(raised: Raised) -> str:
@@ -419,7 +458,7 @@ def is_of_hardware(text: str) -> bool:
 
 
 def found_in(raised: Raised) -> Found | None:
-    """What one exception says: its class, its errno, then its text. None: nothing, as most of a job's own."""
+    """What one exception says: its class, its errno, then its text. None: nothing."""
     known = next((TYPES[name] for name in raised.types if name in TYPES), None)
     if known is not None and not known.refined:
         return Found(known.cause, known.here)
