@@ -36,6 +36,7 @@ from holdfast.worker.beat_messages import (
     State,
     Wish,
 )
+from holdfast.worker.beats import MOST_INSIDE
 from watching import FAR, PRELUDE, Rank, handover, heard, limits, speaking, watching
 
 STEADY = """
@@ -126,6 +127,40 @@ beats.enter("outer"); beats.enter("inner"); until("out"); beats.leave("inner"); 
         assert state.sections[0].spent < 1.0, "the time inside the inner section was not the outer one's"
         (found,) = wait_until(watch.overdue, 60, "the hang in the outer section is found")
         assert found.section == "outer"
+
+
+def test_an_outer_limit_holds_while_inner_sections_open_and_close(tmp_path: Path) -> None:
+    """Inner sections without end, each of which is short: nothing but the outer limit can find that."""
+    code = """
+beats = hello(); beats.step_done(1); beats.enter("outer")
+while True:
+    beats.enter("inner"); time.sleep(0.01); beats.leave("inner")
+"""
+    watched = msgspec.structs.replace(limits(outer=1.0), whole={"outer": 1.0})
+    with watching(tmp_path, watched) as watch, speaking(tmp_path, watch.path, code) as rank:
+        watch.begin({0: rank.pid})
+        (found,) = wait_until(watch.overdue, 60, "the outer section's limit is reached")
+        assert (found.section, found.rule, found.limit) == ("outer", "section", 1.0)
+        state = watch.state(0)
+        assert state is not None
+        assert list(state.sections[0].inside) == ["inner"]
+
+
+def test_what_has_more_names_than_are_told_counts_as_the_outer_sections_own(tmp_path: Path) -> None:
+    code = """
+beats = hello(); beats.step_done(1); beats.enter("outer")
+for number in range(100):
+    beats.enter(f"inner {number}"); time.sleep(0.001); beats.leave(f"inner {number}")
+mark("done"); beats.enter("last"); stop()
+"""
+    with watching(tmp_path) as watch, speaking(tmp_path, watch.path, code) as rank:
+        watch.begin({0: rank.pid})
+        heard(watch, 0, "last")
+        state = watch.state(0)
+        assert state is not None
+        outer = state.sections[0]
+        assert len(outer.inside) == MOST_INSIDE
+        assert outer.spent >= 0.001 * (100 - MOST_INSIDE)
 
 
 def test_a_rank_that_uses_no_sections_is_watched_by_its_beats(tmp_path: Path) -> None:
