@@ -57,6 +57,10 @@ class LaunchContext:
     starter: Starter
     monitor: Monitor
     learner: Learner
+    leads: bool = False
+    """Whether this agent led the last attempt."""
+    last_words: str = ""
+    """Why the launch ends, where its code alone does not say it."""
     directory: str = field(default_factory=_here)
     """Where this agent was started, and is."""
     earlier_launches: list[str] = field(default_factory=list)
