@@ -385,7 +385,10 @@ class DataSkipped(Event, tag="data_skipped"):
 
 
 class DeterminismMeasured(Event, tag="determinism_measured"):
-    """How much the same step's result differed between two runs of it, relative to its size."""
+    """How much the same step's result differed between two runs of it, relative to its size.
+
+    Of each step that of its worst rank.
+    """
 
     steps: int
     p50: float
@@ -393,6 +396,10 @@ class DeterminismMeasured(Event, tag="determinism_measured"):
     p99: float
     p999: float
     largest: float
+    ranks: int = 1
+    """How many were compared; older releases looked at rank 0 alone."""
+    worst_rank: int = 0
+    """Where the largest was found."""
 
 
 class RunFinished(Event, tag="run_finished"):

@@ -281,7 +281,9 @@ def render(body: AnyEvent | Unknown) -> Rendered:
         case DeterminismMeasured():
             parts = zip(("p50", "p90", "p99", "p99.9", "largest"), _percentiles(body), strict=True)
             text = ", ".join(f"{name} {value:.2g}" for name, value in parts)
-            return Rendered(f"two runs of {plural(body.steps, 'step')} differ by {text}", "plain")
+            where = f" (rank {body.worst_rank})" if body.ranks > 1 and body.largest else ""
+            on = f" on {body.ranks} ranks" if body.ranks > 1 else ""
+            return Rendered(f"two runs of {plural(body.steps, 'step')}{on} differ by {text}{where}", "plain")
         case RunFinished():
             counts = [plural(body.samples, "sample")] if body.samples else []
             counts += [plural(body.tokens, "token")] if body.tokens else []
