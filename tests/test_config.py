@@ -63,6 +63,7 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "launch.stop_grace": (0.0, 0.25, 120.0, 1.0),
     "launch.max_pause": (0.0, 0.5, 3600.0, 86_400.5),
     "launch.failure_causes": ("", "job: a", "infrastructure: lustre.*evicted", "hang: x: y\nunknown: z"),
+    "launch.print_saves": (False, True, False, True),
     "launch.alert_command": ("", "mail -s holdfast ops", "~/page --now", "$HOME/bin/page > $HOME/last"),
     "launch.alert_url": ("", "http://localhost:8080/x", "https://hooks.example/T0/B1", "http://[::1]/a?b=c"),
     "monitor.enable_ft_package": (False, True, False, True),

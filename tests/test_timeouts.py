@@ -598,7 +598,7 @@ def test_a_setting_of_the_launcher_itself_is_refused_where_it_would_do_nothing(k
     )
     value = "https://x" if key.endswith("_url") else "job: y" if key.endswith("_causes") else value
     by_keyword = settings(**{field.keyword: value})
-    by_variable = load(environ={field.environment: str(value)})
+    by_variable = load(environ={field.environment: str(value).lower() if value is False else str(value)})
     if key in ("launch.node_name", "launch.max_restarts"):  # which a rank without the launcher goes by
         assert refuse_without_launcher(by_keyword) == refuse_without_launcher(by_variable) == []
     else:

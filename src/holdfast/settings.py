@@ -284,6 +284,11 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
         "Holdfast's own; empty means none. Set it when failures of your storage, network or scheduler are "
         "taken for the job's.",
     ] = ""
+    print_saves: Annotated[
+        bool,
+        "Whether a line is printed for each event of a save: scheduled, committed, replicated, drained, "
+        "verified; at most 120 lines a minute. Turn it off where the log is for other things.",
+    ] = True
     alert_command: Annotated[
         str,
         "Command that is run at every incident, stop and exclusion, with JSON on its standard input; empty "

@@ -236,6 +236,18 @@ class ReplicaFailed(Event, tag="replica_failed"):
     error: str
 
 
+class CopyReplicated(Event, tag="copy_replicated"):
+    """Rank 0's shards now lie on a peer too, verified there; those of other ranks are not told one by one."""
+
+    checkpoint: str
+    step: int
+    rank: int
+    node: str
+    """The peer that holds it."""
+    seconds: float
+    """That sending took."""
+
+
 class CopyReadBack(Event, tag="copy_read_back"):
     """A committed checkpoint was read from the checkpoint root, beside training: every byte is right."""
 
@@ -451,6 +463,7 @@ AnyEvent = (
     | CopyDeleted
     | CopyFetched
     | ReplicaFailed
+    | CopyReplicated
     | CopyReplaced
     | CopyQuarantined
     | CopyReadBack

@@ -24,6 +24,7 @@ from holdfast.journal.events import (
     CopyQuarantined,
     CopyReadBack,
     CopyReplaced,
+    CopyReplicated,
     DataSkipped,
     Decision,
     DeterminismMeasured,
@@ -236,6 +237,10 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             what = f"rank {body.rank}'s part of {printable(body.checkpoint)}"
             text = f"no replica on {printable(body.node)} of {what}"
             return Rendered(text, "warning", [printable(body.error)])
+        case CopyReplicated():
+            what = f"rank {body.rank}'s part of {printable(body.checkpoint)}"
+            text = f"replica on {printable(body.node)} of {what}, after {duration(body.seconds)}"
+            return Rendered(text, "plain")
         case CopyReadBack():
             text = f"read back: {printable(body.checkpoint)}, {size(body.bytes)} in {duration(body.seconds)}"
             return Rendered(f"{text}, every byte is right", "plain")

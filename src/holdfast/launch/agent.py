@@ -193,6 +193,7 @@ class HoldfastAgent(LocalElasticAgent):
                     node_timeout=node_timeout,
                     given_up=self._silent_leader,
                 )
+        context.saves.follow(self._attempt.number, leads=place.leads)
         return self._attempt
 
     def _warn_of_store(self, text: str) -> None:

@@ -65,6 +65,7 @@ from holdfast.launch.monitor import Monitor
 from holdfast.launch.options import Options, parse, script_of
 from holdfast.launch.orphans import Orphans
 from holdfast.launch.preload import RUN_PATH, PreloadedParent
+from holdfast.launch.saves_told import SavesTold
 from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.starting import Starter
@@ -133,12 +134,14 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             starter=starter,
             monitor=monitor,
             learner=Learner(control, tell, command),
+            saves=SavesTold(control.journal, say, enabled=options.settings.launch.print_saves),
         )
         _keep_together(context)
         keep_launch(context, argv, config.nproc_per_node, tell)
         try:
             return _live(config, command, context, tell)
         finally:
+            context.saves.close()
             context.alerts.close()
             starter.close()
             monitor.close()
