@@ -196,6 +196,26 @@ until("fail"); beats.failing(); stop()
         assert (found.rule, found.step) == ("out_of_section", 1)
 
 
+def test_a_shell_around_a_script_may_do_what_it_likes_once_that_has_exited(tmp_path: Path) -> None:
+    """What has a limit is the way from the loop's end to the exit of the process that trained."""
+    code = "beats = hello(); beats.step_done(3); beats.exiting(); mark('exiting'); until('exit')"
+    (tmp_path / "script.py").write_text(PRELUDE + code)
+    shell = ["sh", "-c", f"{sys.executable} script.py; touch left; while :; do sleep 0.1; done"]
+    watched = msgspec.structs.replace(limits(), exiting=0.5)
+    with (
+        watching(tmp_path, watched) as watch,
+        job(shell, cwd=tmp_path, env=handover(watch.path), may_leave=True) as running,
+    ):
+        watch.begin({0: running.pid})
+        (found,) = wait_until(watch.overdue, 60, "the limit of its exit has passed")
+        assert (found.rule, found.step) == ("exiting", 3)
+        assert "rank 0 hangs between the end of its loop and its exit, after step 3" in str(found)
+        (tmp_path / "exit").touch()
+        wait_until((tmp_path / "left").exists, 60, "the script has ended, and the shell goes on")
+        wait_until(lambda: watch.overdue() == [], 60, "nothing rules the shell")
+        running.kill_everything()
+
+
 # --- an agent that does not read
 
 

@@ -593,12 +593,13 @@ LAUNCHERS_OWN = [key for key in FIELDS if key.startswith("launch.")] + ["health.
 def test_a_setting_of_the_launcher_itself_is_refused_where_it_would_do_nothing(key: str) -> None:
     """By python and torchrun; in the environment, which a site may set for all, it is told."""
     field = FIELDS[key]
-    value = {"health.gate": "warn"}.get(
-        key, 7 if field.kind is int else 7.0 if field.kind is float else "x:y"
-    )
-    value = "https://x" if key.endswith("_url") else "job: y" if key.endswith("_causes") else value
+    of_kind: dict[type, object] = {int: 7, float: 7.0, str: "x:y", bool: False}
+    special = {
+        "health.gate": "warn", "launch.alert_url": "https://x", "launch.failure_causes": "job: y"
+    }  # fmt: skip
+    value = special.get(key, of_kind[field.kind])
     by_keyword = settings(**{field.keyword: value})
-    by_variable = load(environ={field.environment: str(value).lower() if value is False else str(value)})
+    by_variable = load(environ={field.environment: "0" if value is False else str(value)})
     if key in ("launch.node_name", "launch.max_restarts"):  # which a rank without the launcher goes by
         assert refuse_without_launcher(by_keyword) == refuse_without_launcher(by_variable) == []
     else:

@@ -131,6 +131,8 @@ class _Rank:
     state: RankState | None = None
     seen: Seen | None = None
     dropped: int = 0
+    speaker: int = 0
+    """The process that last spoke for it: the worker, or one that the worker has started."""
     hello_after: float | None = None
     """Seconds from the start of the workers to its first hello of this attempt."""
 
@@ -295,7 +297,9 @@ class Monitor:
     def _ruling(self, rank: int, known: _Rank, now: float) -> Ruling | None:
         """What rules a rank; None where nothing does."""
         if known.state is not None:
-            return None if known.state.done else ruling(known.state, self._limits_of(known), now, self._fresh)
+            if known.state.done or (known.state.exiting and _has_exited(known)):
+                return None
+            return ruling(known.state, self._limits_of(known), now, self._fresh)
         if rank in self._waiting:
             return None
         waited = now - max(self._began, self._fresh)
@@ -522,6 +526,7 @@ class Monitor:
                 return False
             self._drop(holder)
         connection.rank, known.connection, known.distance = rank, connection, distance
+        known.speaker = connection.pid
         return True
 
     def _rank_of(self, pid: int) -> tuple[int, int] | None:
@@ -624,6 +629,14 @@ class Monitor:
         # What was learned is about the loop: an evaluation after it is often a longer one.
         exiting = known.state is not None and known.state.exiting
         return apply(self._learned, limits) if known.learns and not exiting else limits
+
+
+def _has_exited(known: _Rank) -> bool:
+    """Whether what spoke for a rank is gone while its worker lives: a shell that has more to do, say."""
+    if known.connection is not None or known.speaker in (0, known.pid):
+        return False
+    process = processes.read(known.speaker)
+    return process is None or process.state in ("Z", "X")
 
 
 def _stopped(known: _Rank) -> bool:
