@@ -199,7 +199,7 @@ PLACES: dict[str, tuple[Callable[..., None], dict[str, object], tuple[str, str, 
     "eval": (in_a_section_of_the_user, {"monitor_rank_heartbeat_timeout": 1}, ("eval", "heartbeat", 2)),
     "failing": (failing, {OUT: 1}, ("", "out_of_section", 2)),
     "after": (after_the_loop, {EXIT: 1}, ("", "exiting", 3)),
-    "export": (in_a_section_after_the_loop, {SECTIONS: f"{LONG},export:1"}, ("export", "section", 3)),
+    "export": (in_a_section_after_the_loop, {SECTIONS: f"{LONG},export:1"}, ("export", "exiting", 3)),
     "break": (left_by_break, {EXIT: 1}, ("", "exiting", 2)),
 }
 

@@ -10,6 +10,7 @@ A rank is either in a section or in none, and one rule holds:
 | is in a section without one, or never used sections  | heartbeat      | since the last sign of life |
 | is in no section                                     | out_of_section | since it left the last one |
 | has left its loop, and is in no section with a limit | exiting        | since the last sign of life |
+| has left its loop, in a section with a limit         | exiting        | the section's own |
 
 A section's own clock stands still while another section is open inside it, so that a hang in the inner one is
 found by the inner one's limit. After the first step a limit that a person has given to a section holds for
@@ -147,7 +148,8 @@ def ruling(state: RankState, limits: Limits, now: float, fresh: float = 0.0) -> 
         return rules
     for depth, outer in enumerate(state.sections[:-1]):
         limit = _raised(limits.whole.get(outer.name, 0.0), outer)
-        around = Ruling("section", outer.name, limit, _whole(state.sections[depth:], limits, now, fresh))
+        seconds = _whole(state.sections[depth:], limits, now, fresh)
+        around = Ruling(EXITING if state.exiting else "section", outer.name, limit, seconds)
         if around.overdue:
             return around
     return rules
@@ -174,7 +176,7 @@ def _innermost(state: RankState, limits: Limits, now: float, fresh: float) -> Ru
     seconds = _own(inner, now, fresh)
     if inner.name == LOADING:
         return Ruling("section", LOADING, own, seconds)  # no default: whoever gave it one means it
-    return Ruling("section", inner.name, _raised(own, inner), seconds)
+    return Ruling(EXITING if state.exiting else "section", inner.name, _raised(own, inner), seconds)
 
 
 def _own(inner: OpenSection, now: float, fresh: float) -> float:
