@@ -586,6 +586,15 @@ def test_a_setting_of_the_monitor_without_the_launcher_names_key_value_source_an
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_enable_ft_package_without_the_launcher_is_refused_and_found_under_its_own_name(wanted: bool) -> None:
+    """B12: who asks for it by name is told that nobody is there to do it; the default alone is a warning."""
+    with pytest.raises(ConfigError, match=r"monitor\.enable_ft_package = \w+ \(keyword\)"):
+        refuse_without_launcher(settings(monitor_enable_ft_package=wanted))
+    with pytest.raises(ConfigError, match="did you mean monitor_enable_ft_package"):
+        settings(enable_ft_package=wanted)
+
+
 LAUNCHERS_OWN = [key for key in FIELDS if key.startswith("launch.")] + ["health.gate"]
 
 
