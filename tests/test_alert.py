@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from harness import job, python, wait_until
-from holdfast.launch import alert
+from holdfast import errors
+from holdfast.config import load
+from holdfast.control.directory import ControlDirectory
+from holdfast.exit_codes import NOT_ALERTED, ExitCode
+from holdfast.launch import alert, launcher
 from holdfast.launch.alert import Alerts
+from holdfast.launch.attempt import StopRun
+from holdfast.launch.context import LaunchContext
+from holdfast.launch.endpoints import StoreLostError
+from holdfast.launch.signals import Interrupted
 from holdfast.settings import LaunchSettings
 
 PATIENCE = 30.0
@@ -111,6 +124,123 @@ def test_a_url_gets_the_same_as_json(server: Server, told: Told) -> None:
     assert (path, kind) == ("/T0/secret", "application/json")
     assert (body["kind"], body["exit_code"], body["text"]) == ("stop", 22, "budget spent")
     assert told.warnings == []
+
+
+@pytest.mark.parametrize("command", ["~/page given", "$HOME/page given", 'x=given; "$HOME"/page $x'])
+def test_a_command_may_be_what_a_shell_takes(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "page").write_text('#!/bin/sh\ncat > "$HOME/$1"\n')
+    (tmp_path / "page").chmod(0o700)
+    loaded = load(environ={"HOLDFAST_LAUNCH_ALERT_COMMAND": command}).settings.launch
+    sender = alerts(told, command=loaded.alert_command)
+    sender.send("incident", {"text": "x"})
+    sender.close(PATIENCE)
+    assert json.loads((tmp_path / "given").read_text())["text"] == "x"
+    assert told.warnings == []
+
+
+# --- how a launch can end
+
+
+def end_of(
+    home: Path, how: Callable[[LaunchContext], int], *, nodes: int = 1, leads: bool = False
+) -> tuple[int, list[dict[str, object]]]:
+    """What the launcher makes of an end of what it runs: its code, and the alerts that it sent."""
+    told, given = Told(), home / f"alerts-{len(list(home.iterdir()))}"
+    control, _ = ControlDirectory.open_or_create(home / "run")
+    sender = alerts(told, command=f"cat >> {given}; echo >> {given}")
+    context: Any = SimpleNamespace(
+        control=control, alerts=sender, max_nodes=nodes, leads=leads, last_words="what happened"
+    )
+    config: Any = SimpleNamespace(run_id="job 7", min_nodes=nodes)
+    teller: Any = SimpleNamespace(ended=lambda code, why: code)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(launcher, "_run", lambda config, command, context: how(context))
+        try:
+            code = launcher._live(config, [], context, teller)
+        except ZeroDivisionError:
+            code = 1
+    sender.close(PATIENCE)
+    assert told.warnings == []
+    return code, [json.loads(line) for line in given.read_text().splitlines()] if given.exists() else []
+
+
+def returned(code: int) -> Callable[[LaunchContext], int]:
+    return lambda context: code
+
+
+def raised(error: BaseException) -> Callable[[LaunchContext], int]:
+    def run(context: LaunchContext) -> int:
+        del context
+        raise error
+
+    return run
+
+
+def decided(code: int) -> Callable[[LaunchContext], int]:
+    def run(context: LaunchContext) -> int:
+        context.alerts.send("stop", {"text": "recovery decided", "exit_code": code})
+        return code
+
+    return run
+
+
+@pytest.mark.parametrize("code", ExitCode, ids=lambda code: code.name)
+def test_every_code_that_ends_a_run_raises_one_alert(tmp_path: Path, code: ExitCode) -> None:
+    """The whole table, by every way in which a launch can end with the code."""
+    ways = {"returned": returned(code), "stopped": raised(StopRun(code, "why it stopped"))}
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.HoldfastError) and kind.exit_code is code:
+            ways[kind.__name__] = raised(kind("why it\n  failed"))
+    for name, way in ways.items():
+        ended, sent = end_of(tmp_path, way)
+        assert ended == code, name
+        if code in NOT_ALERTED:
+            assert sent == [], name
+            continue
+        (alert_,) = sent
+        assert (alert_["kind"], alert_["exit_code"], alert_["attempt"]) == ("stop", int(code), 0), name
+        text = str(alert_["text"])
+        assert text.startswith(f"the run ended with code {int(code)}: "), name
+        assert "what happened" in text if name == "returned" else "why it" in text, name
+        assert "\n" not in text
+    _, sent = end_of(tmp_path, decided(code))
+    assert [one["text"] for one in sent] == ["recovery decided"], "what was told is not told twice"
+
+
+def test_the_codes_without_an_alert_are_those_after_which_nobody_has_to_act() -> None:
+    assert set(NOT_ALERTED) == {
+        ExitCode.OK, ExitCode.USAGE, ExitCode.LEASE_LOST, ExitCode.RUN_IS_LIVE
+    }  # fmt: skip
+    assert ExitCode.STORE_LOST is StoreLostError.exit_code
+
+
+def test_ends_without_a_code_of_ours_raise_the_alert_too(tmp_path: Path) -> None:
+    for error, code in (
+        (RendezvousTimeoutError("late"), ExitCode.NO_CAPACITY),
+        (RendezvousClosedError(), ExitCode.FAILED),
+        (DistError("gone"), ExitCode.DECISION_TIMEOUT),
+        (StoreLostError("gone"), ExitCode.STORE_LOST),
+        (Interrupted(signal.SIGTERM), ExitCode.STOPPED),
+        (ZeroDivisionError("a defect"), ExitCode.FAILED),
+    ):
+        ended, sent = end_of(tmp_path, raised(error))
+        assert (ended, [one["exit_code"] for one in sent]) == (code, [code]), error
+
+
+def test_of_several_nodes_one_tells_of_the_end(tmp_path: Path) -> None:
+    stop = returned(ExitCode.PAUSED_TOO_LONG)
+    told = [len(end_of(tmp_path, stop, nodes=3, leads=leads)[1]) for leads in (False, True, False)]
+    assert told == [0, 1, 0], "all of them know it from the leader"
+    lost = raised(StoreLostError("the host is gone"))
+    assert [len(end_of(tmp_path, lost, nodes=3)[1]) for _ in range(3)] == [1, 0, 0], "the first one"
+    (mark,) = (tmp_path / "run" / "alerts").iterdir()
+    os.utime(mark, (0, 0))
+    assert len(end_of(tmp_path, lost, nodes=3)[1]) == 1, "another end, later"
+    over = raised(StopRun(ExitCode.BUDGET_SPENT, "the run has ended: …"))
+    assert end_of(tmp_path, over, nodes=3)[1] == [], "a spare was told so by those who decided it"
 
 
 def test_text_that_json_cannot_carry_and_zeros_arrive_all_the_same(tmp_path: Path, told: Told) -> None:

@@ -391,6 +391,16 @@ def test_a_worker_that_failed_first_is_not_blamed_on_the_node_that_left_later() 
     assert (found.cause, found.culprit_node, found.message) == (Cause.JOB, "", "ValueError: x")
 
 
+def test_a_hang_after_the_loop_accuses_neither_what_was_loaded_nor_a_node() -> None:
+    """The run had reached its end: an older checkpoint, or another node, would only repeat its last steps."""
+    after = Hang(rank=1, node="b", device="1", exiting=True)
+    found = diagnose(Evidence(hangs=[after], rung="step_00000008-a", steps=0))
+    assert (found.cause, found.steps, found.culprit_node) == (Cause.HANG, None, "")
+    within = msgspec.structs.replace(after, exiting=False)
+    for hangs in ([within], [within, after]):
+        assert diagnose(Evidence(hangs=hangs, rung="step_00000008-a", steps=0)).steps == 0
+
+
 def test_a_hang_accuses_those_that_are_missing_and_else_nobody_but_who_hangs_alone() -> None:
     waits = Hang(rank=0, node="a", section="step", at=5.0, missing=[3], missing_nodes=["b"])
     also = Hang(rank=1, node="a", section="step", at=4.0, missing=[3], missing_nodes=["b"])

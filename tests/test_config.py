@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.config import FIELDS, FILE_LIMIT, Field, Settings, digest, load, parse_assignments
+from holdfast.config import FIELDS, FILE_LIMIT, Field, Settings, digest, idle, load, parse_assignments
 from holdfast.errors import ConfigError
+from holdfast.settings_hints import IN_OTHER_SYSTEMS, LOCAL_NEED, NEEDS
 
 SOURCES = ("file", "environment", "command line", "keyword")
 
@@ -60,12 +63,15 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "launch.stop_grace": (0.0, 0.25, 120.0, 1.0),
     "launch.max_pause": (0.0, 0.5, 3600.0, 86_400.5),
     "launch.failure_causes": ("", "job: a", "infrastructure: lustre.*evicted", "hang: x: y\nunknown: z"),
-    "launch.alert_command": ("", "mail -s holdfast ops", "exec ~/page --now", "cat > $HOME/last"),
+    "launch.print_saves": (False, True, False, True),
+    "launch.alert_command": ("", "mail -s holdfast ops", "~/page --now", "$HOME/bin/page > $HOME/last"),
     "launch.alert_url": ("", "http://localhost:8080/x", "https://hooks.example/T0/B1", "http://[::1]/a?b=c"),
+    "monitor.enable_ft_package": (False, True, False, True),
     "monitor.initial_rank_heartbeat_timeout": (0.0, 0.5, 1800.0, 3600.0),
     "monitor.rank_heartbeat_timeout": (0.0, 0.5, 300.0, 600.0),
     "monitor.rank_section_timeouts": ("", "step:1", "setup:600,step:0.5", "a:1,b:2"),
     "monitor.rank_out_of_section_timeout": (0.0, 0.5, 300.0, 600.0),
+    "monitor.rank_exit_timeout": (0.0, 0.5, 3600.0, 7200.0),
     "monitor.calc_ft_timeouts": (True, False, True, False),
     "monitor.import_ft_state": ("", "ft_state.json", "/x/ft_state.json", "./y z"),
     "monitor.simulate_fault": (True, False, True, False),
@@ -186,6 +192,7 @@ def test_the_highest_source_wins_and_is_named(
     """Random subsets of sources for every setting at once."""
     given_by["checkpoint.resume_from"].add("file")  # force needs a name to go with
     given_by["checkpoint.keep_last"].add("file")  # and the other two keep_ settings need this one
+    given_by["checkpoint.non_persistent_ckpt_type"].add("file")  # else its settings would be read by nobody
     value_of = {key: dict(zip(SOURCES, (SAMPLES[key][i] for i in order), strict=True)) for key in FIELDS}
 
     def winning(key: str) -> object:
@@ -284,8 +291,7 @@ WRONG: dict[type, tuple[object, ...]] = {
     float: (True, None, "5", "long", [], {}, -1.0, float("nan"), float("inf"), -float("inf"), 10**400, 4e7),
     bool: (1, 0, None, "true", "yes", [], 1.0),
 }
-WRONG_FOR = {
-    "run.dir": ("",),
+WRONG_FOR: dict[str, tuple[object, ...]] = {
     "checkpoint.interval": ("", "Auto", " auto", "never"),
     "checkpoint.resume_from": ("", "Auto", "FRESH", " auto", "-5", "+5", "1" * 13),
     "checkpoint.fresh_parts": ("optimizer data", "optimizer,,data", "a.b"),
@@ -299,11 +305,20 @@ WRONG_FOR = {
     "checkpoint.timeout": (0, -0.0),
     "checkpoint.remote_retry_seconds": (0,),
     "control.decision_timeout": (0, 0.0),
+    "validation.probation_steps": (1, 2, 3),
+    "stop.exit_signal": (15, signal.SIGKILL, "SIGNONE", [signal.SIGTERM, 15]),
+    "checkpoint.root": ("s3://bucket/runs", "a://", "file:///x", "gs:/bucket", Path("s3://bucket/x"), "://x"),
+    "run.dir": ("", "s3://bucket", "hdfs://x/y"),
+    "stop.stop_file": ("s3://bucket/stop",),
+    "checkpoint.non_persistent_local_ckpt_dir": ("memory://x",),
 }
+RIGHT_FOR = {"launch.alert_command": ("~/run", "$HOME/run")}
+"""What a shell expands."""
 CASES = [
     (field, value)
     for field in FIELDS.values()
     for value in (*WRONG[field.kind], *WRONG_FOR.get(field.key, ()))
+    if value not in RIGHT_FOR.get(field.key, ())
 ]
 
 
@@ -357,6 +372,9 @@ def test_wrong_text_is_refused_in_the_environment_and_on_the_command_line(key: s
         ("control.lease_ttl = 1", "a number, 2 or more"),
         ("control.decision_timeout = 0", "a number, more than 0"),
         ("run.dir = 1979-05-27", "datetime.date(1979, 5, 27)"),
+        ("validation.probation_steps = 2", "write 4 or more, or 0 for none"),
+        ("stop.exit_signal = 15", 'write "SIGTERM"'),
+        ('checkpoint.root = "s3://bucket/x"', "checkpoint.remote_root takes a URL"),
         ('run.dir = "$SCRATCH/run"', "not expanded: write it out, or put ./ before a real name"),
         ('checkpoint.resume_from = "Fresh"', 'write "fresh", or put ./ before a path'),
         ('launch.alert_url = "hooks.example/x"', "write http:// or https://, a host and a path"),
@@ -422,6 +440,32 @@ def test_a_local_tier_needs_a_directory_and_asynchronous_saves() -> None:
         "checkpoint_non_persistent_local_ckpt_dir": "/dev/shm/x",
     }  # fmt: skip
     assert load(environ={}, keywords=keywords).settings
+
+
+@pytest.mark.parametrize("key", LOCAL_NEED.keys)
+def test_a_setting_of_the_local_tier_without_the_tier_is_refused(key: str) -> None:
+    """Who sets one believes that local copies are made."""
+    keyword, value = FIELDS[key].keyword, SAMPLES[key][1]
+    message = refusal(**{keyword: value})
+    assert message.startswith("1 problem")
+    assert f"{key} = " in message
+    assert 'set checkpoint.non_persistent_ckpt_type = "local"' in message
+    off = {keyword: value, "checkpoint_non_persistent_ckpt_type": "none"}
+    assert load(environ={}, keywords=off).settings, "who turned it off means it"
+
+
+def test_what_its_switch_leaves_unread_is_told_with_the_switch() -> None:
+    given = load(environ={}, keywords={"straggler_profiling_interval": 5, "checkpoint_when_busy": "skip"})
+    assert idle(given) == [
+        "checkpoint.when_busy = 'skip' (keyword): nothing reads this without checkpoint.async_save = true",
+        "straggler.profiling_interval = 5 (keyword): nothing reads this without straggler.enabled = true",
+    ]
+    for more in ({"straggler_enabled": True}, {"straggler_enabled": False}):
+        keywords: dict[str, object] = {"straggler_profiling_interval": 5, **more}
+        assert idle(load(environ={}, keywords=keywords)) == []
+    assert idle(load(environ={})) == []
+    named = [key for need in (*NEEDS, LOCAL_NEED) for key in (need.switch, *need.keys)]
+    assert set(named) <= set(FIELDS)
 
 
 def test_force_without_anything_to_apply_is_refused() -> None:
@@ -499,6 +543,36 @@ def test_an_environment_name_like_no_setting_is_told_and_not_refused(
     caplog.clear()
     load(environ={"HOLDFAST_HOME": "/opt", "HOLDFAST_LAUNCH": "{}"})
     assert not caplog.text, "a worker: the launcher has said so"
+
+
+@pytest.mark.parametrize("name", IN_OTHER_SYSTEMS)
+def test_a_name_that_another_system_has_is_answered(tmp_path: Path, name: str) -> None:
+    """With what it is called here, or why it is not needed; and what is named exists."""
+    answer = f"there is no such setting; here {IN_OTHER_SYSTEMS[name]}"
+    assert answer in refusal(**{name: 1})
+    assert answer in refusal(**{f"checkpoint_{name}": 1})
+    assert answer in refusal(command_line={f"checkpoint.{name}": "1"})
+    assert answer in refusal(environ={f"HOLDFAST_CHECKPOINT_{name.upper()}": "1"})
+    assert answer in refusal(toml(tmp_path / "h.toml", f"[checkpoint]\n{name.replace('_', '-')} = 1\n"))
+    assert name not in {field.name for field in FIELDS.values()}, "one of ours must be found by that"
+    sections = "|".join({field.section for field in FIELDS.values()})
+    for key in re.findall(rf"\b(?:{sections})\.\w+", answer):
+        assert key in FIELDS or key in ("run.steps", "run.save"), key
+
+
+def test_a_signal_is_understood_by_its_name_and_as_pythons_own() -> None:
+    for written, held in (
+        (signal.SIGTERM, "SIGTERM"),
+        ([signal.SIGUSR1, "SIGTERM"], "SIGUSR1,SIGTERM"),
+        ("SIGHUP", "SIGHUP"),
+    ):
+        loaded = load(environ={}, keywords={"stop_exit_signal": written}).settings
+        assert loaded.stop.exit_signal == held
+
+
+def test_a_real_directory_with_a_name_like_a_url_can_be_had() -> None:
+    loaded = load(environ={}, keywords={"checkpoint_root": "./s3://bucket", "run_dir": "a:b/c"}).settings
+    assert (loaded.checkpoint.root, loaded.run.dir) == ("./s3://bucket", "a:b/c")
 
 
 def test_a_name_like_no_setting_points_to_the_list_of_all() -> None:

@@ -367,6 +367,10 @@ def test_a_summary_names_what_is_known_and_nothing_else() -> None:
     assert summarise(HangRecord(rank=5, node="n", seconds=300.4, limit=300)) == (
         "rank 5 hangs outside of any section for 300 s (limit 300)"
     )
+    exiting = HangRecord(rank=5, node="n", rule="exiting", seconds=3600.4, limit=3600)
+    assert summarise(exiting) == (
+        "rank 5 hangs between the end of its loop and its exit for 3600 s (limit 3600)"
+    )
     assert "in uninterruptible sleep" in summarise(HangRecord(rank=5, node="n", section="setup", state="D"))
 
 

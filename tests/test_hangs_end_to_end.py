@@ -95,6 +95,31 @@ def test_a_stopped_rank_is_found_wherever_it_is(tmp_path: Path, place: str) -> N
 
 
 @pytest.mark.drill
+@pytest.mark.parametrize("place", ["after", "export"])
+def test_a_rank_that_hangs_after_its_loop_is_found_and_what_follows_is_done_again(
+    tmp_path: Path, place: str
+) -> None:
+    """The next attempt has no step to do: it goes on to what the script does after its loop."""
+    limits = "setup:16,step:4,checkpointing:4" + (",export:2" if place == "export" else "")
+    exit_ = "10" if place == "after" else "60"  # a busy machine takes seconds to end a process
+    (decision,) = run_it(
+        tmp_path, place, f"monitor.rank_section_timeouts={limits}", f"monitor.rank_exit_timeout={exit_}"
+    )
+    told = " ".join(decision.evidence)
+    assert decision.details["cause"] == "hang"
+    what = (
+        "between the end of its loop and its exit"
+        if place == "after"
+        else "after its loop, in section export"
+    )
+    assert f"rank 1 hangs {what}" in told, told
+    lines = read_journal(tmp_path / "run" / "journal")
+    done = [line.body.step for line in lines if isinstance(line.body, events.RunFinished)]
+    assert done == [8, 8]
+    assert not (tmp_path / "run" / "attempts" / "000003").exists()
+
+
+@pytest.mark.drill
 @pytest.mark.parametrize("place", ["slow", "sleep"])
 def test_whether_it_is_a_hang_is_known_across_nodes(tmp_path: Path, place: str) -> None:
     """One rank a node: the agent of the one that waits has to ask about the other one."""

@@ -19,7 +19,7 @@ from holdfast.checkpoint.local_tier import LocalTier
 from holdfast.checkpoint.peer_server import PeerServer
 from holdfast.checkpoint.replica_sender import SUPERSEDED, ReplicaSender
 from holdfast.control.directory import ControlDirectory
-from holdfast.journal.events import CopyQuarantined, ReplicaFailed, SaveFailed
+from holdfast.journal.events import CopyQuarantined, CopyReplicated, ReplicaFailed, SaveFailed
 from holdfast.journal.writer import JournalWriter
 from test_local_saves import committed, is_sound, local, place, settle, shm
 from tiny import train
@@ -93,6 +93,8 @@ def test_what_is_committed_locally_is_sent_to_the_peers_and_confirmed(tmp_path: 
             assert found is not None
             assert found.ranks[0].targets == [tiers[0].place]
     assert told(run_dir, ReplicaFailed, SaveFailed) == []
+    wait_until(lambda: len(told(run_dir, CopyReplicated)) == 3, 5, "each replica is told")
+    assert [(one.step, one.rank) for one in told(run_dir, CopyReplicated)] == [(2, 0), (4, 0), (6, 0)]
     assert committed(run_dir) == {"local": [2, 4, 6], "global": [6]}
 
 

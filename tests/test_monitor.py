@@ -36,6 +36,7 @@ from holdfast.worker.beat_messages import (
     State,
     Wish,
 )
+from holdfast.worker.beats import MOST_INSIDE
 from watching import FAR, PRELUDE, Rank, handover, heard, limits, speaking, watching
 
 STEADY = """
@@ -128,6 +129,40 @@ beats.enter("outer"); beats.enter("inner"); until("out"); beats.leave("inner"); 
         assert found.section == "outer"
 
 
+def test_an_outer_limit_holds_while_inner_sections_open_and_close(tmp_path: Path) -> None:
+    """Inner sections without end, each of which is short: nothing but the outer limit can find that."""
+    code = """
+beats = hello(); beats.step_done(1); beats.enter("outer")
+while True:
+    beats.enter("inner"); time.sleep(0.01); beats.leave("inner")
+"""
+    watched = msgspec.structs.replace(limits(outer=1.0), whole={"outer": 1.0})
+    with watching(tmp_path, watched) as watch, speaking(tmp_path, watch.path, code) as rank:
+        watch.begin({0: rank.pid})
+        (found,) = wait_until(watch.overdue, 60, "the outer section's limit is reached")
+        assert (found.section, found.rule, found.limit) == ("outer", "section", 1.0)
+        state = watch.state(0)
+        assert state is not None
+        assert list(state.sections[0].inside) == ["inner"]
+
+
+def test_what_has_more_names_than_are_told_counts_as_the_outer_sections_own(tmp_path: Path) -> None:
+    code = """
+beats = hello(); beats.step_done(1); beats.enter("outer")
+for number in range(100):
+    beats.enter(f"inner {number}"); time.sleep(0.001); beats.leave(f"inner {number}")
+mark("done"); beats.enter("last"); stop()
+"""
+    with watching(tmp_path) as watch, speaking(tmp_path, watch.path, code) as rank:
+        watch.begin({0: rank.pid})
+        heard(watch, 0, "last")
+        state = watch.state(0)
+        assert state is not None
+        outer = state.sections[0]
+        assert len(outer.inside) == MOST_INSIDE
+        assert outer.spent >= 0.001 * (100 - MOST_INSIDE)
+
+
 def test_a_rank_that_uses_no_sections_is_watched_by_its_beats(tmp_path: Path) -> None:
     with (
         watching(tmp_path, limits(heartbeat=0.5, initial=FAR)) as watch,
@@ -159,6 +194,26 @@ until("fail"); beats.failing(); stop()
         (tmp_path / "fail").touch()
         (found,) = wait_until(watch.overdue, 60, "a failing rank that does not end is found")
         assert (found.rule, found.step) == ("out_of_section", 1)
+
+
+def test_a_shell_around_a_script_may_do_what_it_likes_once_that_has_exited(tmp_path: Path) -> None:
+    """What has a limit is the way from the loop's end to the exit of the process that trained."""
+    code = "beats = hello(); beats.step_done(3); beats.exiting(); mark('exiting'); until('exit')"
+    (tmp_path / "script.py").write_text(PRELUDE + code)
+    shell = ["sh", "-c", f"{sys.executable} script.py; touch left; while :; do sleep 0.1; done"]
+    watched = msgspec.structs.replace(limits(), exiting=0.5)
+    with (
+        watching(tmp_path, watched) as watch,
+        job(shell, cwd=tmp_path, env=handover(watch.path), may_leave=True) as running,
+    ):
+        watch.begin({0: running.pid})
+        (found,) = wait_until(watch.overdue, 60, "the limit of its exit has passed")
+        assert (found.rule, found.step) == ("exiting", 3)
+        assert "rank 0 hangs between the end of its loop and its exit, after step 3" in str(found)
+        (tmp_path / "exit").touch()
+        wait_until((tmp_path / "left").exists, 60, "the script has ended, and the shell goes on")
+        wait_until(lambda: watch.overdue() == [], 60, "nothing rules the shell")
+        running.kill_everything()
 
 
 # --- an agent that does not read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -189,16 +190,18 @@ def test_a_leader_that_was_only_stopped_comes_back_and_ends_nothing(tmp_path: Pa
 
 @pytest.mark.drill
 def test_without_the_store_and_another_endpoint_everybody_ends_at_once_and_can_resume(tmp_path: Path) -> None:
+    paged = "launch.alert_command=cat >> paged"
     with cluster(tmp_path, "2", free_endpoint()) as group:
-        group.start("a")
+        group.start("a", "--set", paged)
         wait_until(lambda: (tmp_path / "run" / "run.json").exists(), 60, "a is there")
-        group.start("b")
+        group.start("b", "--set", paged)
         group.wait_for_workers(1, 2)
         host = "a" if "a" in _hosts(group) else "b"
         other = "b" if host == "a" else "a"
         group.agents[host].signal(signal.SIGKILL)
         finish_all(group, other, ExitCode.STORE_LOST, timeout=30)
         assert "start the same command again" in group.agents[other].output().err
+        assert json.loads((tmp_path / "paged").read_text())["exit_code"] == ExitCode.STORE_LOST
         wait_until(lambda: not group.agents[other].processes(), 10, "no worker is left")
 
 
@@ -245,10 +248,14 @@ def test_too_few_nodes_end_with_their_code_and_a_word_in_the_journal(tmp_path: P
     command = holdfast(
         "run", "--run-dir", "run", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
         free_endpoint(), "--rdzv-conf", "join_timeout=1", "--rdzv-id", "few", "--no-preload",
-        STEP, "ok", "log",
+        "--set", "launch.alert_command=$TEST_PAGE", STEP, "ok", "log",
     )  # fmt: skip
-    result = finish(command, cwd=tmp_path, timeout=60)
+    paged = {**os.environ, "TEST_PAGE": f"tee -a {tmp_path}/paged"}
+    result = finish(command, cwd=tmp_path, timeout=60, env=paged)
     assert result.code == ExitCode.NO_CAPACITY, result.text
+    alert = json.loads((tmp_path / "paged").read_text())
+    assert (alert["kind"], alert["exit_code"]) == ("stop", ExitCode.NO_CAPACITY)
+    assert "fewer than 2 nodes joined" in alert["text"]
     assert not (tmp_path / "log").exists(), "no worker began"
     told = [body.message for body in journalled(tmp_path, events.Warned)]
     assert any("ended with code 28: fewer than 2 nodes" in text for text in told), told

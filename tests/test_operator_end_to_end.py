@@ -84,8 +84,12 @@ def test_a_signal_ends_a_paused_launcher_and_the_pause_ends_by_itself(place: Pla
     assert result.code == ExitCode.STOPPED, result.text
     assert len(place.seen()) == 1
     assert in_force(place.run()).paused is not None, "the request holds for the next launch"
-    late = place.finish(place.launch("--set", "launch.max_pause=1", acts="go?ok;kill"))
+    alert = ("--set", "launch.alert_command=cat >> alerts; echo >> alerts")
+    late = place.finish(place.launch("--set", "launch.max_pause=1", *alert, acts="go?ok;kill"))
     assert late.code == ExitCode.PAUSED_TOO_LONG, late.text
+    *_, told = (json.loads(line) for line in (place.cwd / "alerts").read_text().splitlines())
+    assert (told["kind"], told["exit_code"]) == ("stop", ExitCode.PAUSED_TOO_LONG)
+    assert "recovery stayed paused for 1 s" in told["text"]
     assert [one.attempt for one in place.seen()] == [1, 2], "a new launch starts, and is not restarted"
 
 

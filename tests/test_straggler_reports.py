@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from holdfast.checkpoint.state import Tracked
+from holdfast.config import load
+from holdfast.control.directory import ControlDirectory
 from holdfast.control.group import join_group
+from holdfast.control.handover import LaunchInfo
+from holdfast.control.lease import Fence, claim
 from holdfast.journal.straggler_events import StragglerFound, StragglersReported
+from holdfast.journal.writer import JournalWriter
 from holdfast.policy.straggler_times import COMPUTE, Finding, Kind, Named
 from holdfast.settings_straggler import StragglerSettings
+from holdfast.worker.membership import Membership
 from holdfast.worker.straggler_actions import Actions
 from holdfast.worker.stragglers import Stragglers
+from holdfast.worker.straggling import make_stragglers
 from together import LIMIT, together
 
 STEPS = 40
@@ -41,6 +50,41 @@ def train(stragglers: Stragglers, sleeps: float = 0.0, at_step: Callable[[int], 
 def broken(*args: object) -> Any:
     del args
     raise RuntimeError("a fault of our own")
+
+
+def test_scores_are_printed_where_nobody_set_up_logging_and_logged_where_somebody_did(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under `holdfast run`; elsewhere they only ever go to the log."""
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    fence = Fence(control, claim(control, "one", 30.0).epoch)
+    member = Membership(control, fence, 1, "one", JournalWriter(control.journal, "rank-0", 1))
+    settings = load(
+        keywords={"straggler_enabled": True, "straggler_report_time_interval": 1e-9, "run_dir": str(tmp_path)}
+    ).settings
+    here = LaunchInfo(run_dir="run", run_id="r", launch="one", attempt=1, epoch=1, node="n")
+
+    def reported(launched: LaunchInfo | None) -> tuple[list[str], list[str]]:
+        caplog.clear()
+        detector = make_stragglers(
+            settings, join_group(5.0), member, launched, Tracked(), stop=print, save=print
+        )
+        train(detector, sleeps=0.001)
+        detector.close()
+        return capfd.readouterr().err.splitlines(), [record.getMessage() for record in caplog.records]
+
+    printed, logged = reported(here)
+    assert printed, "level INFO is not shown by default"
+    assert all(re.match(r"holdfast: straggler scores at step \d+: \w", line) for line in printed), printed
+    for what in ("best", "worst"):
+        assert any(f"{what} of 1 ranks: rank 0 (" in line for line in printed), printed
+    assert logged == []
+    assert reported(None) == ([], [])
+    with caplog.at_level(logging.INFO, "holdfast"):
+        printed, logged = reported(here)
+        assert printed == [], "not twice"
+        assert any("straggler scores at step" in line for line in logged)
+    member.journal.close()
 
 
 def test_a_report_that_fails_costs_the_report_and_not_the_run() -> None:

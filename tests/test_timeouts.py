@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from holdfast.config import Effective, load
+from holdfast.config import FIELDS, Effective, load
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.limits import check_timeouts, limits_of, refuse_without_launcher
+from holdfast.control.limits import (
+    check_timeouts,
+    limits_of,
+    refuse_unknown_to_launcher,
+    refuse_without_launcher,
+)
 from holdfast.control.timeouts import read_ft_state, read_learned, store_learned
 from holdfast.errors import ConfigError
 from holdfast.policy.timeouts import (
@@ -94,6 +101,59 @@ def test_an_outer_clock_stands_still_while_an_inner_section_is_open() -> None:
     back = rank(at("step", since=5000.0, spent=170.0))
     assert not ruling(back, LIMITS, 5009.0).overdue
     assert ruling(back, LIMITS, 5011.0).overdue
+
+
+WHOLE = Limits(sections={"eval": 60.0, "batch": 10.0, "step": 180.0}, whole={"eval": 60.0, "batch": 10.0})
+
+
+def test_a_limit_that_was_given_holds_for_all_that_is_inside_its_section() -> None:
+    """`eval:60`, in which sections open and close without end; none of them is ever late itself."""
+
+    def evaluating(inside: dict[str, float], inner: OpenSection) -> RankState:
+        eval_ = OpenSection("eval", since=0.0, spent=5.0, began=1.0, inside=inside)
+        return rank(eval_, inner, sign=999.0)
+
+    held = ruling(evaluating({"read": 54.0}, at("read", since=999.0)), WHOLE, 1000.0)
+    assert not held.overdue, "5 + 54 + 1 s"
+    held = ruling(evaluating({"read": 54.5}, at("read", since=999.0)), WHOLE, 1000.0)
+    assert (held.rule, held.section, held.limit, held.seconds) == ("section", "eval", 60.0, 60.5)
+    limited = at("batch", since=999.0)
+    assert not ruling(evaluating({"batch": 64.0}, limited), WHOLE, 1000.0).overdue, "10 s are its own"
+    assert ruling(evaluating({"batch": 64.5}, limited), WHOLE, 1000.0).section == "eval"
+    deadline = at("checkpointing", since=0.0, at_least=5000.0)
+    assert not ruling(evaluating({}, deadline), WHOLE, 900.0).overdue, "it has a deadline of its own"
+    before = msgspec.structs.replace(evaluating({"read": 900.0}, at("read")), trained=False)
+    assert ruling(before, WHOLE, 1000.0).rule == "initial"
+    default = rank(OpenSection("step", 0.0, 5.0, 0.0, 1.0, {"read": 900.0}), at("read"), sign=999.0)
+    assert ruling(default, WHOLE, 1000.0).rule == "heartbeat", "nobody gave that limit"
+    starved = evaluating({"read": 900.0}, at("read", since=999.0))
+    assert not ruling(starved, WHOLE, 1000.0, fresh=980.0).overdue, "the agent saw 20 s of it"
+
+
+def test_after_the_loop_a_limit_of_its_own_holds_and_those_of_sections() -> None:
+    limits = msgspec.structs.replace(LIMITS, exiting=3600.0)
+    for state in (rank(exiting=True), rank(at("export"), exiting=True), rank(exiting=True, trained=False)):
+        held = ruling(state, limits, 3600.0)
+        assert (held.rule, held.limit, held.overdue) == ("exiting", 3600.0, False)
+        assert ruling(state, limits, 3601.0).overdue
+    beaten = rank(at("export"), exiting=True, sign=3000.0)
+    assert not ruling(beaten, limits, 6600.0).overdue
+    assert ruling(rank(at("checkpointing"), exiting=True), limits, 421.0).overdue
+    assert ruling(rank(at("checkpointing"), exiting=True, trained=False), limits, 421.0).overdue
+    off = msgspec.structs.replace(limits, exiting=0.0)
+    assert not ruling(rank(exiting=True), off, 1e9).overdue
+    assert rank(step=7, exiting=True).progress > rank(step=7).progress, "who has left the loop is ahead"
+
+
+def test_the_limits_are_those_of_the_settings(tmp_path: Path) -> None:
+    assert limits_of(settings()).whole == {}, "a default of ours holds for the section alone"
+    given_ = limits_of(settings(**{SECTIONS: "eval:5"}, monitor_rank_exit_timeout=7))
+    assert (given_.whole, given_.sections, given_.exiting) == ({"eval": 5.0}, {"eval": 5.0}, 7.0)
+    learned = apply(Learned(sections={"eval": 1.0}), given_)
+    assert (learned.whole, learned.sections, learned.exiting) == ({"eval": 5.0}, {"eval": 1.0}, 7.0)
+    off = limits_of(settings(monitor_enable_ft_package=False, **{SECTIONS: "eval:5"}))
+    for state in (rank(), rank(at("eval")), rank(trained=False), rank(exiting=True)):
+        assert not ruling(state, off, 1e9).overdue
 
 
 def test_a_beat_helps_where_the_heartbeat_rules_and_nowhere_else() -> None:
@@ -524,3 +584,49 @@ def test_a_setting_of_the_monitor_without_the_launcher_names_key_value_source_an
         "Start it with `holdfast run`",
     ):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_enable_ft_package_without_the_launcher_is_refused_and_found_under_its_own_name(wanted: bool) -> None:
+    """B12: who asks for it by name is told that nobody is there to do it; the default alone is a warning."""
+    with pytest.raises(ConfigError, match=r"monitor\.enable_ft_package = \w+ \(keyword\)"):
+        refuse_without_launcher(settings(monitor_enable_ft_package=wanted))
+    with pytest.raises(ConfigError, match="did you mean monitor_enable_ft_package"):
+        settings(enable_ft_package=wanted)
+
+
+LAUNCHERS_OWN = [key for key in FIELDS if key.startswith("launch.")] + ["health.gate"]
+
+
+@pytest.mark.parametrize("key", LAUNCHERS_OWN)
+def test_a_setting_of_the_launcher_itself_is_refused_where_it_would_do_nothing(key: str) -> None:
+    """By python and torchrun; in the environment, which a site may set for all, it is told."""
+    field = FIELDS[key]
+    of_kind: dict[type, object] = {int: 7, float: 7.0, str: "x:y", bool: False}
+    special = {
+        "health.gate": "warn", "launch.alert_url": "https://x", "launch.failure_causes": "job: y"
+    }  # fmt: skip
+    value = special.get(key, of_kind[field.kind])
+    by_keyword = settings(**{field.keyword: value})
+    by_variable = load(environ={field.environment: "0" if value is False else str(value)})
+    if key in ("launch.node_name", "launch.max_restarts"):  # which a rank without the launcher goes by
+        assert refuse_without_launcher(by_keyword) == refuse_without_launcher(by_variable) == []
+    else:
+        with pytest.raises(ConfigError, match=re.escape(f"{key} = ") + r".* \(keyword\)"):
+            refuse_without_launcher(by_keyword)
+        (told,) = refuse_without_launcher(by_variable)
+        assert f"{key} = " in told
+        assert "https" not in told
+        assert "does nothing here: only `holdfast run` reads it" in told
+    with pytest.raises(ConfigError, match="without knowing these settings"):
+        refuse_unknown_to_launcher(by_keyword, "")
+    refuse_unknown_to_launcher(by_variable, "")
+    refuse_unknown_to_launcher(settings(checkpoint_interval=5), "")
+
+
+def test_a_settings_file_that_the_launcher_was_not_given_cannot_set_it(tmp_path: Path) -> None:
+    file = tmp_path / "h.toml"
+    file.write_text("launch.stop_grace = 5\n")
+    with pytest.raises(ConfigError, match="Give them to it: with --config FILE"):
+        refuse_unknown_to_launcher(load(file, environ={}), "")
+    refuse_unknown_to_launcher(load(file, environ={}), str(file))

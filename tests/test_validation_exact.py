@@ -89,8 +89,20 @@ def test_measuring_determinism_changes_nothing_and_reports_percentiles(tmp_path:
     mode = {"validation_rerun_mode": "report_determinism_stats"}
     same(usual, place.train(Training("ddp", "iterator", settings=mode), 2))
     (told,) = place.events(DeterminismMeasured)
-    assert (told.steps, told.p50, told.p999, told.largest) == (4, 0.0, 0.0, 0.0)
+    assert (told.steps, told.p50, told.p999, told.largest, told.ranks) == (4, 0.0, 0.0, 0.0, 2)
     calls = 0
+
+    def only_rank_1_is_off(step: int, rank: int, loss: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return loss * 1.25 if rank == 1 and calls % 2 == 0 else loss
+
+    elsewhere = Place(tmp_path / "elsewhere")
+    ended = elsewhere.train(Training("ddp", settings=mode, spoil=only_rank_1_is_off), 2)
+    assert {one.code for one in ended} == {0}
+    (told,) = elsewhere.events(DeterminismMeasured)
+    assert told.p50 == pytest.approx(0.2), "rank 0 repeats to the bit, and would have said 0"
+    assert (told.worst_rank, told.ranks) == (1, 2)
 
     def second_is_off(step: int, rank: int, loss: torch.Tensor) -> torch.Tensor:
         nonlocal calls

@@ -164,7 +164,32 @@ def failing(run_dir: Path, **settings: object) -> None:
     stop()
 
 
+def after_the_loop(run_dir: Path, **settings: object) -> None:
+    """The run has finished; the script hangs before its process ends."""
+    train(run_dir, until=3, **settings)
+    stop()
+
+
+def in_a_section_after_the_loop(run_dir: Path, **settings: object) -> None:
+    runs: list[holdfast.Run] = []
+    train(run_dir, until=3, at_step=lambda step, run: runs.append(run), **settings)
+    with runs[0].section("export"):
+        stop()
+
+
+def left_by_break(run_dir: Path, **settings: object) -> None:
+    model, optimizer, _, loader = build()
+    run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0, **settings)
+    run.track(model=model, optimizer=optimizer)
+    for step, _batch in run.steps(loader, until=9):
+        if step == 3:
+            break
+    run.close()
+    stop()
+
+
 SECTIONS, OUT = "monitor_rank_section_timeouts", "monitor_rank_out_of_section_timeout"
+EXIT = "monitor_rank_exit_timeout"
 PLACES: dict[str, tuple[Callable[..., None], dict[str, object], tuple[str, str, int]]] = {
     "setup": (in_setup, {SECTIONS: f"setup:1,step:{FAR}"}, ("setup", "section", 0)),
     "loading": (in_loading, {SECTIONS: f"{LONG},loading:1"}, ("loading", "section", 0)),
@@ -173,6 +198,9 @@ PLACES: dict[str, tuple[Callable[..., None], dict[str, object], tuple[str, str, 
     "between": (between_steps, {OUT: 1}, ("", "out_of_section", 2)),
     "eval": (in_a_section_of_the_user, {"monitor_rank_heartbeat_timeout": 1}, ("eval", "heartbeat", 2)),
     "failing": (failing, {OUT: 1}, ("", "out_of_section", 2)),
+    "after": (after_the_loop, {EXIT: 1}, ("", "exiting", 3)),
+    "export": (in_a_section_after_the_loop, {SECTIONS: f"{LONG},export:1"}, ("export", "exiting", 3)),
+    "break": (left_by_break, {EXIT: 1}, ("", "exiting", 2)),
 }
 
 
@@ -197,15 +225,19 @@ def test_a_run_to_its_end_is_watched_and_changes_nothing(tmp_path: Path) -> None
     def work() -> None:
         found = train(tmp_path / "run", until=20, monitor_calc_ft_timeouts=True, **UNHURRIED)
         outcome.write_text(repr(sorted(found.losses.items())))
-        assert not [thread for thread in threading.enumerate() if thread.name == "holdfast-beats"]
+        threads = [thread for thread in threading.enumerate() if thread.name == "holdfast-beats"]
+        assert all(thread.daemon for thread in threads), "it answers until the process ends, and keeps none"
 
     with watching(tmp_path) as watch, killed_at_the_end(pids):
         pids[0] = started(launch(tmp_path / "run", watch.path), work)
         watch.begin(pids)
         assert await_child(pids.pop(0), 60) == 0
-        wait_until(lambda: (state := watch.state(0)) is not None and state.done, 60, "it has said good-bye")
+        wait_until(
+            lambda: (state := watch.state(0)) is not None and state.exiting, 60, "it has left its loop"
+        )
         assert watch.last_steps() == {0: 20}
         assert watch.overdue() == []
+        assert watch.hearing().done == {0}, "it has no more to say about a stop"
         assert watch.learns()
         sections, gaps = watch.observed()
         assert set(sections) == {"setup", "step", "checkpointing"}
@@ -224,7 +256,9 @@ def test_asynchronous_saves_are_not_learned_from(tmp_path: Path) -> None:
         pids[0] = started(launch(tmp_path / "run", watch.path), work)
         watch.begin(pids)
         assert await_child(pids.pop(0), 60) == 0
-        wait_until(lambda: (state := watch.state(0)) is not None and state.done, 60, "it has said good-bye")
+        wait_until(
+            lambda: (state := watch.state(0)) is not None and state.exiting, 60, "it has left its loop"
+        )
         assert set(watch.observed()[0]) == {"setup", "step"}
 
 
@@ -236,6 +270,24 @@ def test_a_setting_of_the_monitor_without_the_launcher_is_refused(tmp_path: Path
     with pytest.raises(ConfigError, match=r"monitor\.calc_ft_timeouts = true \(keyword\)"):
         holdfast.Run(run_dir=tmp_path / "run", monitor_calc_ft_timeouts=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_setting_of_the_launcher_without_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.alert_command = \"~/page\" \(keyword\)"):
+        holdfast.Run(run_dir=tmp_path / "run", launch_alert_command="~/page")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_setting_that_nothing_reads_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        train(tmp_path / "run", until=3, straggler_profiling_interval=5)
+    told = "straggler.profiling_interval = 5 (keyword): nothing reads this without straggler.enabled = true"
+    assert [r.getMessage() for r in caplog.records if "profiling_interval" in r.getMessage()] == [
+        f"holdfast: {told}"
+    ]
+    journal = ControlDirectory.open(tmp_path / "run").journal
+    warned = [line.body.message for line in read_journal(journal) if isinstance(line.body, Warned)]
+    assert told in warned
 
 
 def test_without_the_launcher_one_warning_names_what_is_unprotected(

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import reprlib
+import signal
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ from holdfast.settings import (
 )
 from holdfast.settings_cluster import EXIT_SIGNAL, HealthSettings, SlurmSettings, StopSettings, parse_signals
 from holdfast.settings_fields import (
+    ALERT_COMMAND,
     ALERT_URL,
     ASYNC_SAVE,
     CKPT_FORMAT,
@@ -48,10 +50,13 @@ from holdfast.settings_fields import (
     KEEP_LAST,
     LOCAL_DIR,
     LOCAL_TYPE,
+    PROBATION_STEPS,
+    REMOTE_ROOT,
     RESUME_FROM,
     SECTION_TIMEOUTS,
     Field,
 )
+from holdfast.settings_hints import LOCAL_NEED, NEEDS, in_other_systems, without_switch
 from holdfast.settings_validation import (
     DEFERRED,
     DEFERRED_ALLOWS,
@@ -77,6 +82,7 @@ __all__ = [
     "StopSettings",
     "ValidationSettings",
     "digest",
+    "idle",
     "load",
     "parse_assignments",
 ]
@@ -95,6 +101,11 @@ FILE_LIMIT = 64 * 1024
 LINE_LIMIT = 4096
 """No path is longer, and tomllib's time grows with the square of a dotted key's parts."""
 PROBLEMS_SHOWN = 50
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:/|[^/]*://")
+"""What begins like a URL; pathlib takes one of its slashes away."""
+
+
+_SECTIONS = frozenset(field.section for field in FIELDS.values())
 
 
 class Effective(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +146,8 @@ def _check(field: Field, value: object) -> object:
     """The value as the setting holds it. Raises _RefusedError with a suggestion."""
     if field.kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if field.key == EXIT_SIGNAL:
+        value = _signal_names(value)
     try:
         checked: object = msgspec.convert(value, field.annotation)
     except (msgspec.ValidationError, UnicodeEncodeError):
@@ -143,7 +156,17 @@ def _check(field: Field, value: object) -> object:
         _check_text(field, checked)
     if field.key == KEEP_LAST and checked == 1:
         raise _RefusedError("one checkpoint may turn out to be bad: write 2, or 0 to keep all")
+    if field.key == PROBATION_STEPS and checked in (1, 2, 3):
+        raise _RefusedError("bad state shows after more steps than that: write 4 or more, or 0 for none")
     return checked
+
+
+def _signal_names(value: object) -> object:
+    """`signal.SIGTERM`, or several such, as the text that names them; anything else as it is."""
+    several = value if isinstance(value, list | tuple) else [value]
+    if several and all(isinstance(one, signal.Signals | str) for one in several):
+        return ",".join(one.name if isinstance(one, signal.Signals) else str(one) for one in several)
+    return value
 
 
 def _suggestion(field: Field, value: object) -> str:
@@ -162,6 +185,8 @@ def _suggestion(field: Field, value: object) -> str:
             return f'write "{field.word}"'
         if _from_text(field, value) is not value:
             return f"write {value} without quotes"
+    elif field.key == EXIT_SIGNAL and type(value) is int and value in set(signal.Signals):
+        return f'write "{signal.Signals(value).name}"'
     elif field.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return "write it in quotes"
     return f"the default is {_show(field.default)}"
@@ -175,7 +200,9 @@ def _check_text(field: Field, value: str) -> None:
         raise _RefusedError("use a path of valid UTF-8 without a zero character")
     if field.key == ALERT_URL and value and not re.fullmatch(r"https?://[!-~]+", value):
         raise _RefusedError("write http:// or https://, a host and a path, without spaces")
-    if value.startswith(("~", "$")):
+    if field.is_path and _URL.match(value):
+        raise _RefusedError(_no_url(field))
+    if value.startswith(("~", "$")) and field.key != ALERT_COMMAND:  # a command is for a shell, which does
         raise _RefusedError("~ and $NAME are not expanded: write it out, or put ./ before a real name")
     parse = {
         SECTION_TIMEOUTS: parse_section_timeouts,
@@ -195,6 +222,16 @@ def _check_text(field: Field, value: str) -> None:
             raise _RefusedError(f'write "{word}", or put ./ before a path')
         if re.fullmatch(r"[+-]?[0-9]+", value) and not re.fullmatch(r"[0-9]{1,12}", value):
             raise _RefusedError("a step number has no sign and at most 12 digits; put ./ before a path")
+
+
+def _no_url(field: Field) -> str:
+    """Why a URL is refused where a directory is asked for: it would be made here, under that very name."""
+    other = ""
+    if field.key == "checkpoint.root":
+        other = f"; {REMOTE_ROOT} takes a URL, and gets a verified copy of every checkpoint"
+    return (
+        f"this is a URL, and here only a path will do{other}; put ./ before a path that is really called so"
+    )
 
 
 def _is_utf8(value: str) -> bool:
@@ -223,11 +260,12 @@ def _closest(name: str, spellings: Mapping[str, str]) -> str:
 def resembles_a_setting(variable: str) -> bool:
     """Whether an unknown HOLDFAST_* variable was probably meant for one; others have such names too."""
     wanted = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+    if "_" in wanted and in_other_systems(variable, _SECTIONS):
+        return True
     whole = [field.keyword for field in FIELDS.values()]
     alone = [field.name for field in FIELDS.values()]
-    sections = {field.section for field in FIELDS.values()}
     return (
-        wanted.partition("_")[0] in sections
+        wanted.partition("_")[0] in _SECTIONS
         or bool(difflib.get_close_matches(wanted, whole, n=1, cutoff=0.75))
         or bool(difflib.get_close_matches(wanted, alone, n=1, cutoff=0.8))
     )
@@ -255,8 +293,11 @@ class _Collector:
             )
 
     def unknown(self, name: str, value: object, source: str, spellings: Mapping[str, str]) -> None:
-        closest = _closest(name, spellings) if len(self.problems) < PROBLEMS_SHOWN else ""
+        few = len(self.problems) < PROBLEMS_SHOWN
+        known = in_other_systems(name, _SECTIONS) if few and not isinstance(value, dict) else ""
+        closest = _closest(name, spellings) if few and not known else ""
         advice = f"did you mean {closest}?" if closest else "`holdfast config show` lists all settings"
+        advice = f"here {known}" if known else advice
         shown = _name(name) if isinstance(value, dict) else f"{_name(name)} = {_show(value)}"
         self.problems.append(f"{shown} ({source}): there is no such setting; {advice}")
 
@@ -293,6 +334,13 @@ class _Collector:
                     f"{self._both(LOCAL_TYPE, ASYNC_SAVE)}: local copies are made by the writer process, "
                     f"which only asynchronous saves have; set {ASYNC_SAVE} to true"
                 )
+
+        if given := [key for key in without_switch(LOCAL_NEED, self.sources) if key not in self.bad]:
+            shown = ", ".join(f"{key} = {_show(self.values[key])} ({self.sources[key]})" for key in given)
+            self.problems.append(
+                f"{shown}: nothing reads this while {LOCAL_TYPE} is none, its default, so no local copies "
+                f'are made; set {LOCAL_NEED.fix}, or say "none" to keep this for later'
+            )
 
         for key in ("checkpoint.keep_every_steps", "checkpoint.keep_every_hours"):
             if self.values[key] and self.values[KEEP_LAST] == 0 and not self.bad & {key, KEEP_LAST}:
@@ -341,12 +389,11 @@ def _take_file(into: _Collector, file: Path | str) -> None:
     except ValueError as error:  # also what is not TOML's own: a number too long, a path with a zero in it
         into.problems.append(f"{source}: is not valid TOML: {error}; correct it there")
         return
-    sections = {field.section for field in FIELDS.values()}
     keys = {key: key for key in FIELDS}
     for section, table in tree.items():
-        if section not in sections:
+        if section not in _SECTIONS:
             if isinstance(table, dict):
-                into.unknown(f"[{section}]", table, source, {name: f"[{name}]" for name in sections})
+                into.unknown(f"[{section}]", table, source, {name: f"[{name}]" for name in _SECTIONS})
             else:
                 into.unknown(section, table, source, keys)
         elif not isinstance(table, dict):
@@ -407,6 +454,19 @@ def load(
     for field in FIELDS.values():
         tree.setdefault(field.section, {})[field.name] = into.values[field.key]
     return Effective(settings=msgspec.convert(tree, Settings), sources=into.sources)
+
+
+def idle(effective: Effective) -> list[str]:
+    """Settings that somebody gave and nothing reads, because nobody touched what switches them on."""
+    return [
+        f"{', '.join(_shown(effective, key) for key in given)}: nothing reads this without {need.fix}"
+        for need in NEEDS
+        if (given := without_switch(need, effective.sources))
+    ]
+
+
+def _shown(effective: Effective, key: str) -> str:
+    return f"{key} = {_show(effective.settings.get(key))} ({effective.sources[key]})"
 
 
 def _message(problems: list[str]) -> str:

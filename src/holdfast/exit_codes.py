@@ -119,3 +119,11 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
         "nothing under a scheduler that queues it again; else look at the storage, then start it again",
     ),
 }
+
+NOT_ALERTED: dict[ExitCode, str] = {
+    ExitCode.OK: "the run finished",
+    ExitCode.USAGE: "nothing was started",
+    ExitCode.LEASE_LOST: "the run goes on elsewhere",
+    ExitCode.RUN_IS_LIVE: "the run goes on elsewhere",
+}
+"""Ends of a launch about which nobody is alerted, and why. Any other is the run's end until somebody acts."""

@@ -53,7 +53,7 @@ from holdfast.worker.straggling import make_stragglers, refuse_straggler_setting
 from holdfast.worker.surroundings import Surroundings
 from holdfast.worker.validating import refuse_contradictions
 from holdfast.worker.validation import Validation
-from holdfast.worker.watched import judge_collectives, simulated_fault, start_beats
+from holdfast.worker.watched import judge_collectives, simulated_fault, start_beats, tell_idle
 
 log = logging.getLogger("holdfast")
 
@@ -154,6 +154,7 @@ class Run:
             if self._beats.watched:
                 self._fault = simulated_fault(self._effective, self._group, self._member)
                 judge_collectives(self._effective, self._group, self._member)
+            tell_idle(self._effective, self._group, self._member)
             self._pinging = Pinging(chosen.health, self._group, self._member.journal)
         except BaseException:
             self.close()  # neither lease nor signals must stay with a run that could not start
@@ -441,14 +442,12 @@ class Run:
             self._stragglers.close()
         ending = "failed" if unseen else outcome
         self._halting.close("asked" if code is ExitCode.STOPPED else ending, self.step)
-        # From here on every wait is bounded, and what the script does afterwards is its own affair; but an
-        # error that ends this rank has to end it.
+        # From here on every wait is bounded. What the script does afterwards has limits of its own, by which
+        # its sections are watched too; but an error that ends this rank has to end it sooner.
         if outcome == "failed":
             self._beats.failing()
-        elif outcome == "finished":
-            self._beats.close()
         else:
-            self._beats.rest()
+            self._beats.exiting()
         self._parts.leave(self._member, outcome, code, unseen=unseen)
 
     def __enter__(self) -> Self:

@@ -284,6 +284,11 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
         "Holdfast's own; empty means none. Set it when failures of your storage, network or scheduler are "
         "taken for the job's.",
     ] = ""
+    print_saves: Annotated[
+        bool,
+        "Whether a line is printed for each event of a save: scheduled, committed, replicated, drained, "
+        "verified; at most 120 lines a minute. Turn it off where the log is for other things.",
+    ] = True
     alert_command: Annotated[
         str,
         "Command that is run at every incident, stop and exclusion, with JSON on its standard input; empty "
@@ -299,6 +304,11 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
 class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How `holdfast run` finds ranks that hang."""
 
+    enable_ft_package: Annotated[
+        bool,
+        "Whether ranks that hang are looked for at all. Turn it off for a run that another program watches; "
+        "single limits are switched off with 0.",
+    ] = True
     initial_rank_heartbeat_timeout: Annotated[
         float,
         Meta(ge=0, le=LONGEST_WAIT),
@@ -313,9 +323,9 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 300.0
     rank_section_timeouts: Annotated[
         str,
-        "Seconds that a rank may spend in a section itself, without those inside it, after its first step "
-        "(`setup` and `loading` also before); 0 means no limit. List all that shall have one; raise one that "
-        "healthy runs come near to.",
+        "Seconds that a rank may spend in a section after its first step (`setup` and `loading` also "
+        "before); 0 means no limit. Sections inside it count as well if they have no limit of their own and "
+        "this setting is given. List all that shall have one; raise one that healthy runs come near to.",
     ] = "setup:600,step:180,checkpointing:420"
     rank_out_of_section_timeout: Annotated[
         float,
@@ -323,6 +333,13 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
         "Seconds that a rank may be in no section after its first step; 0 switches it off. Raise it when the "
         "loop does long work between steps, or name that work with `run.section`.",
     ] = 300.0
+    rank_exit_timeout: Annotated[
+        float,
+        Meta(ge=0, le=LONGEST_WAIT),
+        "Seconds without a sign of life that a rank may take from the end of its loop to the end of its "
+        "process, in no section or in one without a limit; 0 switches it off. Raise it when the script does "
+        "longer work after the loop, or give signs with `run.beat()`.",
+    ] = 3600.0
     calc_ft_timeouts: Annotated[
         bool,
         "Learn the limits of sections from what was seen, for the attempts after this one. Turn it on to "

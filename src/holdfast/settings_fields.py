@@ -29,6 +29,23 @@ FRESH_PARTS = "checkpoint.fresh_parts"
 CKPT_FORMAT = "checkpoint.ckpt_format"
 SECTION_TIMEOUTS = "monitor.rank_section_timeouts"
 FAILURE_CAUSES = "launch.failure_causes"
+PROBATION_STEPS = "validation.probation_steps"
+
+_TEXTS = {
+    RESUME_FROM: 'text: "auto", "fresh", a step number, a path or a URL',
+    REMOTE_ROOT: "text: a URL as s3://bucket/prefix or file:///path, or empty",
+    NODE_NAME: "text: a name, or empty",
+    ASSIGN: "text: package.module:function, or empty",
+    ALERT_COMMAND: "text: a command for /bin/sh, or empty",
+    EXIT_SIGNAL: "text: signals as SIGTERM,SIGUSR1",
+    ALERT_URL: "text: an http:// or https:// URL, or empty",
+    FAILURE_CAUSES: "text: lines of a cause, a colon and a regular expression, or empty",
+    SECTION_TIMEOUTS: "text: sections with their seconds, as setup:600,step:180, or empty",
+    FRESH_PARTS: "text: parts as optimizer,data, or empty",
+    INJECTION_RANKS: "text: ranks as 0,3, or empty",
+    INJECTION_DEVICE: "text: a device, or node/device, or empty",
+}
+"""What a text may be where it is no path."""
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,34 +78,19 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.section}_{self.name}"
 
     @property
+    def is_path(self) -> bool:
+        """Whether it names a file or a directory of this machine."""
+        return self.kind is str and not self.words and self.key not in _TEXTS
+
+    @property
     def allowed(self) -> str:
         """What the value may be, in words."""
-        if self.key == RESUME_FROM:
-            return 'text: "auto", "fresh", a step number, a path or a URL'
-        if self.key == REMOTE_ROOT:
-            return "text: a URL as s3://bucket/prefix or file:///path, or empty"
-        if self.key == NODE_NAME:
-            return "text: a name, or empty"
-        if self.key == ASSIGN:
-            return "text: package.module:function, or empty"
-        if self.key == ALERT_COMMAND:
-            return "text: a command for /bin/sh, or empty"
-        if self.key == EXIT_SIGNAL:
-            return "text: signals as SIGTERM,SIGUSR1"
-        if self.key == ALERT_URL:
-            return "text: an http:// or https:// URL, or empty"
+        if self.key in _TEXTS:
+            return _TEXTS[self.key]
         if self.key == KEEP_LAST:
             return f"a whole number, 0 or 2 or more, at most {self.bounds.le:.0f}"
-        if self.key == FAILURE_CAUSES:
-            return "text: lines of a cause, a colon and a regular expression, or empty"
-        if self.key == SECTION_TIMEOUTS:
-            return "text: sections with their seconds, as setup:600,step:180, or empty"
-        if self.key == FRESH_PARTS:
-            return "text: parts as optimizer,data, or empty"
-        if self.key == INJECTION_RANKS:
-            return "text: ranks as 0,3, or empty"
-        if self.key == INJECTION_DEVICE:
-            return "text: a device, or node/device, or empty"
+        if self.key == PROBATION_STEPS:
+            return f"a whole number, 0 or 4 or more, at most {self.bounds.le:.0f}"
         if self.words:
             return f"text: {', '.join(json.dumps(word) for word in self.words)}"
         if self.kind is str:

@@ -6,6 +6,8 @@ checkpointing  in a save
 outside        between two steps
 sleep          in a step, but awake: it can still be asked
 slow           in its first step, after what it does together with the other; it goes on after a while
+after          after its loop, in no section
+export         after its loop, in a section with a limit
 unheard        in the second attempt, before it has said hello; the first one fails
 """
 
@@ -78,6 +80,9 @@ for step, _ in run.steps(range(1000), until=8):
         raise RuntimeError("a fault of the first attempt")
     if step == 5:
         hang("outside")
+hang("after")
+with run.section("export"):
+    hang("export")
 with log.open("a") as file:
     file.write(f"{rank} {float(model.weight.sum())}\n")
 dist.destroy_process_group()

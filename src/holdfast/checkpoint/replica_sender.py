@@ -17,7 +17,7 @@ from holdfast.checkpoint.local_save import LocalCommit
 from holdfast.checkpoint.local_tier import LocalTier
 from holdfast.control.directory import ControlDirectory
 from holdfast.errors import AlteredCopyError, HoldfastError
-from holdfast.journal.events import CopyQuarantined, ReplicaFailed
+from holdfast.journal.events import CopyQuarantined, CopyReplicated, ReplicaFailed
 from holdfast.journal.writer import JournalWriter
 
 SUPERSEDED = "superseded: a newer checkpoint was committed before this one's turn came"
@@ -69,7 +69,7 @@ class ReplicaSender:
     def _send(self, committed: LocalCommit, target: PeerTarget, deadline: float) -> None:
         from holdfast.checkpoint.peer_send import send_replica  # most writers never need it
 
-        record = committed.record
+        record, began = committed.record, time.monotonic()
         try:
             address = (target.host, target.port)
             place = send_replica(
@@ -90,6 +90,16 @@ class ReplicaSender:
             self._failed(committed, target, str(error))
         else:
             local_manifest.confirm_replica(self._control, record.name, record.rank, place)
+            if record.rank == 0:  # one word a save is enough; who confirmed what is in the records
+                self._journal.write(
+                    CopyReplicated(
+                        checkpoint=record.checkpoint,
+                        step=record.name.step,
+                        rank=record.rank,
+                        node=target.node,
+                        seconds=time.monotonic() - began,
+                    )
+                )
 
     def _failed(self, committed: LocalCommit, target: PeerTarget, why: str) -> None:
         record = committed.record

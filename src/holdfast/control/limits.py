@@ -14,7 +14,7 @@ from holdfast.errors import ConfigError
 from holdfast.policy.restart_limits import RestartTimeouts, out_of_order
 from holdfast.policy.timeouts import STEP, Limits, Timeouts, Value, apply, contradictions
 from holdfast.settings import parse_section_timeouts
-from holdfast.settings_fields import SECTION_TIMEOUTS
+from holdfast.settings_fields import ALERT_URL, SECTION_TIMEOUTS
 
 NCCL_WATCHDOG = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 NCCL_WATCHDOG_DEFAULT = 480.0
@@ -28,19 +28,30 @@ _NAMES = {
     "heartbeat": "monitor.rank_heartbeat_timeout",
     "sections": SECTION_TIMEOUTS,
     "out_of_section": "monitor.rank_out_of_section_timeout",
+    "exiting": "monitor.rank_exit_timeout",
 }
 """Limits by the names they have in `Limits`."""
+_OF_LAUNCHER = ("launch.", "health.gate")
+"""What `holdfast run` reads, before there are ranks."""
+_READ_WITHOUT = frozenset({"launch.max_restarts", "launch.node_name"})
+"""Of these, what a rank without the launcher goes by: its node's name, and its own bound of starts."""
 
 
 def limits_of(effective: Effective) -> Limits:
     """The limits that the settings ask for, tightened by an ft_state.json if they name one."""
     chosen = effective.settings.monitor
+    if not chosen.enable_ft_package:
+        return Limits(initial=0.0, heartbeat=0.0, out_of_section=0.0, exiting=0.0)
+    given = [name for name, key in _NAMES.items() if effective.sources[key] != "default"]
+    sections = parse_section_timeouts(chosen.rank_section_timeouts)
     limits = Limits(
         initial=chosen.initial_rank_heartbeat_timeout,
         heartbeat=chosen.rank_heartbeat_timeout,
-        sections=parse_section_timeouts(chosen.rank_section_timeouts),
+        sections=sections,
         out_of_section=chosen.rank_out_of_section_timeout,
-        given=[name for name, key in _NAMES.items() if effective.sources[key] != "default"],
+        exiting=chosen.rank_exit_timeout,
+        whole=sections if "sections" in given else {},
+        given=given,
     )
     return apply(read_ft_state(Path(chosen.import_ft_state)), limits) if chosen.import_ft_state else limits
 
@@ -129,23 +140,58 @@ def _watchdog(environ: Mapping[str, str]) -> Value | None:
     return Value(seconds, f"{NCCL_WATCHDOG} = {seconds:g} (environment)") if seconds else None
 
 
-def refuse_without_launcher(effective: Effective, *, kept: bool = False) -> None:
+def refuse_without_launcher(effective: Effective, *, kept: bool = False) -> list[str]:
     """Settings that only `holdfast run` can honour, given to a script that it did not start, are an error.
 
-    `kept`: the keeper of an in-process restart honours the initial limit.
+    Returns those of the launcher itself that stand in the environment, in words: a site may set them for all
+    that runs there. `kept`: the keeper of an in-process restart honours the initial limit.
     """
-    given = [key for key in effective.sources if key.startswith("monitor.")]
     honoured = {_NAMES["initial"]} if kept else set()
-    given = [key for key in given if effective.sources[key] != "default" and key not in honoured]
+    given = [key for key in _given(effective, "monitor.") if key not in honoured]
+    of_launcher = _given(effective, *_OF_LAUNCHER)
+    everywhere = [key for key in of_launcher if effective.sources[key].startswith("environment ")]
+    given += [key for key in of_launcher if key not in everywhere and key not in _READ_WITHOUT]
     if given:
-        shown = "\n  ".join(
-            f"{key} = {msgspec.json.encode(effective.settings.get(key)).decode()} ({effective.sources[key]})"
-            for key in given
-        )
+        shown = "\n  ".join(_shown(effective, key) for key in given)
         raise ConfigError(
             f"these settings need the launcher, and this script was not started by it:\n  {shown}\n"
-            "Start it with `holdfast run`, which watches the ranks, or take these settings away"
+            "Start it with `holdfast run`, which reads them, or take these settings away"
         )
+    return [
+        f"{_shown(effective, key)} does nothing here: only `holdfast run` reads it"
+        for key in everywhere
+        if key not in _READ_WITHOUT
+    ]
+
+
+def refuse_unknown_to_launcher(effective: Effective, config: str) -> None:
+    """Settings that `holdfast run` reads before it starts the script cannot be given in the script.
+
+    `config`: the settings file that it was given, if any.
+    """
+    given = [
+        key
+        for key in _given(effective, *_OF_LAUNCHER)
+        if effective.sources[key] == "keyword" or (effective.sources[key].startswith("file ") and not config)
+    ]
+    if given:
+        shown = "\n  ".join(_shown(effective, key) for key in given)
+        raise ConfigError(
+            f"`holdfast run` started this script without knowing these settings, which it reads itself:\n"
+            f"  {shown}\nGive them to it: with --config FILE, --set KEY=VALUE or in the environment"
+        )
+
+
+def _given(effective: Effective, *prefixes: str) -> list[str]:
+    """What somebody set of these sections."""
+    return [
+        key for key, source in effective.sources.items() if key.startswith(prefixes) and source != "default"
+    ]
+
+
+def _shown(effective: Effective, key: str) -> str:
+    value = "…" if key == ALERT_URL else effective.settings.get(key)  # such URLs are secrets
+    return f"{key} = {msgspec.json.encode(value).decode()} ({effective.sources[key]})"
 
 
 UNPROTECTED = (

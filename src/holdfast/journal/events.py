@@ -236,6 +236,18 @@ class ReplicaFailed(Event, tag="replica_failed"):
     error: str
 
 
+class CopyReplicated(Event, tag="copy_replicated"):
+    """Rank 0's shards now lie on a peer too, verified there; those of other ranks are not told one by one."""
+
+    checkpoint: str
+    step: int
+    rank: int
+    node: str
+    """The peer that holds it."""
+    seconds: float
+    """That sending took."""
+
+
 class CopyReadBack(Event, tag="copy_read_back"):
     """A committed checkpoint was read from the checkpoint root, beside training: every byte is right."""
 
@@ -385,7 +397,10 @@ class DataSkipped(Event, tag="data_skipped"):
 
 
 class DeterminismMeasured(Event, tag="determinism_measured"):
-    """How much the same step's result differed between two runs of it, relative to its size."""
+    """How much the same step's result differed between two runs of it, relative to its size.
+
+    Of each step that of its worst rank.
+    """
 
     steps: int
     p50: float
@@ -393,6 +408,10 @@ class DeterminismMeasured(Event, tag="determinism_measured"):
     p99: float
     p999: float
     largest: float
+    ranks: int = 1
+    """How many were compared; older releases looked at rank 0 alone."""
+    worst_rank: int = 0
+    """Where the largest was found."""
 
 
 class RunFinished(Event, tag="run_finished"):
@@ -444,6 +463,7 @@ AnyEvent = (
     | CopyDeleted
     | CopyFetched
     | ReplicaFailed
+    | CopyReplicated
     | CopyReplaced
     | CopyQuarantined
     | CopyReadBack

@@ -52,10 +52,11 @@ def parse_line(raw: bytes) -> Line | None:
 class JournalReader:
     """Follows every file of one journal directory; each `poll` returns what is new, oldest first."""
 
-    def __init__(self, directory: Path, *, since: int = 0) -> None:
-        """`since`: files of attempts with a lower number are not read."""
+    def __init__(self, directory: Path, *, since: int = 0, writers: frozenset[str] | None = None) -> None:
+        """`since`: files of attempts with a lower number are not read. `writers`: nor those of others."""
         self._directory = directory
         self._since = since
+        self._writers = writers
         self._offsets: dict[Path, int] = {}
         self._newest: dict[Path, float] = {}
         self.unreadable = 0
@@ -70,6 +71,8 @@ class JournalReader:
         for path in sorted(self._directory.glob("*.jsonl")):
             number = path.name.partition("-")[0]
             if self._since and number.isdecimal() and int(number) < self._since:
+                continue
+            if self._writers is not None and writer_of(path.name) not in self._writers:
                 continue
             for line, raw in self._poll_file(path):
                 newest = self._newest[path] = max(line.at, self._newest.get(path, line.at))
@@ -101,6 +104,11 @@ class JournalReader:
             if deadline is not None and time.monotonic() >= deadline:
                 return
             time.sleep(interval)
+
+
+def writer_of(name: str) -> str:
+    """Who writes a file of the journal, by its name `<attempt>-<who>-<pid>.jsonl`."""
+    return name.partition("-")[2].rpartition("-")[0]
 
 
 def _read_from(path: Path, offset: int) -> bytes:

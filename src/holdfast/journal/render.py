@@ -24,6 +24,7 @@ from holdfast.journal.events import (
     CopyQuarantined,
     CopyReadBack,
     CopyReplaced,
+    CopyReplicated,
     DataSkipped,
     Decision,
     DeterminismMeasured,
@@ -236,6 +237,10 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             what = f"rank {body.rank}'s part of {printable(body.checkpoint)}"
             text = f"no replica on {printable(body.node)} of {what}"
             return Rendered(text, "warning", [printable(body.error)])
+        case CopyReplicated():
+            what = f"rank {body.rank}'s part of {printable(body.checkpoint)}"
+            text = f"replica on {printable(body.node)} of {what}, after {duration(body.seconds)}"
+            return Rendered(text, "plain")
         case CopyReadBack():
             text = f"read back: {printable(body.checkpoint)}, {size(body.bytes)} in {duration(body.seconds)}"
             return Rendered(f"{text}, every byte is right", "plain")
@@ -281,7 +286,9 @@ def render(body: AnyEvent | Unknown) -> Rendered:
         case DeterminismMeasured():
             parts = zip(("p50", "p90", "p99", "p99.9", "largest"), _percentiles(body), strict=True)
             text = ", ".join(f"{name} {value:.2g}" for name, value in parts)
-            return Rendered(f"two runs of {plural(body.steps, 'step')} differ by {text}", "plain")
+            where = f" (rank {body.worst_rank})" if body.ranks > 1 and body.largest else ""
+            on = f" on {body.ranks} ranks" if body.ranks > 1 else ""
+            return Rendered(f"two runs of {plural(body.steps, 'step')}{on} differ by {text}{where}", "plain")
         case RunFinished():
             counts = [plural(body.samples, "sample")] if body.samples else []
             counts += [plural(body.tokens, "token")] if body.tokens else []

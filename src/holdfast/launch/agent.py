@@ -159,6 +159,7 @@ class HoldfastAgent(LocalElasticAgent):
 
     def _begin(self, place: Place, address: str, store: SealedStore) -> Attempt:
         context = self._context
+        context.leads = place.leads
         node_timeout = self._settings.launch.node_timeout
         if place.leads:
             try:
@@ -192,6 +193,7 @@ class HoldfastAgent(LocalElasticAgent):
                     node_timeout=node_timeout,
                     given_up=self._silent_leader,
                 )
+        context.saves.follow(self._attempt.number, leads=place.leads)
         return self._attempt
 
     def _warn_of_store(self, text: str) -> None:
@@ -338,7 +340,8 @@ class HoldfastAgent(LocalElasticAgent):
         if wait_while_paused(control, longest, check=self._check_pause, tell=say):
             return None
         code = ExitCode.PAUSED_TOO_LONG
-        self._ends.tell_meeting(code, f"recovery stayed paused for {longest:g} s")
+        self._context.last_words = f"recovery stayed paused for {longest:g} s"
+        self._ends.tell_meeting(code, self._context.last_words)
         return code
 
     def _check_pause(self) -> None:

@@ -4,6 +4,9 @@ Guarantee: `send` returns at once and never raises, whatever the command or the 
 given up after `DEADLINE` seconds; at most `MOST_A_MINUTE` are sent, and the rest are counted and told with
 the next one. One that was not delivered becomes a warning, in which only the URL's host is named: such URLs
 are secrets. No command outlives the launcher, nor anything in its process group the command.
+
+However a launch ends for good, one alert of kind `stop` tells of it (`ended`): by the node that led, or by
+the first one to say so where each node finds the end out for itself.
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 import msgspec
+import xxhash
 
+from holdfast.bounded import Bounded
+from holdfast.exit_codes import MEANINGS, NOT_ALERTED, ExitCode
+from holdfast.files import make_dirs
 from holdfast.launch.orphan_guard import guarded
 from holdfast.settings import LaunchSettings
 
@@ -32,6 +39,8 @@ DEADLINE = 10.0
 """Seconds for one alert, by both ways together."""
 MOST_A_MINUTE = 12
 POLL = 0.02
+SAME_END = 120.0
+"""Seconds within which several nodes that tell of the same end mean the same one."""
 KILL_TIMEOUT = 2.0
 """Seconds for SIGKILL to take effect on a command."""
 TEXT_LIMIT = 2000
@@ -60,9 +69,19 @@ class Alerts:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._give_up = threading.Event()
+        self._stopped = False
+
+    def ended(self, code: int, why: str, attempt: int) -> None:
+        """The launch ends with this code: tell it, unless the run is not over or its stop has been told."""
+        if code in NOT_ALERTED or self._stopped:
+            return
+        meaning = MEANINGS[ExitCode(code) if code in set(ExitCode) else ExitCode.FAILED][0]
+        text = " ".join(f"the run ended with code {code}: {why or meaning}".split())
+        self.send(STOP, {"text": text, "attempt": attempt, "cause": "", "exit_code": code})
 
     def send(self, kind: str, payload: Mapping[str, Any]) -> None:
         """Have people told. `payload` should have `text` (one line) and `attempt`."""
+        self._stopped = self._stopped or kind == STOP
         if not self._command and not self._url:
             return
         try:
@@ -156,6 +175,27 @@ class Alerts:
             if process.returncode != 0:
                 return f"launch.alert_command ended with {process.returncode}{_last_words(said)}"
         return ""
+
+
+def first_to_tell(folder: Path, end: str) -> bool:
+    """Whether no node has told of this end just now. In doubt it is told twice rather than never."""
+
+    def mark() -> bool:
+        make_dirs(folder)
+        path = folder / xxhash.xxh3_64_hexdigest(end.encode())
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+            return True
+        except FileExistsError:
+            lately = time.time() - path.stat().st_mtime < SAME_END
+            path.touch()
+            return not lately
+
+    try:
+        looking = Bounded(mark, "first-to-tell")
+        return looking.result() if looking.ended(DEADLINE) else True
+    except (OSError, RuntimeError):
+        return True
 
 
 def _await_end(pid: int, deadline: float, give_up: threading.Event) -> bool:

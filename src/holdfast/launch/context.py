@@ -18,6 +18,7 @@ from holdfast.launch.leadership import Leadership
 from holdfast.launch.learning import Learner
 from holdfast.launch.monitor import Monitor
 from holdfast.launch.orphans import Orphans
+from holdfast.launch.saves_told import SavesTold
 from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import StopSignals
 from holdfast.launch.starting import Starter
@@ -57,6 +58,11 @@ class LaunchContext:
     starter: Starter
     monitor: Monitor
     learner: Learner
+    saves: SavesTold
+    leads: bool = False
+    """Whether this agent led the last attempt."""
+    last_words: str = ""
+    """Why the launch ends, where its code alone does not say it."""
     directory: str = field(default_factory=_here)
     """Where this agent was started, and is."""
     earlier_launches: list[str] = field(default_factory=list)

@@ -82,7 +82,8 @@ class Ends:
             attempt.end("stopped", exit_code=code, cause="", highest_step=self._steps())
             if stopping.request is not None:
                 self._requeue_after(attempt, stopping.request)
-        say(f"attempt {attempt.number} was stopped: {notice.detail}\n  next:       {next_step(code)}")
+        self._context.last_words = f"attempt {attempt.number} was stopped: {notice.detail}"
+        say(f"{self._context.last_words}\n  next:       {next_step(code)}")
         return self._leave(attempt, code)
 
     def _requeue_after(self, attempt: Attempt, request: StopRequest) -> None:
@@ -149,6 +150,7 @@ class Ends:
             self._leave(attempt, code, wait=attempt.place.leads)
         if leads:
             self._requeue_between(attempt, number)
+        context.last_words = f"stopped by {number.name}"
         say(f"stopped by {number.name}; start the same command again to resume")
         return code
 
@@ -190,7 +192,8 @@ class Ends:
     def without_others(self, attempt: Attempt, why: str) -> int:
         """The leader or the store was lost during a stop: nobody can say any more what was saved."""
         self._shutdown()
-        say(f"the stop could not be completed: {why}\n  next:       {next_step(ExitCode.STOPPED_UNSAVED)}")
+        self._context.last_words = f"the stop could not be completed: {why}"
+        say(f"{self._context.last_words}\n  next:       {next_step(ExitCode.STOPPED_UNSAVED)}")
         if self._meeting is not None and not self._meeting.lost:
             with contextlib.suppress(StoreLostError):
                 self._meeting.leave(why)
@@ -246,6 +249,7 @@ class Ends:
             return None
         code = ExitCode.STOPPED_UNSAVED
         told = f"the run was to stop ({request.detail}), and could not save: {error}"
+        self._context.last_words = told
         say(f"{told}\n  next:       {next_step(code)}")
         self.tell_meeting(code, str(error).partition("\n")[0])
         if attempt is not None and attempt.place.leads:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from holdfast.policy.missing import Missing, Position, describe, find_missing, ranks, suspects
-from holdfast.policy.timeouts import HELLO
+from holdfast.policy.timeouts import EXITING, HELLO
 from holdfast.worker.testimony import Frame, Registered, ThreadStack
 
 NAMED = 3
@@ -143,6 +143,9 @@ def summarise(record: HangRecord) -> str:
         text = f"rank {record.rank} did not reach holdfast.Run in {record.seconds:.0f} s"
     else:
         place = f"in section {record.section}" if record.section else "outside of any section"
+        if record.rule == EXITING:
+            on_its_way = "between the end of its loop and its exit"
+            place = f"after its loop, {place}" if record.section else on_its_way
         text = f"rank {record.rank} hangs {place} for {record.seconds:.0f} s"
     if record.limit > 0:
         text += f" (limit {record.limit:g})"

@@ -22,7 +22,7 @@ from holdfast.launch.hang import collect, read_reports
 from holdfast.launch.hang_report import merge
 from holdfast.launch.monitor import Monitor
 from holdfast.policy.evidence import Hang
-from holdfast.policy.timeouts import Standing, hanging
+from holdfast.policy.timeouts import EXITING, Standing, hanging
 
 LOOKING = 10.0
 """Seconds for finding out what the ranks of a node do, and for writing it down."""
@@ -172,6 +172,7 @@ def hangs_of(attempt: Attempt) -> tuple[list[Hang], list[str]]:
             missing=list(one.missing),
             missing_nodes=sorted({nodes[rank] for rank in one.missing if rank in nodes}),
             silent=list(one.silent),
+            exiting=one.rule == EXITING,
         )
         for one in found.hung
     ]

@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from holdfast.bounded import Aside
+from holdfast.bounded import PATIENCE, Aside, Bounded
 from holdfast.cluster.node_name import node_name
 from holdfast.cluster.slurm import current_job
 from holdfast.control.attempts import attempt_numbers
@@ -45,12 +45,12 @@ from holdfast.control.launches import digest_of, launches
 from holdfast.control.limits import limits_of
 from holdfast.control.secret import run_secret
 from holdfast.errors import ControlError, HoldfastError, UsageError
-from holdfast.exit_codes import ExitCode
+from holdfast.exit_codes import NOT_ALERTED, ExitCode
 from holdfast.inprocess import handed
 from holdfast.journal.events import Warned
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.agent import HoldfastAgent
-from holdfast.launch.alert import Alerts
+from holdfast.launch.alert import Alerts, first_to_tell
 from holdfast.launch.arrangement import usable_devices, why_unfit
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
@@ -65,6 +65,7 @@ from holdfast.launch.monitor import Monitor
 from holdfast.launch.options import Options, parse, script_of
 from holdfast.launch.orphans import Orphans
 from holdfast.launch.preload import RUN_PATH, PreloadedParent
+from holdfast.launch.saves_told import SavesTold
 from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.starting import Starter
@@ -134,27 +135,60 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             starter=starter,
             monitor=monitor,
             learner=Learner(control, tell, command),
+            saves=SavesTold(control.journal, say, enabled=options.settings.launch.print_saves),
         )
         _keep_together(context)
         keep_launch(context, argv, config.nproc_per_node, tell)
         try:
-            return _run(config, command, context)
-        except Interrupted:
-            return int(ExitCode.STOPPED)
-        except StopRun as stop:
-            say(f"stopped: {stop}\n  next:       {next_step(stop.code)}" if stop.code else str(stop))
-            return stop.code
-        except HoldfastError as error:
-            say(f"error: {error}")
-            return tell.ended(int(error.exit_code), str(error))
-        except (RendezvousError, DistError) as error:
-            return tell.ended(*_explain_rendezvous(error, config))
+            return _live(config, command, context, tell)
         finally:
+            context.saves.close()
             context.alerts.close()
             starter.close()
             monitor.close()
             leadership.release()
             context.scheduler.part(say)
+
+
+def _live(config: LaunchConfig, command: Sequence[str], context: LaunchContext, tell: _Teller) -> int:
+    """From the first meeting to the exit code, which is told to whoever wants to be alerted."""
+    itself = True
+    """Whether this node found the end out for itself; others that find it out too are not told of it."""
+    try:
+        code = _run(config, command, context)
+        why, itself = context.last_words, False
+    except Interrupted:
+        code, why, itself = int(ExitCode.STOPPED), "a signal asked for it", False
+    except StopRun as stop:
+        say(f"stopped: {stop}\n  next:       {next_step(stop.code)}" if stop.code else str(stop))
+        code, why, itself = stop.code, str(stop), stop.code == ExitCode.CONTROL_UNUSABLE
+    except HoldfastError as error:
+        say(f"error: {error}")
+        code, why = tell.ended(int(error.exit_code), str(error)), str(error)
+    except (RendezvousError, DistError) as error:
+        code, why = _explain_rendezvous(error, config)
+        tell.ended(code, why)
+    except Exception as error:
+        _alert(context, config, int(ExitCode.FAILED), f"a defect of the launcher: {error!r}", itself=True)
+        raise
+    _alert(context, config, code, why, itself=itself)
+    return code
+
+
+def _alert(context: LaunchContext, config: LaunchConfig, code: int, why: str, *, itself: bool) -> None:
+    """By the node that led; where each finds the end out for itself, by the first of them."""
+    if code in NOT_ALERTED:
+        return
+    if context.max_nodes > 1:
+        folder = context.control.path / "alerts"
+        if not (first_to_tell(folder, f"{config.run_id} {code}") if itself else context.leads):
+            return
+    newest = Bounded(lambda: max(attempt_numbers(context.control), default=0), "newest-attempt")
+    attempt = 0
+    if newest.ended(PATIENCE):
+        with contextlib.suppress(ControlError, OSError):
+            attempt = newest.result()
+    context.alerts.ended(code, why.partition("\n")[0], attempt)
 
 
 def _refuse_anothers_run(options: Options, argv: Sequence[str]) -> None:

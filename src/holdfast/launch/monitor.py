@@ -30,6 +30,7 @@ from holdfast.launch import processes
 from holdfast.launch.questions import Questions
 from holdfast.launch.stop_words import Hearing, StopWords
 from holdfast.policy.timeouts import (
+    EXITING,
     HELLO,
     Late,
     Learned,
@@ -82,11 +83,13 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     section: str
     """Empty for none."""
     rule: str
-    """initial, section, heartbeat, out_of_section, or hello: it has not said hello yet."""
+    """initial, section, heartbeat, out_of_section, exiting, or hello: it has not said hello yet."""
     limit: float
     seconds: float
     step: int
     """The last step it completed."""
+    progress: int = 0
+    """How far it is, compared with others."""
     stopped: bool = False
     """Whether its process is stopped by a signal."""
 
@@ -98,6 +101,8 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
                 f"started, and the limit is {self.limit:g} s{stopped}"
             )
         where = f"in section {self.section}" if self.section else "outside of any section"
+        if self.rule == EXITING:
+            where = f"after its loop, {where}" if self.section else "between the end of its loop and its exit"
         step = f"after step {self.step}" if self.step else "before its first step"
         return (
             f"rank {self.rank} hangs {where}, {step}: {self.seconds:.1f} s, and the {self.rule} limit is "
@@ -126,6 +131,8 @@ class _Rank:
     state: RankState | None = None
     seen: Seen | None = None
     dropped: int = 0
+    speaker: int = 0
+    """The process that last spoke for it: the worker, or one that the worker has started."""
     hello_after: float | None = None
     """Seconds from the start of the workers to its first hello of this attempt."""
 
@@ -244,6 +251,7 @@ class Monitor:
                         limit=held.limit,
                         seconds=held.seconds,
                         step=known.state.step if known.state is not None else 0,
+                        progress=known.state.progress if known.state is not None else 0,
                         stopped=_stopped(known),
                     )
                 )
@@ -267,7 +275,7 @@ class Monitor:
         late = [
             Late(
                 rank=one.rank,
-                step=one.step,
+                step=one.progress,
                 limit=one.limit,
                 stopped=one.stopped,
                 told=str(msgspec.structs.replace(one, rank=ranks.get(one.rank, one.rank))),
@@ -277,8 +285,8 @@ class Monitor:
         ]
         with self._lock:
             now = time.monotonic()
-            in_time = [one.step for one in waiting] + [
-                known.state.step if known.state is not None else 0
+            in_time = [one.progress for one in waiting] + [
+                known.state.progress if known.state is not None else 0
                 for rank, known in self._ranks.items()
                 if rank not in ended
                 and (held := self._ruling(rank, known, now)) is not None
@@ -289,7 +297,9 @@ class Monitor:
     def _ruling(self, rank: int, known: _Rank, now: float) -> Ruling | None:
         """What rules a rank; None where nothing does."""
         if known.state is not None:
-            return None if known.state.done else ruling(known.state, self._limits_of(known), now, self._fresh)
+            if known.state.done or (known.state.exiting and _has_exited(known)):
+                return None
+            return ruling(known.state, self._limits_of(known), now, self._fresh)
         if rank in self._waiting:
             return None
         waited = now - max(self._began, self._fresh)
@@ -386,7 +396,11 @@ class Monitor:
         """Which ranks can be spoken to, and which have no more to say."""
         with self._lock:
             said = {rank: known for rank, known in self._ranks.items() if known.state is not None}
-            done = frozenset(r for r, known in said.items() if known.state is not None and known.state.done)
+            done = frozenset(
+                rank
+                for rank, known in said.items()
+                if known.state is not None and (known.state.done or known.state.exiting)
+            )
             here = frozenset(r for r, known in said.items() if known.connection is not None)
             defer = frozenset(rank for rank, known in said.items() if known.defers)
             return Hearing(there=here - done, done=done, defer=defer - done)
@@ -512,6 +526,7 @@ class Monitor:
                 return False
             self._drop(holder)
         connection.rank, known.connection, known.distance = rank, connection, distance
+        known.speaker = connection.pid
         return True
 
     def _rank_of(self, pid: int) -> tuple[int, int] | None:
@@ -582,6 +597,7 @@ class Monitor:
                 trained=message.trained,
                 sectioned=message.sectioned,
                 sections=tuple(message.sections),
+                exiting=message.exiting,
             )
         elif isinstance(message, Seen):
             known.seen = message
@@ -610,7 +626,17 @@ class Monitor:
 
     def _limits_of(self, known: _Rank) -> Limits:
         limits = known.limits or self._limits
-        return apply(self._learned, limits) if known.learns else limits
+        # What was learned is about the loop: an evaluation after it is often a longer one.
+        exiting = known.state is not None and known.state.exiting
+        return apply(self._learned, limits) if known.learns and not exiting else limits
+
+
+def _has_exited(known: _Rank) -> bool:
+    """Whether what spoke for a rank is gone while its worker lives: a shell that has more to do, say."""
+    if known.connection is not None or known.speaker in (0, known.pid):
+        return False
+    process = processes.read(known.speaker)
+    return process is None or process.state in ("Z", "X")
 
 
 def _stopped(known: _Rank) -> bool:

@@ -24,6 +24,7 @@ from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from holdfast.config import Effective, Settings, load, parse_assignments
 from holdfast.control.limits import check_timeouts
 from holdfast.errors import ConfigError, UsageError
+from holdfast.settings_hints import FT_LAUNCHER
 
 BACKENDS = ("c10d", "static")
 
@@ -52,38 +53,6 @@ _FT_SETTINGS = {
     "rank_out_of_section_timeout": "monitor.rank_out_of_section_timeout",
 }
 """Parameters of nvidia-resiliency-ext's ft_launcher that mean the same as a setting here: taken for it."""
-
-_FT_INSTEAD = {
-    "rank_termination_signal": "launch.stop_grace (SIGTERM first, SIGKILL after the grace)",
-    "workers_stop_timeout": "launch.stop_grace",
-    "term_timeout": "launch.stop_grace",
-    "restart_policy": "launch.max_restarts (any failed rank restarts the whole group)",
-    "max_no_progress_cycles": "launch.max_restarts (counted without progress)",
-    "min_progress_iterations": "nothing: any rise of the highest committed step is progress",
-    "checkpoint_iteration_file": "nothing: commits are recorded in the run's directory",
-    "log_level": "the LOGLEVEL variable",
-    "workload_check_interval": "--monitor-interval",
-    "safety_factor": "monitor.calc_ft_timeouts",
-    "num_warmup_iterations": "monitor.initial_rank_heartbeat_timeout (until the first step is done)",
-    "node_health_check_interval": "health.gate",
-    "node_health_check_endpoint": "health.gate",
-    "enable_nic_monitor": "health.gate",
-    "enable_nic_healthcheck": "health.gate",
-    "pci_topo_file": "health.gate",
-    "link_down_path_template": "health.gate",
-    "link_state_path_template": "health.gate",
-    "enable_dist_storage_healthcheck": "health.gate",
-    "storage_healthcheck_path": "health.gate",
-    "storage_health_check_path": "health.gate",
-    "restart_check_interval": "inprocess.enabled, and the other settings of inprocess",
-    "numa_bind_strict": "--numa-binding",
-    "check_remaining_processes": "nothing: what workers leave behind is always ended",
-    "install_exception_hook": "nothing: holdfast.Run and forked workers always leave an error file",
-    "skip_section_response": "nothing: a rank never waits for an answer to a sign of life",
-    "per_cycle_applog_prefix": "--log-dir, with --redirects or --tee",
-    "ignore_missing_cfg": "nothing: leave --ft-cfg-path out where there is no such file",
-}
-"""Its other parameters, and what takes their place here."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -256,7 +225,7 @@ def _answer_ft_flag(flag: str) -> str:
 
 
 def _instead(name: str) -> str:
-    ours = _FT_INSTEAD.get(name)
+    ours = FT_LAUNCHER.get(name)
     return f"use {ours}" if ours else "there is no such setting here; `holdfast config show` lists all"
 
 

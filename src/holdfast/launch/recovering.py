@@ -134,7 +134,8 @@ class Recovery:
         newest = max(attempt_numbers(context.control), default=0)
         with contextlib.closing(JournalWriter(context.control.journal, "launcher", newest)) as journal:
             journal.write(Warned(message=f"a launch was refused with code {ExitCode.BUDGET_SPENT}: {why}"))
-        context.alerts.send(STOP, {"text": why, "attempt": newest, "cause": ""})
+        code = int(ExitCode.BUDGET_SPENT)
+        context.alerts.send(STOP, {"text": why, "attempt": newest, "cause": "", "exit_code": code})
         raise StopRun(ExitCode.BUDGET_SPENT, why)
 
     def tell(self, incident: Incident) -> None:
@@ -156,7 +157,10 @@ class Recovery:
         say(f"{line}{describe(incident, str(control.path))}")
         payload = {"text": line, "attempt": incident.attempt, "cause": incident.cause}
         stops = incident.decision.action in (Action.STOP, Action.REQUEUE)
-        self._context.alerts.send(STOP if stops else INCIDENT, payload)
+        if stops:
+            self._context.alerts.send(STOP, {**payload, "exit_code": int(incident.decision.exit_code)})
+        else:
+            self._context.alerts.send(INCIDENT, payload)
         for one in incident.decision.exclude:
             what = one.node if one.device is None else f"device {one.device} of {one.node}"
             self._context.alerts.send(EXCLUSION, {**payload, "text": f"{what} is excluded: {one.reason}"})

@@ -76,6 +76,8 @@ def _determinism(lines: list[Line]) -> str:
         ("p99.9", f"{last.p999:.3g}"),
         ("largest", f"{last.largest:.3g}"),
     ]
+    if last.ranks > 1:
+        values += [("ranks", str(last.ranks)), ("largest on rank", str(last.worst_rank))]
     listed = "".join(f"<div><dt>{name}</dt><dd>{printable(value)}</dd></div>" for name, value in values)
     return (
         "<h2>How far results repeat</h2>\n<p class='soft'>Relative difference between two runs of the same "

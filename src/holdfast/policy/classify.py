@@ -169,7 +169,11 @@ def root_cause(failures: Sequence[F]) -> F:
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """What an incident was, where, and how soon after which load."""
-    return msgspec.structs.replace(_diagnose(evidence), rung=evidence.rung, steps=evidence.steps)
+    found = _diagnose(evidence)
+    # Who hangs after its loop has used what was loaded to the end, even if no step was left to do.
+    hangs = evidence.hangs if found.cause is Cause.HANG else []
+    over = bool(hangs) and all(hang.exiting for hang in hangs)
+    return msgspec.structs.replace(found, rung=evidence.rung, steps=None if over else evidence.steps)
 
 
 def of_rejection(found: Diagnosis, rejection: Rejection | None) -> Diagnosis:
@@ -260,7 +264,7 @@ def _of_hangs(first: Hang, hangs: Sequence[Hang]) -> Diagnosis:
     node = device = ""
     if len(missing) == 1:
         node = next(iter(missing))
-    elif len(hangs) == 1 and not waiting:
+    elif len(hangs) == 1 and not waiting and not first.exiting:
         node, device = first.node, first.device
     return Diagnosis(cause=Cause.HANG, section=first.section, culprit_node=node, culprit_device=device)
 

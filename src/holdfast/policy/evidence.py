@@ -63,6 +63,8 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes of those ranks."""
     silent: list[int] = []
     """Ranks that may be missing from it, and of which that cannot be known: they could not say."""
+    exiting: bool = False
+    """Whether it had left its loop: what was loaded, and its devices, had done their work by then."""
 
 
 class Loss(StrEnum):

@@ -1,6 +1,6 @@
 """Which time limit rules a rank at this moment, when an overdue rank is a hang, and what limits are learned.
 
-A rank is either in a section or in none, and exactly one rule holds:
+A rank is either in a section or in none, and one rule holds:
 
 | the rank                                             | rule           | its clock |
 |------------------------------------------------------|----------------|-----------|
@@ -9,9 +9,13 @@ A rank is either in a section or in none, and exactly one rule holds:
 | is in a section that has a limit                     | section        | the section's own |
 | is in a section without one, or never used sections  | heartbeat      | since the last sign of life |
 | is in no section                                     | out_of_section | since it left the last one |
+| has left its loop, and is in no section with a limit | exiting        | since the last sign of life |
+| has left its loop, in a section with a limit         | exiting        | the section's own |
 
-A section's own clock stands still while another section is open inside it, so an outer limit never counts an
-inner one's time, and a hang in the inner one is found by the inner one's limit. A limit of 0 is switched off.
+A section's own clock stands still while another section is open inside it, so that a hang in the inner one is
+found by the inner one's limit. After the first step a limit that a person has given to a section holds for
+the whole of it as well, however often others open and close inside it (`Limits.whole`): those without a limit
+count in full, and each of the others with what it took beyond its own. A limit of 0 is switched off.
 
 An overdue rank alone is no hang: it may wait for another one, and who waits for a rank that is in time is in
 time (`hanging`).
@@ -26,6 +30,8 @@ import msgspec
 SETUP, LOADING, STEP, CHECKPOINTING = "setup", "loading", "step", "checkpointing"
 BEFORE_TRAINING = (SETUP, LOADING)
 """Sections that exist only before the first step, and so keep their own limit then."""
+EXITING = "exiting"
+"""The rule for a rank that has left its loop."""
 
 SAFETY_FACTOR = 5.0
 """A learned limit is so many times the longest that was seen."""
@@ -46,8 +52,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat: float = 300.0
     sections: dict[str, float] = {}
     out_of_section: float = 300.0
+    exiting: float = 3600.0
+    """From the end of the loop to the end of the process."""
+    whole: dict[str, float] = {}
+    """Of a section with all that is inside it, where a person has given it; nothing learned changes that."""
     given: list[str] = []
-    """Which of these four a person has set: what is learned never exceeds those."""
+    """Which of the limits a person has set: what is learned never exceeds those."""
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +87,11 @@ class OpenSection(msgspec.Struct, array_like=True):
     """Seconds that its clock had run before that."""
     at_least: float = 0.0
     """This once its limit is not below this: what happens in it has a deadline of its own."""
+    began: float = 0.0
+    """When it was entered."""
+    inside: dict[str, float] = {}
+    """Seconds that sections inside it took, by name, each without those inside it; those still open are not
+    counted yet, and those that have a deadline of their own never."""
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,17 +111,24 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     """Outermost first."""
     done: bool = False
     """It said good-bye: from then on only its process is watched."""
+    exiting: bool = False
+    """It has left its loop; its process has yet to end."""
 
     @property
     def section(self) -> str:
         return self.sections[-1].name if self.sections else ""
+
+    @property
+    def progress(self) -> int:
+        """How far it is, compared with others: one that has left its loop is ahead of those that have not."""
+        return self.step + 1 if self.exiting else self.step
 
 
 class Ruling(msgspec.Struct, frozen=True):
     """The one limit that holds, and how much of it is used up."""
 
     rule: str
-    """initial, section, heartbeat or out_of_section."""
+    """initial, section, heartbeat, out_of_section or exiting."""
     section: str
     limit: float
     """0: nothing holds."""
@@ -121,8 +143,24 @@ def ruling(state: RankState, limits: Limits, now: float, fresh: float = 0.0) -> 
     """What rules a rank at `now`. Clocks count from `fresh` at the earliest."""
     if state.done:
         return Ruling("none", "", 0.0, 0.0)
+    rules = _innermost(state, limits, now, fresh)
+    if rules.overdue or not (state.trained or state.exiting):
+        return rules
+    for depth, outer in enumerate(state.sections[:-1]):
+        limit = _raised(limits.whole.get(outer.name, 0.0), outer)
+        seconds = _whole(state.sections[depth:], limits, now, fresh)
+        around = Ruling(EXITING if state.exiting else "section", outer.name, limit, seconds)
+        if around.overdue:
+            return around
+    return rules
+
+
+def _innermost(state: RankState, limits: Limits, now: float, fresh: float) -> Ruling:
+    """What the section that a rank is in makes of it, or that it is in none."""
     silent = max(0.0, now - max(state.sign, fresh))
     if not state.sections:
+        if state.exiting:
+            return Ruling(EXITING, "", limits.exiting, silent)
         if not state.trained:
             return Ruling("initial", "", limits.initial, silent)
         if not state.sectioned:
@@ -130,15 +168,35 @@ def ruling(state: RankState, limits: Limits, now: float, fresh: float = 0.0) -> 
         return Ruling("out_of_section", "", limits.out_of_section, max(0.0, now - max(state.left, fresh)))
     inner = state.sections[-1]
     own = limits.sections.get(inner.name)
-    if not state.trained and not (own and inner.name in BEFORE_TRAINING):
+    if not (state.trained or state.exiting) and not (own and inner.name in BEFORE_TRAINING):
         return Ruling("initial", inner.name, _raised(limits.initial, inner), silent)
     if own is None:
-        return Ruling("heartbeat", inner.name, _raised(limits.heartbeat, inner), silent)
-    spent = inner.spent if inner.since >= fresh else 0.0
-    seconds = spent + max(0.0, now - max(inner.since, fresh))
+        rule, limit = (EXITING, limits.exiting) if state.exiting else ("heartbeat", limits.heartbeat)
+        return Ruling(rule, inner.name, _raised(limit, inner), silent)
+    seconds = _own(inner, now, fresh)
     if inner.name == LOADING:
         return Ruling("section", LOADING, own, seconds)  # no default: whoever gave it one means it
-    return Ruling("section", inner.name, _raised(own, inner), seconds)
+    return Ruling(EXITING if state.exiting else "section", inner.name, _raised(own, inner), seconds)
+
+
+def _own(inner: OpenSection, now: float, fresh: float) -> float:
+    """Seconds on the clock of the innermost section."""
+    spent = inner.spent if inner.since >= fresh else 0.0
+    return spent + max(0.0, now - max(inner.since, fresh))
+
+
+def _whole(sections: Sequence[OpenSection], limits: Limits, now: float, fresh: float) -> float:
+    """Seconds that count against the first of these with all that is inside it; the last is the innermost."""
+    outer, *within = sections
+    inside = dict(outer.inside)
+    for one in within:
+        if not one.at_least:
+            seconds = _own(one, now, fresh) if one is within[-1] else one.spent
+            inside[one.name] = inside.get(one.name, 0.0) + seconds
+    counted = outer.spent
+    for name, seconds in inside.items():
+        counted += max(0.0, seconds - limits.whole.get(name, 0.0))
+    return min(counted, max(0.0, now - max(outer.began, fresh)))
 
 
 def _raised(limit: float, section: OpenSection) -> float:
@@ -157,7 +215,7 @@ class Late(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     step: int
-    """The last step it completed; 0 if it has not completed any in this attempt."""
+    """The last step it completed, one more after its loop; 0 if it has not completed any in this attempt."""
     limit: float
     stopped: bool = False
     """Its process was stopped by a signal: it waits for nobody."""
@@ -286,6 +344,8 @@ def apply(learned: Learned, limits: Limits) -> Limits:
         heartbeat=_bounded(learned.heartbeat, limits.heartbeat, limits, "heartbeat"),
         sections=sections,
         out_of_section=_bounded(learned.out_of_section, limits.out_of_section, limits, "out_of_section"),
+        exiting=limits.exiting,
+        whole=limits.whole,
         given=limits.given,
     )
 

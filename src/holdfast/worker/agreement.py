@@ -62,3 +62,23 @@ class Agreement:
                 "Every rank must make as many calls in a step as the others"
             )
         return Agreed(Severity(severity), bool(breach))
+
+    @property
+    def ranks(self) -> int:
+        return self._group.world_size
+
+    def worst(self, own: float, known: float) -> tuple[float, int]:
+        """The largest value of all ranks, and, where that is more than `known`, the first rank that has it.
+
+        `known` is the same on all ranks, and so is the answer.
+        """
+        if self._group.process_group is None:
+            return own, self._group.rank
+        value = torch.tensor([own], dtype=torch.float64)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group.process_group)
+        largest = float(value.item())
+        if largest <= known:
+            return largest, 0
+        rank = torch.tensor([self._group.rank if own == largest else self._group.world_size])
+        dist.all_reduce(rank, op=dist.ReduceOp.MIN, group=self._group.process_group)
+        return largest, int(rank.item())

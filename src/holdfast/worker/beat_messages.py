@@ -44,6 +44,8 @@ class State(msgspec.Struct, array_like=True, tag="state"):
     sections: list[OpenSection]
     dropped: int
     """Messages that could not be sent so far, because the agent did not read."""
+    exiting: bool = False
+    """The loop has ended; what the script does now is watched by limits of its own."""
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True, tag="seen"):

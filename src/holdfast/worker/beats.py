@@ -68,6 +68,8 @@ RARE = (SETUP, CHECKPOINTING)
 """Sections after which it is told at once."""
 URGENT = 5.0
 """Seconds that a word about stopping is waited for to be taken; later it is said by the thread."""
+MOST_INSIDE = 32
+"""Names of sections inside a section that are told; what has further ones counts as the outer one's."""
 UNIX_PATH = 100
 """Characters from which on the path of a socket is reached through its directory: the kernel takes 107."""
 
@@ -184,9 +186,9 @@ class Beats:
         if sections:
             outer = sections[-1]
             outer.spent += now - outer.since
-        elif state.trained and state.sectioned:
+        elif state.trained and state.sectioned and not state.exiting:
             _count(self._gaps, now - state.left)
-        sections.append(OpenSection(section[:LONGEST_NAME], now, 0.0, at_least))
+        sections.append(OpenSection(section[:LONGEST_NAME], now, 0.0, at_least, now))
         state.sectioned = True
         self._tell(now)
 
@@ -245,6 +247,17 @@ class Beats:
         """This rank has stopped as agreed."""
         self._insist(Halted(step))
 
+    def exiting(self) -> None:
+        """The loop has ended: until this process ends, limits of their own hold for what the script does."""
+        if self._socket is None or self._resting:
+            return
+        now = time.monotonic()
+        self._state.sections.clear()
+        self._state.left = now
+        self._state.exiting = True
+        self._tell_seen(now)
+        self._tell(now)
+
     def failing(self) -> None:
         """An error is ending this rank: the time that this takes is watched like that between sections."""
         if self._socket is None:
@@ -254,6 +267,7 @@ class Beats:
         self._state.sections.clear()
         self._state.left = now
         self._state.sectioned = self._state.trained = True
+        self._state.exiting = False
         self._tell(now)
 
     def open_sections(self) -> list[str]:
@@ -283,16 +297,28 @@ class Beats:
             return False
         entry = sections.pop()
         own = entry.spent + now - entry.since
+        self._count_inside(entry, own)
         while entry.name != section:
             entry = sections.pop()
             own = entry.spent  # its clock stood still while the one inside it was open
-        if learn and (state.trained or section in BEFORE_TRAINING):
+            self._count_inside(entry, own)
+        if learn and not state.exiting and (state.trained or section in BEFORE_TRAINING):
             _count(self._seen.setdefault(section, [0.0, 0.0]), own)
         if sections:
             sections[-1].since = now
         else:
             state.left = now
         return True
+
+    def _count_inside(self, entry: OpenSection, own: float) -> None:
+        """A section has ended inside those that are still open."""
+        if entry.at_least:
+            return  # it had a deadline of its own
+        for outer in self._state.sections:
+            if entry.name in outer.inside or len(outer.inside) < MOST_INSIDE:
+                outer.inside[entry.name] = outer.inside.get(entry.name, 0.0) + own
+            else:
+                outer.spent += own
 
     def _tell_seen(self, now: float) -> None:
         self._told_seen = now

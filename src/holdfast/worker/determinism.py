@@ -23,19 +23,22 @@ def difference(one: float | None, other: float | None) -> float:
 
 
 class Determinism:
-    """Differences between two runs of every step, in one attempt and on one rank."""
+    """Differences between two runs of every step, in one attempt: of each step that of its worst rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
         self._kept: deque[float] = deque(maxlen=KEPT)
         self._told = 0
+        self._rank = 0
         self.steps = 0
         self.largest = 0.0
 
-    def measure(self, one: float | None, other: float | None) -> None:
-        found = difference(one, other)
+    def measure(self, found: float, rank: int = 0) -> None:
+        """The largest difference that any rank found in a step, and which rank; the same on all ranks."""
         self._kept.append(found)
         self.steps += 1
-        self.largest = max(self.largest, found)
+        if found > self.largest:
+            self.largest, self._rank = found, rank
 
     def report(self) -> DeterminismMeasured | None:
         """What is known by now; None if nothing is new."""
@@ -54,6 +57,8 @@ class Determinism:
             p99=percentile(0.99),
             p999=percentile(0.999),
             largest=_finite(self.largest),
+            ranks=self._ranks,
+            worst_rank=self._rank,
         )
 
 

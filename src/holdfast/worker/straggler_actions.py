@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -9,7 +12,22 @@ import msgspec
 from holdfast.journal.base import Event
 from holdfast.policy.straggler_times import Named
 
+log = logging.getLogger("holdfast")
+
 TOLD, STOP, EXCLUDE = "told", "stop", "exclude"
+
+
+def to_the_log(line: str) -> None:
+    log.info("holdfast: %s", line)
+
+
+def to_the_terminal(line: str) -> None:
+    """Where nobody has set up logging, a line of level INFO would reach nobody."""
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        to_the_log(line)
+        return
+    with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+        print(f"holdfast: {line}", file=sys.stderr, flush=True)
 
 
 class Fate(msgspec.Struct, frozen=True):
@@ -25,6 +43,8 @@ class Actions(msgspec.Struct, frozen=True, kw_only=True):
     """What a run does about a rank that is named. `exclude` is called on all ranks, the others on rank 0."""
 
     tell: Callable[[Event], None]
+    say: Callable[[str], None] = to_the_log
+    """A line for people, without a warning in it."""
     stop: Callable[[str], None] | None = None
     exclude: Callable[[Named, int], None] | None = None
     why_not: Callable[[Named], str] | None = None

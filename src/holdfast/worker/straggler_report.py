@@ -50,18 +50,20 @@ def found_event(fate: Fate, step: int) -> StragglerFound:
     )
 
 
-def lines_of(finding: Finding, count: int) -> list[str]:
-    """The best and the worst scores, for the log."""
+def lines_of(finding: Finding, count: int, step: int) -> list[str]:
+    """The best and the worst scores, for the log and the terminal; each line begins alike."""
     if not count or not finding.scores:
         return []
+    begin = f"straggler scores at step {step}:"
     if not finding.enough:
-        return ["too few steps were measured for a report on stragglers"]
+        return [f"{begin} too few steps were measured for a report"]
     lines = []
     for what, scores in (("best", finding.best(count)), ("worst", finding.worst(count))):
         shown = ", ".join(_shown(one) for one in scores)
-        lines.append(f"{what} of {len(finding.scores)} ranks: {shown}")
+        lines.append(f"{begin} {what} of {len(finding.scores)} ranks: {shown}")
     if finding.group_slower:
-        lines.append("most ranks are slower than they were at their best, so no rank can be named for it")
+        told = "most ranks are slower than they were at their best, so no rank can be named for it"
+        lines.append(f"{begin} {told}")
     return lines
 
 

@@ -292,8 +292,8 @@ class Stragglers:
     ) -> None:
         self._actions.tell(event_of(ranks, finding, step, seconds))
         if self._chosen.enable_logging:
-            for line in lines_of(finding, self._chosen.num_gpu_perf_scores_to_print):
-                log.info("holdfast: %s", line)
+            for line in lines_of(finding, self._chosen.num_gpu_perf_scores_to_print, step):
+                self._actions.say(line)
         for fate in fates:
             if self._chosen.enable_logging:
                 log.warning("holdfast: straggler: %s", fate.why)

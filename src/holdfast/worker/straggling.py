@@ -17,7 +17,7 @@ from holdfast.policy.straggler_times import Named
 from holdfast.settings import Settings
 from holdfast.worker.membership import Membership
 from holdfast.worker.rejecting import Rejecting
-from holdfast.worker.straggler_actions import Actions
+from holdfast.worker.straggler_actions import Actions, to_the_log, to_the_terminal
 from holdfast.worker.stragglers import Stragglers, refuse_another
 
 SAVED_FOR = "straggler"
@@ -105,6 +105,7 @@ def make_stragglers(
         device=next((one for one in sorted(tracked.devices(), key=str) if one.type == "cuda"), None),
         actions=Actions(
             tell=member.journal.write,
+            say=to_the_terminal if launched is not None else to_the_log,
             stop=stop if chosen.stop_if_detected else None,
             exclude=exclude if chosen.exclude_if_detected else None,
             why_not=why_not,

@@ -29,7 +29,7 @@ from holdfast.worker.agreement import NOTHING_WRONG, Agreed, Agreement, Severity
 from holdfast.worker.checking import Checks, Look, single_number
 from holdfast.worker.corruption_watch import CorruptionWatch
 from holdfast.worker.deferring import Deferred
-from holdfast.worker.determinism import Determinism
+from holdfast.worker.determinism import Determinism, difference
 from holdfast.worker.draws import Draws, RecordedFeed
 from holdfast.worker.injection import Injection
 from holdfast.worker.judging import Done, Judging, severity_of
@@ -99,7 +99,7 @@ class Validation:
         self._draws = Draws(Randomness(tracked))
         self._rewind: Rewind | None = None
         self._after: Rewind | None = None
-        self._determinism = Determinism()
+        self._determinism = Determinism(agreement.ranks)
         self._tells_breaches = chosen.probation_steps > 0 and rejecting.launched
         self._calls = 0
         self._was_rejected = False
@@ -424,7 +424,8 @@ class Validation:
         finally:
             self._after.restore()
             self._after.release()
-        self._determinism.measure(done.look.loss, None if second is None else float(second))
+        own = difference(done.look.loss, None if second is None else float(second))
+        self._determinism.measure(*self.agreement.worst(own, self._determinism.largest))
 
     def _tell_measured(self) -> None:
         report = self._determinism.report()

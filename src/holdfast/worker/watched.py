@@ -8,10 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast import scope
-from holdfast.config import Effective
+from holdfast.config import Effective, idle
 from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
-from holdfast.control.limits import UNPROTECTED, check_timeouts, limits_of, refuse_without_launcher
+from holdfast.control.limits import (
+    UNPROTECTED,
+    check_timeouts,
+    limits_of,
+    refuse_unknown_to_launcher,
+    refuse_without_launcher,
+)
 from holdfast.journal.events import Warned
 from holdfast.policy.timeouts import SETUP, STEP
 from holdfast.settings import parse_section_timeouts
@@ -19,6 +25,7 @@ from holdfast.torch_internals import collective_timeout
 from holdfast.worker import testimony
 from holdfast.worker.beats import Beats
 from holdfast.worker.halting import Halting
+from holdfast.worker.joining import is_restart
 from holdfast.worker.membership import Membership
 from holdfast.worker.simulated import SimulatedFault, choose, is_first_attempt
 
@@ -33,10 +40,13 @@ def start_beats(
 ) -> Beats:
     """Begin to be watched, in section `setup`; without a launcher, say what that leaves unprotected."""
     if launched is None:
-        refuse_without_launcher(effective, kept=scope.current() is not None)
+        unread = refuse_without_launcher(effective, kept=scope.current() is not None)
+        if unread and os.environ.get("RANK", "0") == "0":
+            log.warning("holdfast: %s", "; ".join(unread))
         if os.environ.get("RANK", "0") == "0" and scope.current() is None:  # else a keeper watches
             log.warning("holdfast: %s", UNPROTECTED)
         return Beats()
+    refuse_unknown_to_launcher(effective, launched.config)
     if not launched.monitor:
         return Beats()
     check_timeouts(effective, os.environ)
@@ -71,6 +81,15 @@ def simulated_fault(effective: Effective, group: Group, member: Membership) -> S
     if fault.rank != group.rank or not is_first_attempt(member.control, member.attempt, member.launch):
         return None
     return SimulatedFault(fault, member.journal)
+
+
+def tell_idle(effective: Effective, group: Group, member: Membership) -> None:
+    """Say once a launch which settings somebody gave and nothing reads, with what would switch them on."""
+    if not group.is_coordinator or is_restart(member):
+        return
+    for told in idle(effective):
+        member.journal.write(Warned(message=told))
+        log.warning("holdfast: %s", told)
 
 
 def judge_collectives(effective: Effective, group: Group, member: Membership) -> None:
