@@ -28,6 +28,15 @@ def recover(
         typer.Option("--watch/--no-watch", help="Judge the resume: of what --run starts, or of a live run."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds for which a resume is watched.")] = 3600.0,
+    wait: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for which --run waits for nodes, if there are too few.")
+    ] = 600.0,
+    band: Annotated[
+        float, typer.Option(min=0.0, help="By how much longer a step may take than before: 0.1 is 10 %.")
+    ] = 0.1,
+    mtbf: Annotated[
+        float | None, typer.Option(min=0.0, help="Hours between failures, if not as measured.")
+    ] = None,
     record: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write a record for a ticket.")
     ] = None,
@@ -55,6 +64,9 @@ def recover(
         yes=yes,
         watch=watch,
         timeout=timeout,
+        wait=wait,
+        band=band,
+        mtbf_hours=mtbf or 0.0,
         record=record,
         root=root,
         remote=remote,
