@@ -227,6 +227,18 @@ def test_checkpoints_on_storage_that_is_not_mounted_are_not_taken_for_lost(dead:
     assert list((dead / "checkpoints").iterdir()) == []
 
 
+def test_a_root_that_is_gone_before_the_first_save_is_no_first_start(tmp_path: Path) -> None:
+    """A rank has begun with it, so it was there: a start would quietly make another one."""
+    run_dir = tmp_path / "run"
+    forked(lambda: train(run_dir, at_step=lambda step, run: die() if step == 2 else None))
+    assert checkpoints(run_dir) == []
+    assert recover(run_dir, "--quick")[0] == 0
+    shutil.rmtree(run_dir / "checkpoints")
+    code, found = recover(run_dir, "--quick")
+    assert code == 23
+    assert "is its file system mounted?" in stage(found, "storage")["evidence"][0]
+
+
 def test_storage_that_hangs_is_told_in_time_and_nothing_on_it_is_looked_at(
     dead: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

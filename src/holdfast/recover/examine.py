@@ -15,6 +15,7 @@ import msgspec
 
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.manifest import ManifestError
+from holdfast.checkpoint.plain import is_plain_root
 from holdfast.checkpoint.resolution import Resolution
 from holdfast.checkpoint.resolver import checkpoint_root, resolve_resume
 from holdfast.checkpoint.verify import Progress
@@ -24,6 +25,7 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.launches import LaunchRecord, launch_to_repeat
 from holdfast.control.operator import budget_reset
 from holdfast.errors import ControlError, UsageError
+from holdfast.health.mounts import why_not_first
 from holdfast.journal.events import Line, SaveStarted
 from holdfast.journal.render import condense, printable, render
 from holdfast.observe.status import Status, look
@@ -52,12 +54,17 @@ ATTEMPTS = 3
 """Whose journals are read."""
 
 
-def open_run(path: Path) -> ControlDirectory:
-    """The run in a directory; says precisely what is there instead."""
+def open_run(path: Path) -> ControlDirectory | None:
+    """The run in a directory, None if only checkpoints lie there; says precisely what is there instead."""
     return looked_at(path, lambda: _opened(path))
 
 
-def _opened(path: Path) -> ControlDirectory:
+def _opened(path: Path) -> ControlDirectory | None:
+    if is_plain_root(path):
+        return None
+    lost = "" if (path / "run.json").exists() or path.is_file() else why_not_first(path)
+    if lost and (not path.exists() or not os.listdir(path)):
+        raise ControlError(f"there is no run in {path}, and this is no first start: {lost}")
     if not path.exists():
         raise UsageError(f"there is no directory {path}. Give the run's directory (run.dir, --run-dir)")
     if not path.is_dir():
@@ -65,9 +72,9 @@ def _opened(path: Path) -> ControlDirectory:
     if not (path / "run.json").exists():
         names = os.listdir(path)
         if not names:
-            what = "is empty: no run was ever started there, so there is nothing to recover"
+            what = "is empty: nothing in it tells of a run, so there is nothing to recover from"
         else:
-            what = "is not a run's directory: it has no run.json"
+            what = "is not a run's directory: it has no run.json, and no checkpoints lie in it"
         raise UsageError(f"{path} {what}. Give the run's directory (run.dir, --run-dir)")
     return ControlDirectory.open(path)
 
@@ -121,7 +128,10 @@ def examine(
         )
     report.resolution = found
     findings.append(
-        storage(storage_facts(memory, kept, found), found.storage_alarm if found is not None else [])
+        storage(
+            storage_facts(memory, kept, found, begun=_begun(control)),
+            found.storage_alarm if found is not None else [],
+        )
     )
     findings += rung_findings(found)
     report.command = command_of(started, given, nodes_to_start_with(cluster, report.drains))
@@ -172,6 +182,11 @@ def capacity_now(control: ControlDirectory, given: Sequence[str]) -> Finding:
     lines = recent_lines(control, attempt_numbers(control)[-ATTEMPTS:])
     started = launch_to_repeat(control, node=node_name())
     return _staffed(control, lines, started, given, starts_here=True).capacity
+
+
+def _begun(control: ControlDirectory) -> bool:
+    """Whether a rank has ever begun to train, from a checkpoint or from nothing."""
+    return any((control.attempt(number) / "head.json").exists() for number in attempt_numbers(control))
 
 
 def _shared(found: Resolution) -> bool | None:
