@@ -80,7 +80,8 @@ def resolve_resume(
             reason = f"there is no run in {where}, and this is no first start: {lost}"
             return Resolution(
                 run="", run_dir=str(where), root=str(root or where / "checkpoints"), chosen=REFUSED,
-                why=[reason], without_local=REFUSED, digests_read=False, exit_code=int(ExitCode.CONTROL_UNUSABLE),
+                why=[reason], without_local=REFUSED, digests_read=False,
+                exit_code=int(ExitCode.CONTROL_UNUSABLE),
             )  # fmt: skip
         why = [f"there is no run in {where}: a start would create it"]
         return Resolution(

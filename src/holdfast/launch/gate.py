@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,8 +23,16 @@ from holdfast.control.devices import devices_here, visible_devices
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import excluded
 from holdfast.exit_codes import ExitCode
-from holdfast.health.examination import GATE_PATIENCE, gpu_check, places_of, quick_checks
-from holdfast.health.gpu import judge_gpus
+from holdfast.health.examination import (
+    GATE_PATIENCE,
+    compute_check,
+    gate_network,
+    gpu_check,
+    places_of,
+    quick_checks,
+    site_checks,
+)
+from holdfast.health.gpu import check_compute, judge_gpus
 from holdfast.health.gpu_facts import Gpus, ask_gpus, names_of, present
 from holdfast.health.kernel_log import read_kernel_log
 from holdfast.health.result import run_checks
@@ -32,8 +40,10 @@ from holdfast.journal.cluster_events import HealthFailed
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.arrangement import usable_devices
 from holdfast.launch.attempt import StopRun
+from holdfast.launch.orphan_guard import guarded
 from holdfast.policy.evidence import DeviceError
-from holdfast.policy.health import CheckResult, GateAnswer, judge_gate
+from holdfast.policy.gpu_health import judge_history
+from holdfast.policy.health import CheckResult, GateAnswer, Status, judge_gate
 
 FRESH = 30.0
 """Seconds for which an answer holds."""
@@ -63,6 +73,7 @@ class Gate:
         self._say = say
         self._alone = alone
         self._places = places_of(settings)
+        self._site = site_checks(settings, guarded)
         self._look = look or self._run_checks
         self._kernel_log = kernel_log
         self._answer: GateAnswer | None = None
@@ -74,6 +85,10 @@ class Gate:
         self._uncorrected: dict[str, int] = {}
         self._asked: tuple[float, Gpus | None] = (0.0, None)
         self._attempts = 0
+        self._limit = settings.health.max_uncorrected_errors
+        self._to_compute = True
+        """Whether the devices are to compute at the next look: before the first attempt, after one in which
+        a device reported an error, and until they have computed right."""
 
     # --- may it take part? ----------------------------------------------------------------------------------
 
@@ -142,10 +157,20 @@ class Gate:
 
     def _run_checks(self) -> list[CheckResult]:
         """Under a second in sum where all is well; with GPUs, as long as the driver takes to answer."""
-        checks = quick_checks(self._places, patience=GATE_PATIENCE)
+        checks = [*quick_checks(self._places, patience=GATE_PATIENCE), *self._site, gate_network()]
         if self._has_devices():
             checks.append(dataclasses.replace(gpu_check(), look=self._look_at_gpus))
-        return run_checks(checks)
+            if self._to_compute:
+                checks.append(compute_check(self._compute))
+        results = run_checks(checks)
+        # It takes seconds, which a restart should not wait for without need: see `keep_device_errors`.
+        failed = (one.name.endswith("compute") and one.status is Status.CRITICAL for one in results)
+        self._to_compute = any(failed)
+        return results
+
+    def _compute(self) -> list[CheckResult]:
+        usable = usable_devices(devices_here(), self.node, excluded(self._control))
+        return check_compute(devices=usable) if usable else []
 
     def _look_at_gpus(self) -> list[CheckResult]:
         at, last = self._asked
@@ -163,7 +188,18 @@ class Gate:
         # job, so that a count that differs is no proof that one is lost.
         usable = usable_devices(devices_here(), self.node, excluded(self._control))
         ours = [gpu for gpu in gpus.devices if names.get(gpu.index) in usable]
-        return judge_gpus(msgspec.structs.replace(gpus, devices=ours), usable, insist=False)
+        mine = msgspec.structs.replace(gpus, devices=ours)
+        return [*judge_gpus(mine, usable, insist=False, limit=self._limit), *self._history(usable)]
+
+    def _history(self, usable: Sequence[str]) -> list[CheckResult]:
+        """What the kernel's log tells of the devices that may be used. What it does not tell is no fault."""
+        log = read_kernel_log(kmsg=self._kernel_log)
+        told: dict[str, list[tuple[float, int]]] = {}
+        for error in log.errors:
+            if (name := self._device_at.get(error.bus, "")) in usable:
+                told.setdefault(name, []).append((error.at, error.number))
+        found = [judge_history(name, errors) for name, errors in sorted(told.items())]
+        return [one for one in found if one is not None]
 
     # --- what the devices went through ----------------------------------------------------------------------
 
@@ -186,7 +222,9 @@ class Gate:
         self.forget()
         with self._without_fail("the look at the devices' errors"):
             if self._mode != "off" and self._has_devices():
-                record_device_errors(self._control, attempt, self.node, self.device_errors())
+                errors = self.device_errors()
+                self._to_compute = self._to_compute or bool(errors)
+                record_device_errors(self._control, attempt, self.node, errors)
 
     def device_errors(self) -> list[DeviceError]:
         gpus = ask_gpus(EVIDENCE_TIMEOUT)
