@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
+from harness import REPO
 from holdfast.checkpoint import storage_probe
 from holdfast.health import gpu, gpu_child, node, storage
 from holdfast.health.examination import Place, quick_checks
@@ -409,6 +411,38 @@ def test_every_xid_that_recovery_takes_for_broken_hardware_is_explained_so() -> 
     assert not proves_broken(99999)
     assert all(xid.meaning and xid.for_node for xid in XIDS.values())
     assert XIDS[79].kind is XidClass.DRAIN
+
+
+BEARS_OUT = {
+    XidClass.APPLICATION: ("RESTART_APP", "IGNORE"),
+    XidClass.NOTICE: ("IGNORE", "WORKFLOW_XID_45", "XID_154", "UPDATE_SWFW"),
+    XidClass.RESET: ("RESET_GPU", "WORKFLOW_XID_48"),
+    XidClass.DRAIN: ("RESTART_BM", "WORKFLOW_NVLINK_ERR", "WORKFLOW_NVLINK5_ERR"),
+    XidClass.HARDWARE: ("CHECK_MECHANICALS", "CONTACT_SUPPORT"),
+}
+"""The words of NVIDIA's catalogue from which each class may be taken."""
+
+
+def test_every_xid_has_a_source_that_bears_its_class_out_or_is_unproven_and_accuses_nobody() -> None:
+    for number, xid in XIDS.items():
+        if xid.unproven:
+            assert not accuses_device(number), number
+            assert not proves_broken(number), number
+            assert "unproven" in xid.for_node
+        else:
+            assert any(word in xid.says for word in BEARS_OUT[xid.kind]), (number, xid)
+    assert {number for number, xid in XIDS.items() if xid.unproven} == {
+        42, 47, 59, 61, 65, 73, 122, 123, 124, 125, 157, 161, 167, 171, 172, 173,
+    }  # fmt: skip
+
+
+def test_the_page_names_only_extras_that_exist() -> None:
+    declared = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in (REPO / "docs").glob("*.md"):
+        text = page.read_text()
+        named = {*re.findall(r"extras? `(\w+)`", text), *re.findall(r"holdfast\[([\w,]+)\]", text)}
+        for extra in {one for names in named for one in names.split(",")}:
+            assert extra in declared, f"{page.name} names the extra {extra}"
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------
