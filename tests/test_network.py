@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from commands import command
 from harness import finish, free_port, holdfast, job
+from holdfast.config import load
+from holdfast.control.directory import ControlDirectory
 from holdfast.health import network
 from holdfast.health.network import Listener, Node, local_checks, meet_all, network_seconds, resolve
+from holdfast.journal.cluster_events import HealthFailed
+from holdfast.launch import gate as gate_module
+from holdfast.launch.gate import Gate
 from holdfast.policy.file_systems import judge_file_system
 from holdfast.policy.health import CheckResult, Status
 from holdfast.policy.network import (
@@ -26,6 +32,7 @@ from holdfast.policy.network import (
     partner,
     round_count,
 )
+from journals import journalled
 from namespaces import PORT, missing
 from namespaces import network as networked
 
@@ -107,6 +114,61 @@ def test_who_does_not_know_the_token_is_not_heard() -> None:
     with pytest.raises(TimeoutError):
         listener.take(0, 0, 0.0)
     listener.close()
+
+
+# --- the ring at the gate -----------------------------------------------------------------------------------
+
+
+def gates(tmp_path: Path, *names: str) -> list[tuple[Gate, list[str]]]:
+    control, _ = ControlDirectory.open_or_create(tmp_path / "run")
+    found = []
+    for name in names:
+        keywords = {"run_dir": str(tmp_path / "run"), "launch_node_name": name}
+        said: list[str] = []
+        found.append((Gate(load(keywords=keywords).settings, control, say=said.append), said))
+    return found
+
+
+def ring(store: Store, names: list[str], *taking_part: tuple[int, Gate]) -> None:
+    threads = [
+        threading.Thread(target=gate.try_network, args=(store, rank, names, "127.0.0.1"))
+        for rank, gate in taking_part
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+
+
+def test_at_the_gate_each_node_tries_the_next_one_once_for_each_set_of_nodes(tmp_path: Path) -> None:
+    names = ["a", "b", "c"]
+    (a, told), (b, _), (c, _) = gates(tmp_path, *names)
+    first, second, third = HashStore(), HashStore(), HashStore()
+    ring(first, names, (0, a), (1, b), (2, c))
+    pairs = network.ring_pairs(first, 3, 5.0)
+    assert [(one.a, one.b, one.problem) for one in pairs] == [("a", "b", ""), ("b", "c", ""), ("c", "a", "")]
+    assert all(one.bandwidth > 1e6 for one in pairs)
+    assert told == []
+    ring(second, names, (0, a), (1, b), (2, c))
+    assert not second.check(["ring/0"]), "a restart of the same nodes does not wait for it again"
+    (d, _), *_ = gates(tmp_path, "d")
+    ring(third, ["a", "b", "d"], (0, a), (1, b), (2, d))
+    assert len(network.ring_pairs(third, 3, 5.0)) == 3, "the leader decides for the one who is new"
+    assert not journalled(tmp_path, HealthFailed)
+
+
+def test_a_neighbour_that_cannot_be_reached_is_told_and_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "RING_WAIT", 0.3)
+    monkeypatch.setattr(gate_module, "GO_PATIENCE", 0.3)
+    (a, told), (b, _) = gates(tmp_path, "a", "b")
+    store = HashStore()
+    ring(store, ["a", "b"], (0, a))
+    assert any("1 node cannot be reached over the interface used" in text for text in told), told
+    (failed,) = journalled(tmp_path, HealthFailed)
+    assert (failed.node, failed.status, failed.kept_out) == ("a", "warning", False)
+    ring(HashStore(), ["a", "b"], (1, b))  # without the leader's word nobody tries
 
 
 def pair(a: str, b: str, rate: float, problem: str = "") -> Pair:

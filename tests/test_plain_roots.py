@@ -82,12 +82,20 @@ def without_metadata(path: Path) -> None:
     (path / ".metadata").unlink()
 
 
+def of_another_shape(path: Path) -> None:
+    """The metadata of a save with one row more, whose items are stored in as many bytes as these."""
+    other = saved(path.parent.parent / "other", path.name, w=torch.ones(5, 3))
+    assert (other / "__0_0.distcp").stat().st_size == (path / "__0_0.distcp").stat().st_size
+    (path / ".metadata").write_bytes((other / ".metadata").read_bytes())
+
+
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
         (nan, "not-finite: .: there are values that are no numbers in 1 of its tensors: model.w"),
         (infinite, "not-finite"),
         (flipped, "altered: __0_0.distcp: model.w"),
+        (of_another_shape, "expected 60 bytes of values, found 48"),
         (cut, "truncated"),
         (without_metadata, "missing-metadata"),
     ],

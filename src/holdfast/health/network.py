@@ -240,6 +240,8 @@ class Listener:
             return self._arrived.pop((number, rank))
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes who waits in `accept`, which holds it open else
         self._server.close()
         with self._changed:
             self._closed = True
@@ -359,6 +361,68 @@ def _meet(
     except (OSError, struct.error) as error:
         way = "connecting" if rank < other else "waiting"
         why = f"{way}: {getattr(error, 'strerror', None) or error}"
+        return Pair(a=mine.name, b=theirs.name, problem=why)
+    return Pair(a=mine.name, b=theirs.name, latency=latency, bandwidth=rate)
+
+
+# --- a ring -------------------------------------------------------------------------------------------------
+
+RING_WAIT = 5.0
+"""Seconds for a neighbour to say where it listens."""
+
+
+def try_ring(store: Store, rank: int, count: int, name: str, token: bytes, towards: str) -> Pair:
+    """Each node tries the next one out, all at the same time: as long for a thousand nodes as for two.
+
+    `store`: in which they tell each other where they listen; `towards`: an address of the network that is
+    used. What went wrong is part of the answer.
+    """
+    interface = interface_used(towards)
+    after, before = (rank + 1) % count, (rank - 1) % count
+    deadline = time.monotonic() + RING_WAIT
+    with contextlib.closing(Listener(interface.address, token)) as listener:
+        mine = Node(name=name, host="", address=interface.address, port=listener.port)
+        store.set(f"ring/{rank}", msgspec.json.encode(mine).decode())
+        serving = Bounded(partial(_serve, listener, before), "ring")
+        theirs = _read(store, f"ring/{after}", deadline, partial(msgspec.json.decode, type=Node))
+        if theirs is None:
+            return Pair(
+                a=name, b=f"node {after}", problem=f"it did not say where it listens in {RING_WAIT:g} s"
+            )
+        found = _reach(mine, theirs, rank, token)
+        serving.ended(max(0.0, deadline - time.monotonic()))  # the one before may still be at it
+        return found
+
+
+def read_soon(store: Store, key: str, timeout: float) -> bytes | None:
+    """What is under a key of the store, if it is there soon enough."""
+    found: bytes | None = _read(store, key, time.monotonic() + timeout, bytes)
+    return found
+
+
+def ring_pairs(store: Store, count: int, timeout: float) -> list[Pair]:
+    """What all nodes of a ring have found, of those that have said it in time."""
+    deadline = time.monotonic() + timeout
+    decode = partial(msgspec.json.decode, type=Pair)
+    told = [_read(store, f"ring/pair/{rank}", deadline, decode) for rank in range(count)]
+    return [one for one in told if one is not None]
+
+
+def _serve(listener: Listener, rank: int) -> None:
+    with contextlib.suppress(OSError, struct.error), listener.take(0, rank, 2 * RING_WAIT) as connection:
+        connection.settimeout(RING_WAIT)
+        _follow(connection)
+
+
+def _reach(mine: Node, theirs: Node, rank: int, token: bytes) -> Pair:
+    try:
+        with socket.create_connection((theirs.address, theirs.port), RING_WAIT) as connection:
+            connection.settimeout(RING_WAIT)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(_HELLO.pack(token, 0, rank))
+            latency, rate = _lead(connection)
+    except (OSError, struct.error) as error:
+        why = f"connecting to {theirs.address}: {getattr(error, 'strerror', None) or error}"
         return Pair(a=mine.name, b=theirs.name, problem=why)
     return Pair(a=mine.name, b=theirs.name, latency=latency, bandwidth=rate)
 

@@ -242,6 +242,7 @@ class HoldfastAgent(LocalElasticAgent):
         attempt = self._attempt
         assert attempt is not None
         self._begin_evidence()
+        self._try_network(worker_group.store)
         self._in_process = None
         if self._settings.inprocess.enabled:
             ranks = [worker.global_rank for worker in worker_group.workers]
@@ -266,6 +267,14 @@ class HoldfastAgent(LocalElasticAgent):
         master = f"{worker_group.master_addr}:{worker_group.master_port}"
         attempt.journal.write(WorkersStarted(node=attempt.place.node, pids=workers.pids, master=master))
         return pids
+
+    def _try_network(self, store: Any) -> None:
+        """Where the agents have met by our own rendezvous: another one does not say who they are."""
+        attempt, meeting = self._attempt, self._meeting
+        if attempt is not None and meeting is not None:
+            names = [member.node for member in meeting.members]
+            host = meeting.endpoint.rpartition(":")[0]
+            self._context.gate.try_network(store, attempt.place.group_rank, names, host)
 
     def _begin_evidence(self) -> None:
         """From here on what the kernel and the devices report is this attempt's."""

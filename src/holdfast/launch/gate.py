@@ -11,10 +11,13 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from holdfast.bounded import Bounded
 from holdfast.cluster.node_name import node_name
 from holdfast.config import Settings
 from holdfast.control.attempts import attempt_numbers
@@ -22,6 +25,7 @@ from holdfast.control.device_errors import record_device_errors
 from holdfast.control.devices import devices_here, visible_devices
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import excluded
+from holdfast.control.secret import prove, run_secret
 from holdfast.exit_codes import ExitCode
 from holdfast.health.examination import (
     GATE_PATIENCE,
@@ -35,6 +39,7 @@ from holdfast.health.examination import (
 from holdfast.health.gpu import check_compute, judge_gpus
 from holdfast.health.gpu_facts import Gpus, ask_gpus, names_of, present
 from holdfast.health.kernel_log import read_kernel_log
+from holdfast.health.network import TOKEN, read_soon, ring_pairs, try_ring
 from holdfast.health.result import run_checks
 from holdfast.journal.cluster_events import HealthFailed
 from holdfast.journal.writer import JournalWriter
@@ -44,9 +49,14 @@ from holdfast.launch.orphan_guard import guarded
 from holdfast.policy.evidence import DeviceError
 from holdfast.policy.gpu_health import judge_history
 from holdfast.policy.health import CheckResult, GateAnswer, Status, judge_gate
+from holdfast.policy.network import RING, SLOW_RING, judge_pairs, judge_reached
 
 FRESH = 30.0
 """Seconds for which an answer holds."""
+GO_PATIENCE = 3.0
+"""Seconds for the word of the leader, and for what the others found."""
+NETWORK_PATIENCE = 20.0
+"""Seconds for which workers wait while the network is tried out; where it is well, a fraction of one."""
 AGAIN = 5.0
 """Seconds after which a node that is kept out is looked at again."""
 EVIDENCE_TIMEOUT = 10.0
@@ -85,6 +95,8 @@ class Gate:
         self._uncorrected: dict[str, int] = {}
         self._asked: tuple[float, Gpus | None] = (0.0, None)
         self._attempts = 0
+        self._tried: tuple[str, ...] = ()
+        """The nodes between which the network was tried out last."""
         self._limit = settings.health.max_uncorrected_errors
         self._to_compute = True
         """Whether the devices are to compute at the next look: before the first attempt, after one in which
@@ -200,6 +212,46 @@ class Gate:
                 told.setdefault(name, []).append((error.at, error.number))
         found = [judge_history(name, errors) for name, errors in sorted(told.items())]
         return [one for one in found if one is not None]
+
+    # --- the network between the nodes that have met --------------------------------------------------------
+
+    def try_network(self, store: Any, rank: int, members: Sequence[str], towards: str) -> None:
+        """Every node tries the next one out, once for each set of nodes. What is wrong is told, and keeps
+        nobody out: one pair does not show which end is at fault.
+
+        `store`: of this round; `members`: by their rank; `towards`: a host on the network that is used.
+        """
+        if self._mode == "off" or len(members) < 2:
+            return
+        with self._without_fail("the look at the network"):
+            trying = Bounded(partial(self._try_network, store, rank, tuple(members), towards), "network")
+            if not trying.ended(NETWORK_PATIENCE):
+                self._say(f"warning: the network was not tried out within {NETWORK_PATIENCE:g} s; going on")
+                return
+            if told := trying.result():
+                self._warn_of(told)
+
+    def _try_network(self, store: Any, rank: int, members: tuple[str, ...], towards: str) -> list[str]:
+        if rank == 0:  # one word for all: those who are new have not seen who was tried before
+            store.set("ring/go", "0" if members == self._tried else "1")
+        self._tried = members
+        if read_soon(store, "ring/go", GO_PATIENCE) != b"1":
+            return []
+        token = prove(run_secret(self._control), b"ring")[:TOKEN]
+        pair = try_ring(store, rank, len(members), members[rank], token, towards)
+        results = judge_reached("the interface used", [pair]) if pair.problem else []
+        store.set(f"ring/pair/{rank}", msgspec.json.encode(pair).decode())
+        if rank == 0 and len(members) >= RING:
+            results.append(judge_pairs(ring_pairs(store, len(members), GO_PATIENCE), SLOW_RING))
+        grave = (Status.WARNING, Status.CRITICAL)
+        return [one.describe() for one in results if one.status in grave]
+
+    def _warn_of(self, told: list[str]) -> None:
+        for text in told:
+            self._say(f"warning: network of {self.node}: {text}")
+        number = max(attempt_numbers(self._control), default=0)
+        with contextlib.closing(JournalWriter(self._control.journal, "gate", number)) as journal:
+            journal.write(HealthFailed(node=self.node, status=Status.WARNING, problems=told, kept_out=False))
 
     # --- what the devices went through ----------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ from holdfast.policy.health import CheckResult, Status
 
 SLOW_LINK = 3.0
 """By this factor a pair must be slower than half of all to be told: links of one network differ less."""
+SLOW_RING, RING = 10.0, 4
+"""The same for a ring of so many nodes or more, in which all are tried at once while workers wait to start:
+one short look, which a busy machine disturbs."""
 LATENCY_WARNING = 0.01
 """Seconds one way: what is further away is in another building, or its way is broken."""
 PORTS_WARNING = 4096
@@ -112,14 +115,17 @@ def judge_reached(interface: str, pairs: Sequence[Pair]) -> list[CheckResult]:
     return results
 
 
-def judge_pairs(pairs: Sequence[Pair]) -> CheckResult:
-    """Of all nodes together: pairs that are far slower than half of all, and the node that they share."""
+def judge_pairs(pairs: Sequence[Pair], factor: float = SLOW_LINK) -> CheckResult:
+    """Of all nodes together: pairs that are far slower than half of all, and the node that they share.
+
+    `factor`: by which they must be slower.
+    """
     good = [one for one in pairs if not one.problem and one.bandwidth > 0]
     name = "network between nodes"
     if not good:
         return CheckResult(name=name, status=Status.UNKNOWN, found="no two nodes have met")
     usual = statistics.median(one.bandwidth for one in good)
-    slow = sorted((one for one in good if one.bandwidth * SLOW_LINK < usual), key=lambda one: one.bandwidth)
+    slow = sorted((one for one in good if one.bandwidth * factor < usual), key=lambda one: one.bandwidth)
     found = f"{plural(len(good), 'pair')}, half of them at {usual / 1e9:.3g} GB/s or more"
     if not slow:
         return CheckResult(name=name, status=Status.OK, found=found)
@@ -130,7 +136,7 @@ def judge_pairs(pairs: Sequence[Pair]) -> CheckResult:
         name=name,
         status=Status.WARNING,
         found=f"{found}; far slower: {told}{whose}",
-        expected=f"no pair more than {SLOW_LINK:g} times slower than half of them",
+        expected=f"no pair more than {factor:g} times slower than half of them",
         fix=f"look at the link and the switch port of {shared}" if whose else "look at their links",
     )
 
