@@ -402,6 +402,21 @@ def test_a_condemned_newest_checkpoint_is_passed_over(dead: Path) -> None:
     assert any("condemned: NaN at step 19" in line for line in stage(found, "locate")["evidence"])
 
 
+def test_a_run_s_own_root_is_looked_at_as_the_run(dead: Path) -> None:
+    """Only the run knows what it has condemned."""
+    newest, older, *_ = checkpoints(dead)
+    later = Ended(dead)
+    book = StandingBook(later.control)
+    book.append(later.fence, newest.name.rpartition("-")[2], Standing.CONDEMNED, ["NaN at step 19"])
+    later.end("failed", 1, "checkpoint")
+    code, found = recover(dead / "checkpoints", "--quick")
+    assert (code, found["run"], found["resolution"]["chosen"]) == (0, later.control.run_id, older.name)
+    shutil.move(dead / "checkpoints", dead.parent / "alone")
+    code, found = recover(dead.parent / "alone")
+    assert (code, found["run"], found["resolution"]["chosen"]) == (0, "", newest.name)
+    assert "every digest matched" in stage(found, "verify")["text"]
+
+
 def test_what_recovery_decided_to_avoid_is_not_offered(dead: Path) -> None:
     newest, older, *_ = checkpoints(dead)
     decided = Decision(

@@ -102,12 +102,24 @@ def checkpoint_root(control: ControlDirectory) -> Path:
     return Path(started.root) if started is not None and started.root else control.path / "checkpoints"
 
 
+def run_of_root(path: Path) -> ControlDirectory | None:
+    """The run whose own checkpoint root this is; None if it is nobody's whose directory lies above it.
+
+    It knows which of its checkpoints are condemned, which nobody can see in the root.
+    """
+    above = path.absolute().parent
+    if not (above / "run.json").is_file():
+        return None
+    control = ControlDirectory.open(above)
+    return control if checkpoint_root(control).resolve() == path.resolve() else None
+
+
 def _which_run(path: Path, environ: Mapping[str, str]) -> ControlDirectory | None:
     if (path / "run.json").is_file() or not path.is_dir():
         return ControlDirectory.open(path) if path.is_dir() else None
     below = sorted(entry.parent for entry in path.glob("*/run.json") if entry.is_file())
     if not below:
-        return None
+        return run_of_root(path)
     runs = [ControlDirectory.open(one) for one in below]
     job = job_of(environ)
     mine = [one for one in runs if job and any(launch.job == job for launch in launches(one))]

@@ -17,7 +17,7 @@ from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.manifest import ManifestError
 from holdfast.checkpoint.plain import is_plain_root
 from holdfast.checkpoint.resolution import Resolution
-from holdfast.checkpoint.resolver import checkpoint_root, resolve_resume
+from holdfast.checkpoint.resolver import checkpoint_root, resolve_resume, run_of_root
 from holdfast.checkpoint.verify import Progress
 from holdfast.cluster.node_name import node_name
 from holdfast.control.attempts import attempt_numbers
@@ -61,7 +61,7 @@ def open_run(path: Path) -> ControlDirectory | None:
 
 def _opened(path: Path) -> ControlDirectory | None:
     if is_plain_root(path):
-        return None
+        return run_of_root(path)
     lost = "" if (path / "run.json").exists() or path.is_file() else why_not_first(path)
     if lost and (not path.exists() or not os.listdir(path)):
         raise ControlError(f"there is no run in {path}, and this is no first start: {lost}")
