@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -12,7 +13,9 @@ from holdfast.config import load
 from holdfast.control.directory import ControlDirectory
 from holdfast.health import gpu
 from holdfast.health.compute import keeps_computing
+from holdfast.health.gpu_child import AllComputed, Computed
 from holdfast.health.links import check_links, parse_nvlink
+from holdfast.health.result import Answer
 from holdfast.launch import gate as gate_module
 from holdfast.launch.gate import Gate
 from holdfast.policy.gpu_health import judge_history, judge_memory_errors
@@ -237,7 +240,37 @@ def test_what_the_log_tells_of_a_device_is_told_and_several_incidents_keep_it_ou
     assert "gpu 0 history: XID 48 since the boot, 3 times the hardware itself to blame" in gate.why_unfit()
 
 
-def test_a_torch_without_cuda_keeps_nobody_out() -> None:
-    """Whoever trains on the CPU of a node with devices does not use them."""
-    (found,) = gpu.check_compute(devices=["0"])
-    assert found.status is Status.UNKNOWN
+@pytest.mark.parametrize(("limit", "kept_out"), [(4, True), (20, False)])
+def test_a_gpu_with_too_many_memory_errors_keeps_its_node_out(
+    computing: tuple[Gate, list[list[str]], list[str]], tmp_path: Path, limit: int, kept_out: bool
+) -> None:
+    """By the setting, at the gate itself; the driver's answer is a real program's."""
+    nvidia_smi(tmp_path / "bin", [{"ecc.errors.uncorrected.volatile.total": "9"}, SECOND])
+    keywords = {"run_dir": str(tmp_path / "run"), "health_max_uncorrected_errors": limit}
+    control = ControlDirectory.open(tmp_path / "run")
+    gate = Gate(
+        load(keywords=keywords).settings, control, say=lambda text: None, kernel_log=tmp_path / "kmsg"
+    )
+    why = gate.why_unfit()
+    assert bool(why) is kept_out, why
+    assert not kept_out or "9 memory errors beyond correction since its last reset, of which" in why
+
+
+def test_a_torch_without_cuda_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever trains on the CPU of a node with devices does not use them; what the child says is its own."""
+    said = {}
+
+    def ask(command: list[str], timeout: float, environ: dict[str, str] | None) -> Answer:
+        said.update(environ or {})
+        return Answer(code=0, out=msgspec.json.encode(answer).decode())
+
+    monkeypatch.setattr(gpu, "ask", ask)
+    answer = AllComputed(problem="torch sees no usable CUDA device", cuda=False)
+    assert [one.status for one in gpu.check_compute(devices=["2", "3"])] == [Status.UNKNOWN]
+    assert said["CUDA_VISIBLE_DEVICES"] == "2,3"
+    answer = AllComputed(problem="torch sees no usable CUDA device", cuda=True)
+    assert [one.status for one in gpu.check_compute(devices=["2", "3"])] == [Status.CRITICAL]
+    answer = AllComputed(devices=[Computed(index=0, right=True), Computed(index=1, right=False)])
+    assert [(one.name, one.status) for one in gpu.check_compute(devices=["2", "3"])] == [
+        ("gpu 2 compute", Status.OK), ("gpu 3 compute", Status.CRITICAL),
+    ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from holdfast.journal.cluster_events import HealthFailed
 from holdfast.launch.gate import Gate
 from holdfast.policy.health import Status
 from journals import journalled
-from nodes import STEP
+from nodes import STEP, cluster
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,22 @@ def test_it_runs_before_the_first_attempt_and_between_attempts(tmp_path: Path) -
     assert result.code == 0, result.text
     assert len(journalled(tmp_path, events.AttemptStarted)) == 2
     assert (tmp_path / "looks").read_text() == "looked\n" * 2
+
+
+@pytest.mark.drill
+def test_between_attempts_it_runs_on_every_node_wherever_it_failed(tmp_path: Path) -> None:
+    """Two nodes; the attempt fails on one of them, and both are looked at again."""
+    with cluster(tmp_path, "2") as group:
+        for name in "ab":
+            flag = f"health.command=echo {name} >> looks"
+            group.start(name, "--set", flag, acts="wait,ok")
+        group.wait_for_workers(1, 2)
+        victim = (tmp_path / "log").read_text().split()[3]
+        os.kill(int(victim), signal.SIGKILL)
+        for name in "ab":
+            ended = group.agents[name].wait(120)
+            assert ended.code == 0, ended.text
+    assert sorted((tmp_path / "looks").read_text().split()) == ["a", "a", "b", "b"]
 
 
 def test_one_that_could_not_tell_is_told_and_keeps_nobody_out(tmp_path: Path) -> None:

@@ -475,6 +475,8 @@ class HoldfastAgent(LocalElasticAgent):
             )
         if failures or notice.kind == "hang":
             self._context.gate.keep_device_errors(attempt.number)
+        else:
+            self._context.gate.forget()  # between attempts every node is looked at anew, wherever it failed
         report(attempt, failures, sections)
 
     def _gather(self, attempt: Attempt, workers: Workers, failed: Mapping[int, int]) -> list[FailureRecord]:
