@@ -30,7 +30,7 @@ from holdfast.control.attempts import (
 from holdfast.control.directory import ControlDirectory, create_record
 from holdfast.control.launches import launches
 from holdfast.control.lease import Fence, LeaseKeeper, claim
-from holdfast.control.standing import Standing, StandingBook
+from holdfast.control.standing import RootBook, Standing, StandingBook
 from holdfast.journal.cluster_events import HealthFailed, StopAsked, StopForced, StopSaved
 from holdfast.journal.events import Event
 from holdfast.journal.writer import JournalWriter
@@ -407,13 +407,19 @@ def test_a_run_s_own_root_is_looked_at_as_the_run(dead: Path) -> None:
     newest, older, *_ = checkpoints(dead)
     later = Ended(dead)
     book = StandingBook(later.control)
-    book.append(later.fence, newest.name.rpartition("-")[2], Standing.CONDEMNED, ["NaN at step 19"])
+    book.append(later.fence, newest.name, Standing.CONDEMNED, ["NaN at step 19"])
     later.end("failed", 1, "checkpoint")
     code, found = recover(dead / "checkpoints", "--quick")
     assert (code, found["run"], found["resolution"]["chosen"]) == (0, later.control.run_id, older.name)
-    shutil.move(dead / "checkpoints", dead.parent / "alone")
-    code, found = recover(dead.parent / "alone")
-    assert (code, found["run"], found["resolution"]["chosen"]) == (0, "", newest.name)
+    alone = Path(shutil.move(dead / "checkpoints", dead.parent / "alone"))
+    code, found = recover(alone)
+    assert (code, found["run"], found["resolution"]["chosen"]) == (0, "", older.name)
+    assert found["resolution"]["candidates"][0]["reasons"] == ["condemned", "condemned: NaN at step 19"], (
+        "which was written down beside it too"
+    )
+    shutil.rmtree(RootBook(alone).path)
+    code, found = recover(alone)
+    assert (code, found["resolution"]["chosen"]) == (0, newest.name)
     assert "every digest matched" in stage(found, "verify")["text"]
 
 

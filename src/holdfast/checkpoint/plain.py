@@ -1,8 +1,9 @@
 """A directory of checkpoints that no run of ours keeps a record of: plain DCP, or what is left of a run.
 
-Without a record there is no lineage and no standing, and without a manifest there are no digests. What can be
-known is looked at all the same: names, sizes and chunks against `.metadata`; the check sums that torch.save
-puts into every item; that each tensor has as many bytes as it should, and that its values are numbers.
+Without a record there is no lineage, and no standing but what was written down beside a checkpoint; without a
+manifest there are no digests. What can be known is looked at all the same: names, sizes and chunks against
+`.metadata`; the check sums that torch.save puts into every item; that each tensor has as many bytes as it
+should, and that its values are numbers.
 
 Guarantee: reads only, follows no link, unpickles nothing, needs no torch. What is there is never called a
 fresh start: the newest directory that holds is chosen, or none is, and why not is said for each.
@@ -23,12 +24,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.checkpoint import metadata as metadatas
 from holdfast.checkpoint.identity import MANIFEST, MARKER, METADATA, parse_name
+from holdfast.checkpoint.ladder import REFUSED as REFUSED_STANDINGS
 from holdfast.checkpoint.metadata import MetadataError, StorageEntry, StorageKey, StoredMetadata, show_key
 from holdfast.checkpoint.problems import Reason, printable
 from holdfast.checkpoint.resolution import Resolution
 from holdfast.checkpoint.storage_probe import ALARM
 from holdfast.checkpoint.structure import Inspection, check_structure, checkpoints_under
 from holdfast.checkpoint.verify import READ_SIZE, Progress, open_beneath, verify
+from holdfast.control.standing import RootBook
 from holdfast.errors import UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.policy.rungs import BAD, LOWER, REFUSED, USED, Candidate
@@ -107,6 +110,9 @@ def resolve_plain(directory: Path, *, quick: bool = False, progress: Progress | 
         if used is not None:
             rows.append(_row(path, LOWER, []))
             continue
+        if judged := _judged(path):
+            rows.append(_row(path, BAD, judged))
+            continue
         inspection, notes = inspect(path, quick=quick, progress=progress)
         if inspection.problems:
             rows.append(_row(path, BAD, [str(one) for one in inspection.problems]))
@@ -134,6 +140,18 @@ def resolve_plain(directory: Path, *, quick: bool = False, progress: Progress | 
         world=used.world if used is not None else None,
         exit_code=0 if used is not None else int(ExitCode.NO_VALID_RUNG),
     )
+
+
+def _judged(path: Path) -> list[str]:
+    """Why a checkpoint must not be used, by what some run has recorded beside it; empty if nothing was."""
+    name = parse_name(path.name)
+    if name is None:
+        return []
+    book = RootBook(path.parent)
+    standing = book.of(str(name))
+    if standing not in REFUSED_STANDINGS:
+        return []
+    return [str(standing), *(f"{standing}: {line}" for line in book.evidence_of(str(name)))]
 
 
 def _row(path: Path, verdict: str, reasons: list[str], inspection: Inspection | None = None) -> Candidate:
