@@ -145,6 +145,26 @@ def test_all_nodes_of_a_real_job_are_asked(slurm: SlurmCluster, tmp_path: Path) 
 
 
 @pytest.mark.drill
+def test_the_nodes_of_a_real_job_try_the_network_out_between_them(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """Inside a batch script of a real Slurm, on three nodes that have networks of their own."""
+    (tmp_path / "run").mkdir()
+    text = f"#!/bin/sh\n{sys.executable} -m holdfast doctor run --all-nodes --json > report.json\n"
+    job = slurm.submit(text, "--nodes=3", "--ntasks-per-node=1", cwd=tmp_path)
+    slurm.wait_for(job, "COMPLETED", "FAILED", timeout=200)
+    report = json.loads((tmp_path / "report.json").read_text())
+    between = 0
+    for one in report["nodes"]:
+        told = {result["name"]: result for result in one["results"]}
+        assert told["network peers"]["status"] == "ok", told
+        assert told["network peers"]["found"].startswith("2 nodes reached over ")
+        assert told["all-reduce over gloo"]["status"] == "ok", told
+        between += "network between nodes" in told
+    assert between == 1
+
+
+@pytest.mark.drill
 def test_a_node_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_job(tmp_path / "bin", monkeypatch, answers=["n1"], then="time.sleep(60)")
     monkeypatch.setattr(all_nodes.ask_all_nodes, "__defaults__", (6.0,))

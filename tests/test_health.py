@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
+from harness import REPO
 from holdfast.checkpoint import storage_probe
 from holdfast.health import gpu, gpu_child, node, storage
 from holdfast.health.examination import Place, quick_checks
@@ -22,12 +24,13 @@ from holdfast.health.gpu_facts import Gpu, Gpus, ask_nvidia_smi, names_of
 from holdfast.health.kernel_log import judged as judged_log
 from holdfast.health.kernel_log import normal_bus, read_kernel_log
 from holdfast.health.result import Check, ask, run_checks
-from holdfast.policy.gpu_health import judge_computed, judge_memory_errors, judge_slowed
+from holdfast.policy.gpu_health import judge_computed, judge_free_memory, judge_memory_errors, judge_slowed
 from holdfast.policy.health import (
     EXIT_CODES,
     CheckResult,
     Status,
     judge_gate,
+    judge_load,
     judge_memory,
     judge_open_files,
     judge_shared_memory,
@@ -95,6 +98,45 @@ def test_more_of_something_is_never_judged_worse(one: int, other: int) -> None:
         lambda n: judge_threads(0, n, "user"),
     ):
         assert gravity.index(judge(less).status) <= gravity.index(judge(more).status)
+
+
+@pytest.mark.parametrize(
+    ("judged", "expected"),
+    [
+        (judge_memory(128 * MIB - 1, None), Status.CRITICAL),
+        (judge_memory(128 * MIB, None), Status.WARNING),
+        (judge_memory(GIB - 1, None), Status.WARNING),
+        (judge_memory(GIB, None), Status.OK),
+        (judge_space("x", "/x", 16 * MIB - 1, None), Status.CRITICAL),
+        (judge_space("x", "/x", 16 * MIB, None), Status.WARNING),
+        (judge_space("x", "/x", GIB, None), Status.OK),
+        (judge_space("x", "/x", GIB, 999), Status.WARNING),
+        (judge_space("x", "/x", GIB, 1000), Status.OK),
+        (judge_space("x", "/x", 0, 0), Status.CRITICAL),
+        (judge_storage("x", "/x", "", 2.1), Status.WARNING),
+        (judge_storage("x", "/x", "", 1.9), Status.OK),
+        (judge_shared_memory(GIB, 256 * MIB - 1), Status.WARNING),
+        (judge_shared_memory(GIB, 256 * MIB), Status.OK),
+        (judge_open_files(127, -1), Status.CRITICAL),
+        (judge_open_files(128, -1), Status.WARNING),
+        (judge_open_files(1024, -1), Status.OK),
+        (judge_open_files(-1, -1), Status.OK),
+        (judge_threads(37, 100, "user"), Status.CRITICAL),
+        (judge_threads(36, 100, "user"), Status.WARNING),
+        (judge_threads(0, 1024, "user"), Status.OK),
+        (judge_skew("x", 2.0, 0.0), Status.OK),
+        (judge_skew("x", 2.1, 0.0), Status.WARNING),
+        (judge_load(8.1, 2), Status.WARNING),
+        (judge_load(8.0, 2), Status.OK),
+        (judge_slowed("x", None, 90.0), Status.WARNING),
+        (judge_slowed("x", None, 89.0), Status.OK),
+        (judge_free_memory("x", 5 * GIB + 1, 80 * GIB), Status.WARNING),
+        (judge_free_memory("x", 5 * GIB, 80 * GIB), Status.OK),
+    ],
+)
+def test_every_limit_is_where_the_page_says(judged: CheckResult, expected: Status) -> None:
+    """The table in docs/health.md, on both sides of each limit."""
+    assert judged.status is expected, judged
 
 
 def test_whatever_is_not_well_says_what_to_do() -> None:
@@ -223,12 +265,18 @@ def test_the_tightest_limit_of_threads_counts_whosever_it_is(
     assert "1999 of 2000" in node.check_threads(tmp_path / "cg", own).found, "room for 1, not for 20"
 
 
-def test_without_a_limit_the_machines_own_memory_counts(tmp_path: Path) -> None:
+def test_without_a_limit_the_machines_own_memory_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = tmp_path / "own"
     own.write_text("0::/\n")
     assert node.cgroup_memory(tmp_path / "none", own) is None
     assert node.cgroup_memory(tmp_path / "none", tmp_path / "missing") is None
-    assert node.check_memory().status in (Status.OK, Status.WARNING)
+    monkeypatch.setattr(node, "_available", lambda: 77 * GIB)
+    assert node.check_memory(tmp_path / "none", own).found == "77.0 GiB available"
+    monkeypatch.undo()
+    (told,) = re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert 0.5 < node._available() / (int(told) * 1024) < 2, "in bytes, as the kernel has it"
 
 
 def test_space_is_looked_at_where_a_directory_will_be(tmp_path: Path) -> None:
@@ -320,9 +368,17 @@ def test_slow_storage_is_a_warning_that_names_what_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.policy.health.LATENCY_WARNING", 0.0)
+    real, blocked = os.rename, threading.Event()
+
+    def slow(old: Path, new: Path) -> None:
+        blocked.wait(0.3)
+        real(old, new)
+
+    monkeypatch.setattr(storage.os, "rename", slow)
     found = storage.check_storage(tmp_path)
     assert found.status is Status.WARNING
-    assert "most of it to" in found.found
+    assert "most of it to rename" in found.found
+    assert found.seconds >= 0.3
 
 
 def test_a_file_system_that_hangs_is_critical_and_holds_nobody_up(
@@ -409,6 +465,38 @@ def test_every_xid_that_recovery_takes_for_broken_hardware_is_explained_so() -> 
     assert not proves_broken(99999)
     assert all(xid.meaning and xid.for_node for xid in XIDS.values())
     assert XIDS[79].kind is XidClass.DRAIN
+
+
+BEARS_OUT = {
+    XidClass.APPLICATION: ("RESTART_APP", "IGNORE"),
+    XidClass.NOTICE: ("IGNORE", "WORKFLOW_XID_45", "XID_154", "UPDATE_SWFW"),
+    XidClass.RESET: ("RESET_GPU", "WORKFLOW_XID_48"),
+    XidClass.DRAIN: ("RESTART_BM", "WORKFLOW_NVLINK_ERR", "WORKFLOW_NVLINK5_ERR"),
+    XidClass.HARDWARE: ("CHECK_MECHANICALS", "CONTACT_SUPPORT"),
+}
+"""The words of NVIDIA's catalogue from which each class may be taken."""
+
+
+def test_every_xid_has_a_source_that_bears_its_class_out_or_is_unproven_and_accuses_nobody() -> None:
+    for number, xid in XIDS.items():
+        if xid.unproven:
+            assert not accuses_device(number), number
+            assert not proves_broken(number), number
+            assert "unproven" in xid.for_node
+        else:
+            assert any(word in xid.says for word in BEARS_OUT[xid.kind]), (number, xid)
+    assert {number for number, xid in XIDS.items() if xid.unproven} == {
+        42, 47, 59, 61, 65, 73, 122, 123, 124, 125, 157, 161, 167, 171, 172, 173,
+    }  # fmt: skip
+
+
+def test_the_page_names_only_extras_that_exist() -> None:
+    declared = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in (REPO / "docs").glob("*.md"):
+        text = page.read_text()
+        named = {*re.findall(r"extras? `(\w+)`", text), *re.findall(r"holdfast\[([\w,]+)\]", text)}
+        for extra in {one for names in named for one in names.split(",")}:
+            assert extra in declared, f"{page.name} names the extra {extra}"
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------

@@ -30,12 +30,13 @@ from holdfast.control.attempts import (
 from holdfast.control.directory import ControlDirectory, create_record
 from holdfast.control.launches import launches
 from holdfast.control.lease import Fence, LeaseKeeper, claim
-from holdfast.control.standing import Standing, StandingBook
+from holdfast.control.standing import RootBook, Standing, StandingBook
 from holdfast.journal.cluster_events import HealthFailed, StopAsked, StopForced, StopSaved
 from holdfast.journal.events import Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.recovery import Action, Decision
-from holdfast.recover import places
+from holdfast.recover import conduct, places
+from holdfast.recover.examine import capacity_now
 from machines import hung_mount
 from tiny import checkpoints, die, forked, train, tree
 
@@ -226,6 +227,18 @@ def test_checkpoints_on_storage_that_is_not_mounted_are_not_taken_for_lost(dead:
     assert list((dead / "checkpoints").iterdir()) == []
 
 
+def test_a_root_that_is_gone_before_the_first_save_is_no_first_start(tmp_path: Path) -> None:
+    """A rank has begun with it, so it was there: a start would quietly make another one."""
+    run_dir = tmp_path / "run"
+    forked(lambda: train(run_dir, at_step=lambda step, run: die() if step == 2 else None))
+    assert checkpoints(run_dir) == []
+    assert recover(run_dir, "--quick")[0] == 0
+    shutil.rmtree(run_dir / "checkpoints")
+    code, found = recover(run_dir, "--quick")
+    assert code == 23
+    assert "is its file system mounted?" in stage(found, "storage")["evidence"][0]
+
+
 def test_storage_that_hangs_is_told_in_time_and_nothing_on_it_is_looked_at(
     dead: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,6 +402,27 @@ def test_a_condemned_newest_checkpoint_is_passed_over(dead: Path) -> None:
     assert any("condemned: NaN at step 19" in line for line in stage(found, "locate")["evidence"])
 
 
+def test_a_run_s_own_root_is_looked_at_as_the_run(dead: Path) -> None:
+    """Only the run knows what it has condemned."""
+    newest, older, *_ = checkpoints(dead)
+    later = Ended(dead)
+    book = StandingBook(later.control)
+    book.append(later.fence, newest.name, Standing.CONDEMNED, ["NaN at step 19"])
+    later.end("failed", 1, "checkpoint")
+    code, found = recover(dead / "checkpoints", "--quick")
+    assert (code, found["run"], found["resolution"]["chosen"]) == (0, later.control.run_id, older.name)
+    alone = Path(shutil.move(dead / "checkpoints", dead.parent / "alone"))
+    code, found = recover(alone)
+    assert (code, found["run"], found["resolution"]["chosen"]) == (0, "", older.name)
+    assert found["resolution"]["candidates"][0]["reasons"] == ["condemned", "condemned: NaN at step 19"], (
+        "which was written down beside it too"
+    )
+    shutil.rmtree(RootBook(alone).path)
+    code, found = recover(alone)
+    assert (code, found["resolution"]["chosen"]) == (0, newest.name)
+    assert "every digest matched" in stage(found, "verify")["text"]
+
+
 def test_what_recovery_decided_to_avoid_is_not_offered(dead: Path) -> None:
     newest, older, *_ = checkpoints(dead)
     decided = Decision(
@@ -486,6 +520,65 @@ def test_too_few_nodes_are_waited_for(dead: Path) -> None:
     assert code == 28
     assert stage(found, "capacity")["text"] == "wait: 0 of 1 node usable, 1 more needed"
     assert "node-a is out already: fan broken" in stage(found, "nodes")["evidence"]
+
+
+def test_a_replacement_node_takes_the_place_of_one_that_is_out(
+    dead: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very command that is printed works on it, so it must not be refused for want of nodes."""
+    left = dead / "launches" / "node-a.json"
+    left.write_text(left.read_text().replace('"--set","launch.node_name=node-a",', ""))
+    operator.exclude(ControlDirectory.open(dead), "node-a", None, "fan broken", "me")
+    monkeypatch.setenv("HOLDFAST_LAUNCH_NODE_NAME", "node-b")
+    code, found = recover(dead, "--quick")
+    assert (code, stage(found, "capacity")["text"]) == (0, "enough: 1 of 1 node (node-b)")
+    assert stage(found, "capacity")["evidence"] == [
+        "node-b is new to the run: it takes the place of one that is out"
+    ]
+    done = command("recover", dead, "--quick", "--run", "--no-watch", "--", sys.executable, "-c", "pass")
+    assert (done.code, "started again, and ended with code 0" in done.out) == (0, True), done.text
+    left.write_text(left.read_text().replace('"max_nodes":1', '"max_nodes":2'))
+    assert recover(dead, "--quick")[0] == 28, "of a run of several nodes this may be the login node"
+    done = command("recover", dead, "--quick", "--run", "--no-watch", "--", sys.executable, "-c", "pass")
+    assert done.code == 0, "which it is not if the command is to be run here"
+
+
+def test_wait_waits_until_there_are_nodes_or_its_deadline(
+    dead: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = ControlDirectory.open(dead)
+    operator.exclude(control, "node-a", None, "fan broken", "me")
+    monkeypatch.setattr(conduct, "AGAIN", 0.01)
+    waiting = ("--quick", "--run", "--no-watch", "--wait")
+    ending = ("--", sys.executable, "-c", "pass")
+    monkeypatch.setenv("HOLDFAST_LAUNCH_NODE_NAME", "node-a")
+    code, found = recover(dead, *waiting, "0.2", *ending)
+    assert (code, found["started"]) == (28, False)
+    assert [(one["what"], one["done"]) for one in found["actions"]] == [("wait for nodes", False)]
+    looks: list[int] = []
+
+    def look(*args: Any) -> Any:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            operator.readmit(control, "node-a", None, "fan replaced", "me")
+        return capacity_now(*args)
+
+    monkeypatch.setattr(conduct, "capacity_now", look)
+    done = command("recover", dead, *waiting, "60", *ending)
+    assert (done.code, len(looks)) == (0, 3), done.text
+    assert "wait        for nodes, at most 60 s (--wait)" in done.out
+    assert "started again, and ended with code 0" in done.out
+
+
+def test_a_verdict_on_the_data_is_told_as_data(dead: Path) -> None:
+    """The incident was classified before anybody knew; running the step again elsewhere told."""
+    decided = Decision(
+        action=Action.STOP, exit_code=17, reason="", evidence=[], restarts_left=0, verdict="reproducible"
+    )
+    Ended(dead).end("failed", 16, "unknown", decided)
+    code, found = recover(dead, "--quick")
+    assert (code, found["cause"]) == (17, "data")
+    assert stage(found, "classify")["text"].startswith("data: the same samples come again")
 
 
 def test_a_sick_node_is_drained_only_with_a_person_s_word(dead: Path) -> None:
@@ -652,12 +745,16 @@ def test_a_live_resume_can_be_judged_from_beside(tmp_path: Path) -> None:
     def look(step: int, run: Any) -> None:
         if step == 11:
             judged.append(recover(run_dir, "--watch", "--timeout", "0"))
+            judged.append(recover(run_dir, "--watch", "--timeout", "0", "--mtbf", "0.0000000001"))
 
     forked(
         lambda: train(run_dir, at_step=lambda step, run: die() if step == 9 else None, journal_step_flush=0)
     )
     train(run_dir, until=12, at_step=look, journal_step_flush=0)
-    ((code, found),) = judged
+    (code, found), (worse, exposed) = judged
+    (cadence,) = (one for one in exposed["check"] if one["point"] == "cadence")
+    assert (worse, exposed["correct"], cadence["verdict"]) == (1, False, "not correct")
+    assert "(given)" in cadence["expected"]
     assert (code, found["correct"], found["state"]) == (0, True, "running")
     points = {one["point"]: one for one in found["check"]}
     assert (points["samples"]["verdict"], points["samples"]["found"]) == (

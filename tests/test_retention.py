@@ -556,7 +556,7 @@ def test_what_is_being_read_stays_and_without_locks_its_end_is_no_fault(
     third = checkpoints(run_dir)[2]
     if not locked:
         monkeypatch.setattr(locks, "fcntl", SimpleNamespace(LOCK_SH=1, LOCK_EX=2, LOCK_NB=4, flock=without))
-    with once_before(verifying, "_open_beneath", lambda: delete(run_dir), at=third.name) as done:
+    with once_before(verifying, "open_beneath", lambda: delete(run_dir), at=third.name) as done:
         told = ckpt("verify", run_dir)
     assert done
     assert told.code == 0, told.text

@@ -79,6 +79,27 @@ def test_a_decided_stop_stands_until_it_is_forgiven(code: int) -> None:
     assert (forgiven.code, forgiven.mark) == (0, Mark.NOTE)
 
 
+@pytest.mark.parametrize(
+    ("verdict", "side"),
+    [("reproducible", Side.DATA), ("device", Side.INFRASTRUCTURE), ("", Side.UNKNOWN)],
+)
+def test_a_verdict_says_more_than_what_it_looked_like_at_first(verdict: str, side: Side) -> None:
+    """A rejected step is classified as unknown; what came of running it again elsewhere is not."""
+    told = Facts(state="failed", cause="unknown", action="stop", decided_code=17, verdict=verdict)
+    assert side_of(told) is side
+    assert classify(told).text.startswith(f"{side}: ")
+
+
+def test_this_machine_takes_the_place_of_a_node_that_is_out() -> None:
+    out = [Exclusion("a", None, "fan broken")]
+    alone = Cluster(nodes=["a"], max_nodes=1, excluded=out)
+    assert capacity(alone, [], None).code == ExitCode.NO_CAPACITY
+    found = capacity(msgspec.structs.replace(alone, spares=["b"]), [], None)
+    assert (found.code, found.text) == (0, "enough: 1 of 1 node (b)")
+    also_out = msgspec.structs.replace(alone, spares=["b"], excluded=[*out, Exclusion("b", None, "too")])
+    assert capacity(also_out, [], None).code == ExitCode.NO_CAPACITY
+
+
 def test_reports_of_a_hang_are_evidence() -> None:
     found = trigger(Facts(state="failed", attempt=2, hang="attempts/000002/hang", cause="hang"))
     assert "reports of the hang: attempts/000002/hang" in found.evidence
@@ -264,6 +285,38 @@ def test_slow_steps_accuse_no_checkpoint() -> None:
     assert is_correct(judge(BEFORE, slow)) is True
 
 
+def test_throughput_is_judged_by_a_stated_band() -> None:
+    nearly_twice, a_little = since(seconds=[0.18] * 5), since(seconds=[0.105] * 5)
+    assert verdicts(nearly_twice)["throughput"] is Agreement.NOT_CORRECT
+    assert verdicts(a_little)["throughput"] is Agreement.CORRECT
+    wide = {point.point: point for point in judge(BEFORE, nearly_twice, band=1.0)}["throughput"]
+    assert (wide.verdict, wide.expected) == (Agreement.CORRECT, "0.1 s a step, at most 100% more")
+    assert wide.found == "0.18 s a step, 80% more"
+
+
+def test_saves_that_come_less_often_than_failures_are_no_correct_cadence() -> None:
+    """Three steps of 0.1 s: longer than the 180 ms between failures, shorter than an hour."""
+    often = msgspec.structs.replace(BEFORE, mtbf=0.18, mtbf_source="observed: 9 failures in 1.6 s of running")
+    seldom = msgspec.structs.replace(BEFORE, mtbf=3600.0, mtbf_source="given")
+    found = {point.point: point for point in judge(often, since())}["cadence"]
+    assert found.verdict is Agreement.NOT_CORRECT
+    assert "the MTBF of 180 ms (observed: 9 failures" in found.expected
+    assert "one every 300 ms" in found.found
+    assert verdicts(since(), seldom)["cadence"] is Agreement.CORRECT
+
+
+@pytest.mark.parametrize(
+    ("tokens", "verdict"),
+    [(24.0, Agreement.CORRECT), (48.0, Agreement.CORRECT), (36.0, Agreement.NOT_KNOWN)],
+)
+def test_at_another_number_of_ranks_the_job_s_counts_are_compared(tokens: float, verdict: Agreement) -> None:
+    """As many in all, or as many for each rank; what else it is nobody can tell."""
+    grown = msgspec.structs.replace(BEFORE, world=2, starts=4)
+    assert verdicts(since(tokens_per_step=tokens), grown)["tokens"] is verdict
+    same = msgspec.structs.replace(BEFORE, world=2, starts=2)
+    assert verdicts(since(tokens_per_step=48.0), same)["tokens"] is Agreement.NOT_CORRECT
+
+
 def test_data_that_was_left_out_on_purpose_makes_other_samples_right() -> None:
     assert verdicts(since(digests={19: "other"}, skipped=True))["samples"] is Agreement.NOT_KNOWN
 
@@ -277,7 +330,9 @@ def test_data_that_was_left_out_on_purpose_makes_other_samples_right() -> None:
 def test_the_check_answers_whatever_was_recorded(
     window: list[float | None], losses: list[float | None], first: int, same: bool
 ) -> None:
-    before = Before(checkpoint="step_00000018-00000000", step=18, window=window, same_world=same)
+    before = Before(
+        checkpoint="step_00000018-00000000", step=18, window=window, world=2, starts=2 if same else 4
+    )
     finite = [value if value is not None and math.isfinite(value) else None for value in losses]
     found = Since(resumed=True, checkpoint=before.checkpoint, step=18, first=first, losses=finite)
     assert len(judge(before, found)) == 7

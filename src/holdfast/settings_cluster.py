@@ -89,6 +89,23 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True):
         "nothing is checked, it is told, or the node is kept out. Use `warn` while a check is wrong about "
         "your machines.",
     ] = "refuse"
+    command: Annotated[
+        str,
+        "The site's own check of a node, a command for a shell; it is run on every node before it joins, and "
+        "between attempts; empty means none. Exit code 0: the node is fit; 3: it could not tell; any other "
+        "keeps it out, as health.gate says. Its last words are in the journal.",
+    ] = ""
+    command_timeout: Annotated[
+        float,
+        Meta(gt=0, le=LONGEST_WAIT),
+        "Seconds that health.command has; then it is killed, and the node counts as unfit.",
+    ] = 60.0
+    max_uncorrected_errors: Annotated[
+        int,
+        Meta(ge=0, le=LARGEST_COUNT),
+        "Memory errors beyond correction that a GPU may have counted since its last reset; with more of them "
+        "its node is kept out. Fewer are a warning.",
+    ] = 4
     nccl_health_check_interval: Annotated[
         int,
         Meta(ge=0, le=LARGEST_COUNT),

@@ -12,6 +12,7 @@ from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.identity import MANIFEST, METADATA, CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.ladder import DELETED, REFUSED, Ladder, Rung, build_ladder
 from holdfast.checkpoint.manifest import ManifestError
+from holdfast.checkpoint.plain import directories, is_checkpoint
 from holdfast.checkpoint.problems import printable
 from holdfast.checkpoint.reading import removed
 from holdfast.checkpoint.structure import Inspection, check_structure
@@ -71,6 +72,8 @@ def take_inventory(
             step=int(resume_from) if resume_from.isdigit() else None,
             force=force,
         )
+        if ladder.may_start_fresh and timeline.origin is None:
+            ladder = _with_plain(ladder, root)
         return (
             _with_origin(ladder, timeline, control)
             if resume_from == "auto"
@@ -151,6 +154,15 @@ def _with_origin(ladder: Ladder, timeline: Timeline, control: ControlDirectory) 
         rejected = RejectedOption(rung.name, [f"{why}: used only when named, with checkpoint.force"])
         return Ladder(ladder.rungs, [*ladder.rejected, rejected], False)
     return Ladder([*ladder.rungs, rung], ladder.rejected, False)
+
+
+def _with_plain(ladder: Ladder, root: CheckpointRoot) -> Ladder:
+    """Before its first attempt a run finds checkpoints in its root that nobody has a record of: to begin anew
+    beside them may be meant, or may throw away what was trained; somebody must say which."""
+    there = [path for path in directories(root.path) if is_checkpoint(path)] if root.path.is_dir() else []
+    why = "no run has a record of it: name it with checkpoint.resume_from to go on from it, or say 'fresh'"
+    found = [RejectedOption(printable(path.name), [why]) for path in there[:NAMED_OWNERS]]
+    return Ladder(ladder.rungs, [*ladder.rejected, *found], not found)
 
 
 def _refused(rung: Rung, control: ControlDirectory) -> str:

@@ -38,6 +38,8 @@ class Reason(StrEnum):
     NO_MANIFEST = "no-manifest"
     INCOMPLETE = "incomplete"
     """The metadata promises data that is stored nowhere, or that the manifest does not account for."""
+    NOT_FINITE = "not-finite"
+    """It holds values that are no numbers; looked for only where there are no digests."""
     UNREADABLE = "unreadable"
     """The file system refused to give the bytes."""
 

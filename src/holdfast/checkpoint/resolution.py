@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.control.holding import LeaseState
-from holdfast.errors import NoValidRungError, RunIsLiveError
+from holdfast.errors import ControlError, NoValidRungError, RunIsLiveError
 from holdfast.exit_codes import ExitCode
 from holdfast.policy.rungs import Candidate
 
@@ -41,7 +41,8 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None = None
     world: int | None = None
     exit_code: int = 0
-    """What a start would end with: 0, 18 (no valid rung) or 20 (somebody holds the run)."""
+    """What a start would end with: 0, 18 (no valid rung), 20 (somebody holds the run) or 24 (the directory
+    of a run that was there before is not)."""
 
     @property
     def usable(self) -> bool:
@@ -51,6 +52,8 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
         """Itself, or the error that the start would end with."""
         if self.exit_code == ExitCode.RUN_IS_LIVE:
             raise RunIsLiveError("; ".join(self.why))
+        if self.exit_code == ExitCode.CONTROL_UNUSABLE:
+            raise ControlError("; ".join(self.why))
         if self.exit_code:
             raise NoValidRungError("; ".join(self.why))
         return self

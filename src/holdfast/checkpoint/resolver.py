@@ -22,6 +22,7 @@ from holdfast.checkpoint.ladder import REFUSED as REFUSED_STANDINGS
 from holdfast.checkpoint.ladder import Ladder, Rung, leave_out
 from holdfast.checkpoint.local_recorded import read_recorded
 from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.plain import is_plain_root, resolve_plain
 from holdfast.checkpoint.problems import printable
 from holdfast.checkpoint.reading import reading, removed
 from holdfast.checkpoint.remote import Remote, open_remote
@@ -38,6 +39,7 @@ from holdfast.control.operator import pinned
 from holdfast.control.standing import StandingBook
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
+from holdfast.health.mounts import why_not_first
 from holdfast.journal.events import RejectedOption
 from holdfast.policy.rungs import BAD, FRESH, LOCAL, LOWER, NO_RUNG, REFUSED, USED, Candidate
 
@@ -61,12 +63,26 @@ def resolve_resume(
     """Say which run and which checkpoint a start with these settings would resume from, and why.
 
     `run_dir`: a run's directory; or one that holds several, of which the one that this Slurm job was started
-    for is taken. `root` and `remote` default to what the last launch used, else `RUN_DIR/checkpoints` and
-    none. Every byte is read unless `quick`. A directory without a run is one that a start would create.
+    for is taken; or a directory of checkpoints that no run keeps a record of (see `plain`). `root` and
+    `remote` default to what the last launch used, else `RUN_DIR/checkpoints` and none. Every byte is read
+    unless `quick`. A directory without any of these is one that a start would create, unless something says
+    that it was there before: then it is refused, unless `resume_from` is "fresh".
     """
     found = _which_run(Path(run_dir), environ)
     if found is None:
         where = Path(run_dir).absolute()
+        if resume_from != "fresh" and is_plain_root(where):
+            return resolve_plain(where, quick=quick, progress=progress)
+        if resume_from != "fresh" and root is not None and is_plain_root(Path(root)):
+            return resolve_plain(Path(root), quick=quick, progress=progress)
+        lost = why_not_first(where, requeued=int(environ.get("SLURM_RESTART_COUNT", "0") or 0))
+        if resume_from != "fresh" and lost:
+            reason = f"there is no run in {where}, and this is no first start: {lost}"
+            return Resolution(
+                run="", run_dir=str(where), root=str(root or where / "checkpoints"), chosen=REFUSED,
+                why=[reason], without_local=REFUSED, digests_read=False,
+                exit_code=int(ExitCode.CONTROL_UNUSABLE),
+            )  # fmt: skip
         why = [f"there is no run in {where}: a start would create it"]
         return Resolution(
             run="", run_dir=str(where), root=str(root or where / "checkpoints"), chosen=FRESH, why=why,
@@ -86,12 +102,24 @@ def checkpoint_root(control: ControlDirectory) -> Path:
     return Path(started.root) if started is not None and started.root else control.path / "checkpoints"
 
 
+def run_of_root(path: Path) -> ControlDirectory | None:
+    """The run whose own checkpoint root this is; None if it is nobody's whose directory lies above it.
+
+    It knows which of its checkpoints are condemned, which nobody can see in the root.
+    """
+    above = path.absolute().parent
+    if not (above / "run.json").is_file():
+        return None
+    control = ControlDirectory.open(above)
+    return control if checkpoint_root(control).resolve() == path.resolve() else None
+
+
 def _which_run(path: Path, environ: Mapping[str, str]) -> ControlDirectory | None:
     if (path / "run.json").is_file() or not path.is_dir():
         return ControlDirectory.open(path) if path.is_dir() else None
     below = sorted(entry.parent for entry in path.glob("*/run.json") if entry.is_file())
     if not below:
-        return None
+        return run_of_root(path)
     runs = [ControlDirectory.open(one) for one in below]
     job = job_of(environ)
     mine = [one for one in runs if job and any(launch.job == job for launch in launches(one))]

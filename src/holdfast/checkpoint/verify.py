@@ -67,7 +67,7 @@ def verify(
     return inspection
 
 
-def _open_beneath(directory: Path, path: str) -> OpenFile:
+def open_beneath(directory: Path, path: str) -> OpenFile:
     """Open a listed file for reading; no part of its path may be a link."""
     if not is_safe_path(path):
         raise OSError(errno.EINVAL, "not a path inside the directory", path)
@@ -92,7 +92,7 @@ class _Reader:
         """Whether the file's bytes are those listed; if not, the problem is noted."""
         inspection = self._inspection
         try:
-            file = _open_beneath(inspection.directory, entry.path)
+            file = open_beneath(inspection.directory, entry.path)
         except OSError as error:
             reason = {
                 errno.ELOOP: Reason.NOT_A_FILE,

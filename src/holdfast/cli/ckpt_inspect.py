@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def locate(
-    run_dir: Annotated[Path, typer.Argument(help="The run's directory (run.dir, --run-dir).")],
+    run_dir: Annotated[
+        Path, typer.Argument(help="The run's directory (run.dir, --run-dir), or one of checkpoints alone.")
+    ],
     root: Annotated[
         Path | None, typer.Option(help="Its checkpoint root, if not RUN_DIR/checkpoints.")
     ] = None,
@@ -41,12 +43,14 @@ def locate(
 
     Exits with 0 if a checkpoint or a fresh start would be used, 18 if the run would refuse to start.
     """
+    from holdfast.checkpoint.plain import is_plain_root
     from holdfast.checkpoint.resolver import resolve_resume
     from holdfast.errors import UsageError
     from holdfast.exit_codes import ExitCode
     from holdfast.policy.rungs import LOCAL, USED
 
-    open_run(run_dir)
+    if not is_plain_root(run_dir):
+        open_run(run_dir)
     if force and resume_from == "auto":
         raise UsageError("--force accepts one bad checkpoint by name: give --resume-from a step or a path")
     found = resolve_resume(run_dir, root=root, resume_from=resume_from, force=force, quick=not full)
@@ -70,7 +74,10 @@ def locate(
                 f"would resume at step {first.step} from the local tier ({first.local}, as recorded); "
                 "if its nodes hold it no longer:"
             )
-        _print_answer(used, found.without_local == "fresh start", resume_from, world, full=full)
+        read = "every digest matched" if full else "digests were not read: --full does that"
+        if used is not None and not found.run:
+            read = "; ".join(used.reasons) if full else "no value was looked at: --full does that"
+        _print_answer(used, found.without_local == "fresh start", resume_from, world, read=read)
     raise typer.Exit(ExitCode.NO_VALID_RUNG if found.chosen == "refused" else ExitCode.OK)
 
 
@@ -103,11 +110,10 @@ def _print_ladder(found: Resolution) -> None:
 
 
 def _print_answer(
-    used: Candidate | None, fresh: bool, resume_from: str, world: int | None, *, full: bool
+    used: Candidate | None, fresh: bool, resume_from: str, world: int | None, *, read: str
 ) -> None:
     asked = "" if resume_from == "auto" else f" (resume_from = {resume_from!r})"
     if used is not None:
-        read = "every digest matched" if full else "digests were not read: --full does that"
         typer.echo(f"would resume{asked} at step {used.step} from {used.path}; {read}")
         if world is not None and used.world not in (None, world):
             typer.echo(f"it was saved by {_ranks(used.world)}, and would be resharded to {_ranks(world)}")

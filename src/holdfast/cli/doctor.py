@@ -11,7 +11,10 @@ from holdfast.cli.arguments import CONFIG
 
 if TYPE_CHECKING:
     from holdfast.cluster.slurm import SlurmJob
+    from holdfast.config import Settings
     from holdfast.health.all_nodes import Report
+    from holdfast.health.examination import NodeReport
+    from holdfast.health.result import Check
 
 
 def doctor(
@@ -23,20 +26,30 @@ def doctor(
     all_nodes: Annotated[
         bool, typer.Option("--all-nodes", help="On every node of the Slurm job that this runs in.")
     ] = False,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Try the network out with others that are told the same; see --nodes."
+        ),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=2, help="How many nodes --network is given on.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Compute nothing on GPUs; driver and kernel log are still asked.")
     ] = False,
     lines: Annotated[bool, typer.Option("--lines", hidden=True, help="What --all-nodes asks for.")] = False,
 ) -> None:
-    """Try this node out: memory, space, shared memory, limits, clock, storage, GPUs and the kernel's log.
+    """Try this node out: memory, space, limits, clock, storage, network, GPUs and the kernel's log.
+
+    With --all-nodes, or --network on each of them, the nodes try the network between them out too.
 
     Exits with 0 if all is well, 1 if there are warnings, 2 if something is critical, 3 if all that was looked
     at is well but something could not be. Changes nothing; what it writes to try storage is removed.
     """
     from holdfast.cluster.node_name import node_name
     from holdfast.config import load
-    from holdfast.health.all_nodes import ask_all_nodes, lines_of, merge
-    from holdfast.health.examination import examine, places_of
+    from holdfast.health.all_nodes import TIMEOUT, ask_all_nodes, lines_of, merge
+    from holdfast.health.examination import network_check, network_probe, site_checks
+    from holdfast.health.network import network_seconds
     from holdfast.policy.health import EXIT_CODES
 
     keywords = {"run_dir": str(run_dir)} if run_dir is not None else {}
@@ -44,15 +57,54 @@ def doctor(
     if all_nodes:
         given = [str(run_dir.absolute())] if run_dir is not None else []
         given += ["--config", str(config.absolute())] if config is not None else []
-        report = ask_all_nodes(_job(), [*given, *(["--quick"] if quick else [])])
+        job = _job()
+        given += ["--quick"] if quick else _network_of(job)
+        report = ask_all_nodes(job, given, TIMEOUT + (0 if quick else network_seconds(len(job.nodes))))
     else:
         name = node_name(settings.launch.node_name)
-        report = merge([examine(places_of(settings), name=name, quick=quick)])
+        more = site_checks(settings)
+        if network is not None:
+            more.append(network_probe(*_endpoint(network, nodes), name))
+        else:
+            more.append(network_check())
+        report = merge([_examined(settings, name, quick=quick, more=more)])
     if lines:
         typer.echo("\n".join(line for one in report.nodes for line in lines_of(one)))
     else:
         _print_json(report) if as_json else _print(report)
     raise typer.Exit(EXIT_CODES[report.status])
+
+
+def _examined(settings: Settings, name: str, *, quick: bool, more: list[Check]) -> NodeReport:
+    from holdfast.health.examination import examine, places_of
+
+    limit = settings.health.max_uncorrected_errors
+    return examine(places_of(settings), name=name, quick=quick, limit=limit, more=more)
+
+
+FIRST_PORT, PORTS = 29500, 2000
+"""Where the nodes of a job meet: below what the kernel gives away, by the job's number."""
+
+
+def _network_of(job: SlurmJob) -> list[str]:
+    """The flags by which the nodes of a job find each other; none for a single one."""
+    if len(job.nodes) < 2:
+        return []
+    endpoint = f"{job.nodes[0]}:{FIRST_PORT + job.job_id % PORTS}"
+    return ["--network", endpoint, "--nodes", str(len(job.nodes))]
+
+
+def _endpoint(text: str, nodes: int | None) -> tuple[str, int]:
+    from holdfast.errors import UsageError
+
+    host, colon, port = text.rpartition(":")
+    if not host or not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(
+            f"--network {text!r}: give HOST:PORT, a name or address of the first node and a port"
+        )
+    if nodes is None:
+        raise UsageError("--network needs --nodes: on how many nodes it is given, this one included")
+    return text, nodes
 
 
 def _job() -> SlurmJob:

@@ -28,6 +28,15 @@ def recover(
         typer.Option("--watch/--no-watch", help="Judge the resume: of what --run starts, or of a live run."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds for which a resume is watched.")] = 3600.0,
+    wait: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for which --run waits for nodes, if there are too few.")
+    ] = 600.0,
+    band: Annotated[
+        float, typer.Option(min=0.0, help="By how much longer a step may take than before: 0.1 is 10 %.")
+    ] = 0.1,
+    mtbf: Annotated[
+        float | None, typer.Option(min=0.0, help="Hours between failures, if not as measured.")
+    ] = None,
     record: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write a record for a ticket.")
     ] = None,
@@ -39,8 +48,9 @@ def recover(
 ) -> None:
     """Say what stopped a run, whether it can go on and from where; with --run, start it and judge the resume.
 
-    Changes nothing without --run, --yes or an answer. Exits with 0 if it can be, or was, resumed correctly;
-    else with the code that says why: 1 the resume was not correct or the job's error stands, 2 no run there
+    A directory of checkpoints without a run (plain DCP) is looked at as far as that can be. Changes nothing
+    without --run, --yes or an answer. Exits with 0 if it can be, or was, resumed correctly; else with the
+    code that says why: 1 the resume was not correct or the job's error stands, 2 no run there
     or no command for it, 17 validation failed, 18 no valid rung, 20 alive, 22 budget spent, 23 storage, 24
     control directory, 25 state does not fit, 26 nothing left to vary, 28 too few nodes; what the command
     ended with, if it was run and failed.
@@ -49,12 +59,16 @@ def recover(
     from holdfast.cli.output import Bar
     from holdfast.recover.conduct import Wishes, conduct
     from holdfast.recover.examine import open_run
+    from holdfast.recover.plain import conduct_plain
 
     wishes = Wishes(
         run=run,
         yes=yes,
         watch=watch,
         timeout=timeout,
+        wait=wait,
+        band=band,
+        mtbf_hours=mtbf or 0.0,
         record=record,
         root=root,
         remote=remote,
@@ -65,7 +79,11 @@ def recover(
         to_stderr=as_json,
     )
     control = open_run(run_dir)
-    report = conduct(control, wishes, _quiet if as_json else _show, _ask, lambda: Bar(lambda: None))
+    show = _quiet if as_json else _show
+    if control is None:
+        report = conduct_plain(run_dir, wishes, show, lambda: Bar(lambda: None))
+    else:
+        report = conduct(control, wishes, show, _ask, lambda: Bar(lambda: None))
     if as_json:
         import msgspec
 

@@ -14,6 +14,8 @@ import torch
 
 SIZE = 512
 """Of the square matrices, in float32: small whole numbers, whose product is exact on every device."""
+LARGE = 2048
+"""Of those that keep a device busy; a product of 2048 such numbers is still exact in float32."""
 COPY_MIB = 16
 BUDGET = 0.2
 """Seconds for each of the two measurements."""
@@ -46,12 +48,31 @@ def probe_compute(device: torch.device | None = None) -> ComputeProbe:
         return ComputeProbe(device=str(device), problem=f"{type(error).__name__}: {error}"[:200])
 
 
-def _multiply(device: torch.device) -> tuple[bool, float]:
-    """Rows of one value each, with signs that cancel out: element (i, j) must be SIZE · left i · right j."""
-    numbers = torch.arange(SIZE, device=device, dtype=torch.float32)
+def keeps_computing(device: torch.device, seconds: float, size: int = LARGE) -> bool:
+    """Whether every one of as many products as fit into so many seconds is what it has to be."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        left, right, values = _factors(device, size)
+        expected = size * torch.outer(values, values)
+        product = torch.empty_like(expected)
+        end = time.perf_counter() + seconds
+        while True:
+            torch.mm(left, right, out=product)
+            if not torch.equal(product, expected):
+                return False
+            if time.perf_counter() >= end:
+                return True
+
+
+def _factors(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    numbers = torch.arange(size, device=device, dtype=torch.float32)
     values = numbers.remainder(7) + 1
     signs = 1 - 2 * numbers.remainder(2)
-    left, right = torch.outer(values, signs), torch.outer(signs, values)
+    return torch.outer(values, signs), torch.outer(signs, values), values
+
+
+def _multiply(device: torch.device) -> tuple[bool, float]:
+    """Rows of one value each, with signs that cancel out: element (i, j) must be SIZE · left i · right j."""
+    left, right, values = _factors(device, SIZE)
     product = left @ right
     correct = bool(torch.equal(product, SIZE * torch.outer(values, values)))
     rounds, seconds = _repeated(lambda: torch.mm(left, right, out=product), device)

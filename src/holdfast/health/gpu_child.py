@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ import msgspec
 from holdfast.health.gpu_facts import Gpu, Gpus
 from holdfast.health.kernel_log import normal_bus
 
+SECONDS = 1.0
+"""For which each device computes: a fault of heat or power does not show in the first millisecond."""
 ALLOCATE = 256 * 1024 * 1024
 """Bytes that are taken, written and read on each device."""
 
@@ -36,6 +39,8 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True):
 class AllComputed(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[Computed] = []
     problem: str = ""
+    cuda: bool = True
+    """Whether torch was built for CUDA at all."""
 
 
 def nvml() -> Gpus:
@@ -122,14 +127,16 @@ def compute() -> AllComputed:
     import torch
 
     if not torch.cuda.is_available():
-        return AllComputed(problem="torch sees no usable CUDA device")
-    return AllComputed(devices=[_compute_on(index) for index in range(torch.cuda.device_count())])
+        return AllComputed(problem="torch sees no usable CUDA device", cuda=torch.version.cuda is not None)
+    indices = range(torch.cuda.device_count())
+    with ThreadPoolExecutor(max(1, len(indices))) as pool:  # each for a second, all of them in one
+        return AllComputed(devices=list(pool.map(_compute_on, indices)))
 
 
 def _compute_on(index: int) -> Computed:
     import torch
 
-    from holdfast.health.compute import probe_compute
+    from holdfast.health.compute import keeps_computing, probe_compute
 
     try:
         device = torch.device("cuda", index)
@@ -139,6 +146,7 @@ def _compute_on(index: int) -> Computed:
         filled = torch.full((ALLOCATE // 4,), 0x5A5A5A5A, dtype=torch.int32, device=device)
         sound = bool((filled == 0x5A5A5A5A).all())
         probe = probe_compute(device)
+        sound = sound and keeps_computing(device, SECONDS)
         return Computed(index=index, right=probe.right and sound, gflops=probe.gflops, problem=probe.problem)
     except Exception as error:  # noqa: BLE001 - a device that is ill may fail in any way
         return Computed(index=index, problem=f"{type(error).__name__}: {error}"[:200])

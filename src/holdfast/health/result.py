@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -81,11 +81,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     hung: bool = False
 
 
-def ask(command: Sequence[str], timeout: float) -> Answer:
+def ask(command: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None) -> Answer:
     """Run a program for what it says. One that cannot even be killed is left behind, and not waited for."""
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
         )
     except OSError as error:
         return Answer(missing=True, err=str(error))

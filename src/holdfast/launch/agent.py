@@ -244,6 +244,7 @@ class HoldfastAgent(LocalElasticAgent):
         attempt = self._attempt
         assert attempt is not None
         self._begin_evidence()
+        self._try_network(worker_group.store)
         self._in_process = None
         if self._settings.inprocess.enabled:
             ranks = [worker.global_rank for worker in worker_group.workers]
@@ -268,6 +269,14 @@ class HoldfastAgent(LocalElasticAgent):
         master = f"{worker_group.master_addr}:{worker_group.master_port}"
         attempt.journal.write(WorkersStarted(node=attempt.place.node, pids=workers.pids, master=master))
         return pids
+
+    def _try_network(self, store: Any) -> None:
+        """Where the agents have met by our own rendezvous: another one does not say who they are."""
+        attempt, meeting = self._attempt, self._meeting
+        if attempt is not None and meeting is not None:
+            names = [member.node for member in meeting.members]
+            host = meeting.endpoint.rpartition(":")[0]
+            self._context.gate.try_network(store, attempt.place.group_rank, names, host)
 
     def _begin_evidence(self) -> None:
         """From here on what the kernel and the devices report is this attempt's."""
@@ -469,6 +478,8 @@ class HoldfastAgent(LocalElasticAgent):
             )
         if failures or notice.kind == "hang":
             self._context.gate.keep_device_errors(attempt.number)
+        else:
+            self._context.gate.forget()  # between attempts every node is looked at anew, wherever it failed
         report(attempt, failures, sections)
 
     def _gather(self, attempt: Attempt, workers: Workers, failed: Mapping[int, int]) -> list[FailureRecord]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from holdfast.bounded import Bounded
 from holdfast.cluster.node_name import node_name
 from holdfast.config import Settings
 from holdfast.control.attempts import attempt_numbers
@@ -22,21 +25,38 @@ from holdfast.control.device_errors import record_device_errors
 from holdfast.control.devices import devices_here, visible_devices
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.exclusions import excluded
+from holdfast.control.secret import prove, run_secret
 from holdfast.exit_codes import ExitCode
-from holdfast.health.examination import GATE_PATIENCE, gpu_check, places_of, quick_checks
-from holdfast.health.gpu import judge_gpus
+from holdfast.health.examination import (
+    GATE_PATIENCE,
+    compute_check,
+    gate_network,
+    gpu_check,
+    places_of,
+    quick_checks,
+    site_checks,
+)
+from holdfast.health.gpu import check_compute, judge_gpus
 from holdfast.health.gpu_facts import Gpus, ask_gpus, names_of, present
 from holdfast.health.kernel_log import read_kernel_log
+from holdfast.health.network import TOKEN, read_soon, ring_pairs, try_ring
 from holdfast.health.result import run_checks
 from holdfast.journal.cluster_events import HealthFailed
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.arrangement import usable_devices
 from holdfast.launch.attempt import StopRun
+from holdfast.launch.orphan_guard import guarded
 from holdfast.policy.evidence import DeviceError
-from holdfast.policy.health import CheckResult, GateAnswer, judge_gate
+from holdfast.policy.gpu_health import judge_history
+from holdfast.policy.health import CheckResult, GateAnswer, Status, judge_gate
+from holdfast.policy.network import RING, SLOW_RING, judge_pairs, judge_reached
 
 FRESH = 30.0
 """Seconds for which an answer holds."""
+GO_PATIENCE = 3.0
+"""Seconds for the word of the leader, and for what the others found."""
+NETWORK_PATIENCE = 20.0
+"""Seconds for which workers wait while the network is tried out; where it is well, a fraction of one."""
 AGAIN = 5.0
 """Seconds after which a node that is kept out is looked at again."""
 EVIDENCE_TIMEOUT = 10.0
@@ -63,6 +83,7 @@ class Gate:
         self._say = say
         self._alone = alone
         self._places = places_of(settings)
+        self._site = site_checks(settings, guarded)
         self._look = look or self._run_checks
         self._kernel_log = kernel_log
         self._answer: GateAnswer | None = None
@@ -74,6 +95,12 @@ class Gate:
         self._uncorrected: dict[str, int] = {}
         self._asked: tuple[float, Gpus | None] = (0.0, None)
         self._attempts = 0
+        self._tried: tuple[str, ...] = ()
+        """The nodes between which the network was tried out last."""
+        self._limit = settings.health.max_uncorrected_errors
+        self._to_compute = True
+        """Whether the devices are to compute at the next look: before the first attempt, after one in which
+        a device reported an error, and until they have computed right."""
 
     # --- may it take part? ----------------------------------------------------------------------------------
 
@@ -142,10 +169,20 @@ class Gate:
 
     def _run_checks(self) -> list[CheckResult]:
         """Under a second in sum where all is well; with GPUs, as long as the driver takes to answer."""
-        checks = quick_checks(self._places, patience=GATE_PATIENCE)
+        checks = [*quick_checks(self._places, patience=GATE_PATIENCE), *self._site, gate_network()]
         if self._has_devices():
             checks.append(dataclasses.replace(gpu_check(), look=self._look_at_gpus))
-        return run_checks(checks)
+            if self._to_compute:
+                checks.append(compute_check(self._compute))
+        results = run_checks(checks)
+        # It takes seconds, which a restart should not wait for without need: see `keep_device_errors`.
+        failed = (one.name.endswith("compute") and one.status is Status.CRITICAL for one in results)
+        self._to_compute = any(failed)
+        return results
+
+    def _compute(self) -> list[CheckResult]:
+        usable = usable_devices(devices_here(), self.node, excluded(self._control))
+        return check_compute(devices=usable) if usable else []
 
     def _look_at_gpus(self) -> list[CheckResult]:
         at, last = self._asked
@@ -163,7 +200,58 @@ class Gate:
         # job, so that a count that differs is no proof that one is lost.
         usable = usable_devices(devices_here(), self.node, excluded(self._control))
         ours = [gpu for gpu in gpus.devices if names.get(gpu.index) in usable]
-        return judge_gpus(msgspec.structs.replace(gpus, devices=ours), usable, insist=False)
+        mine = msgspec.structs.replace(gpus, devices=ours)
+        return [*judge_gpus(mine, usable, insist=False, limit=self._limit), *self._history(usable)]
+
+    def _history(self, usable: Sequence[str]) -> list[CheckResult]:
+        """What the kernel's log tells of the devices that may be used. What it does not tell is no fault."""
+        log = read_kernel_log(kmsg=self._kernel_log)
+        told: dict[str, list[tuple[float, int]]] = {}
+        for error in log.errors:
+            if (name := self._device_at.get(error.bus, "")) in usable:
+                told.setdefault(name, []).append((error.at, error.number))
+        found = [judge_history(name, errors) for name, errors in sorted(told.items())]
+        return [one for one in found if one is not None]
+
+    # --- the network between the nodes that have met --------------------------------------------------------
+
+    def try_network(self, store: Any, rank: int, members: Sequence[str], towards: str) -> None:
+        """Every node tries the next one out, once for each set of nodes. What is wrong is told, and keeps
+        nobody out: one pair does not show which end is at fault.
+
+        `store`: of this round; `members`: by their rank; `towards`: a host on the network that is used.
+        """
+        if self._mode == "off" or len(members) < 2:
+            return
+        with self._without_fail("the look at the network"):
+            trying = Bounded(partial(self._try_network, store, rank, tuple(members), towards), "network")
+            if not trying.ended(NETWORK_PATIENCE):
+                self._say(f"warning: the network was not tried out within {NETWORK_PATIENCE:g} s; going on")
+                return
+            if told := trying.result():
+                self._warn_of(told)
+
+    def _try_network(self, store: Any, rank: int, members: tuple[str, ...], towards: str) -> list[str]:
+        if rank == 0:  # one word for all: those who are new have not seen who was tried before
+            store.set("ring/go", "0" if members == self._tried else "1")
+        self._tried = members
+        if read_soon(store, "ring/go", GO_PATIENCE) != b"1":
+            return []
+        token = prove(run_secret(self._control), b"ring")[:TOKEN]
+        pair = try_ring(store, rank, len(members), members[rank], token, towards)
+        results = judge_reached("the interface used", [pair]) if pair.problem else []
+        store.set(f"ring/pair/{rank}", msgspec.json.encode(pair).decode())
+        if rank == 0 and len(members) >= RING:
+            results.append(judge_pairs(ring_pairs(store, len(members), GO_PATIENCE), SLOW_RING))
+        grave = (Status.WARNING, Status.CRITICAL)
+        return [one.describe() for one in results if one.status in grave]
+
+    def _warn_of(self, told: list[str]) -> None:
+        for text in told:
+            self._say(f"warning: network of {self.node}: {text}")
+        number = max(attempt_numbers(self._control), default=0)
+        with contextlib.closing(JournalWriter(self._control.journal, "gate", number)) as journal:
+            journal.write(HealthFailed(node=self.node, status=Status.WARNING, problems=told, kept_out=False))
 
     # --- what the devices went through ----------------------------------------------------------------------
 
@@ -186,7 +274,9 @@ class Gate:
         self.forget()
         with self._without_fail("the look at the devices' errors"):
             if self._mode != "off" and self._has_devices():
-                record_device_errors(self._control, attempt, self.node, self.device_errors())
+                errors = self.device_errors()
+                self._to_compute = self._to_compute or bool(errors)
+                record_device_errors(self._control, attempt, self.node, errors)
 
     def device_errors(self) -> list[DeviceError]:
         gpus = ask_gpus(EVIDENCE_TIMEOUT)

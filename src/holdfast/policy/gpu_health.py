@@ -7,12 +7,15 @@ means that there is nothing left to replace it with, and the device is due for r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from holdfast.journal.text import size
 from holdfast.policy.health import CheckResult, Status
-from holdfast.policy.xids import XIDS, accuses_device
+from holdfast.policy.xids import XIDS, accuses_device, proves_broken
 
 WHOSE = "see who uses it with `nvidia-smi`; an earlier job's process may hang"
+UNCORRECTED_LIMIT = 4
+"""Memory errors beyond correction since its last reset that a device may have, unless set otherwise."""
 HOT = 90.0
 """Degrees Celsius; data-centre devices slow down a little above."""
 SLOWED = {
@@ -44,8 +47,9 @@ def judge_memory_errors(
     remap_pending: bool | None,
     remap_failed: bool | None,
     retire_pending: bool | None,
+    limit: int = UNCORRECTED_LIMIT,
 ) -> CheckResult:
-    """None: not known."""
+    """None: not known. `limit`: so many errors beyond correction may be counted; with more it is unfit."""
     expected = "no memory errors beyond correction"
     reset = "reset the device when nothing uses it (`nvidia-smi -r -i N`), or reboot the node"
     if remap_failed:
@@ -61,7 +65,11 @@ def judge_memory_errors(
         pending.append(f"{uncorrected} memory errors beyond correction since its last reset")
     if pending:
         found = "; ".join(pending)
-        return CheckResult(name=name, status=Status.WARNING, found=found, expected=expected, fix=reset)
+        worn = uncorrected is not None and uncorrected > limit
+        if worn:
+            found += f", of which health.max_uncorrected_errors allows {limit}"
+        status = Status.CRITICAL if worn else Status.WARNING
+        return CheckResult(name=name, status=status, found=found, expected=expected, fix=reset)
     if uncorrected is None and ever is None:
         return CheckResult(name=name, status=Status.OK, found="it counts no memory errors (ECC is off)")
     past = f"; {ever} in its whole life" if ever else ""
@@ -192,4 +200,36 @@ def judge_kernel_log(problem: str, errors: Sequence[tuple[int, str]]) -> CheckRe
         found=f"{len(errors)} XID errors, of which {len(bad)} accuse a device; {told}",
         expected="no XID errors",
         fix=f"for the node: {known.for_node}" if known is not None else "see NVIDIA's catalogue of XIDs",
+    )
+
+
+# --- the history of a device -------------------------------------------------------------------------------
+
+APART = 600.0
+"""Seconds between two errors from which on they are two incidents: one incident is logged many times."""
+INCIDENTS = 3
+"""Incidents since the boot in which the hardware itself was to blame: one more is to be expected."""
+
+
+def judge_history(device: str, errors: Sequence[tuple[float, int]]) -> CheckResult | None:
+    """XIDs of a device since the boot, as (when, number); None if there is nothing to tell.
+
+    One incident may be mended by now: the log keeps it also after a reset. So it is told, and only several of
+    them, apart from each other, keep the device's node out.
+    """
+    bad = sorted((at, number) for at, number in errors if accuses_device(number))
+    if not bad:
+        return None
+    proofs = [at for at, number in bad if proves_broken(number)]
+    incidents = sum(after - at > APART for at, after in pairwise(proofs)) + bool(proofs)
+    worn = incidents >= INCIDENTS
+    numbers = ", ".join(str(number) for number in dict.fromkeys(number for _, number in bad))
+    return CheckResult(
+        name=f"gpu {device} history",
+        status=Status.CRITICAL if worn else Status.WARNING,
+        found=f"XID {numbers} since the boot, {incidents} times the hardware itself to blame",
+        expected=f"fewer than {INCIDENTS} times" if worn else "no XID that accuses a device",
+        fix="drain the node and have the device looked at; a reboot clears the log"
+        if worn
+        else "if it was not reset since, reset it (`nvidia-smi -r -i N`) or reboot",
     )

@@ -88,6 +88,45 @@ def judge_gate(results: Sequence[CheckResult], gate: str) -> GateAnswer:
     return GateAnswer(kept_out=True, why=why, told=told, status=Status.CRITICAL)
 
 
+# --- a site's own check -------------------------------------------------------------------------------------
+
+COULD_NOT_TELL = 3
+"""The exit code by which a site's check says that it could not look, as `holdfast doctor` says it."""
+_NOT_RUN = {126: "it cannot be executed", 127: "there is no such command"}
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command ended."""
+
+    code: int | None
+    """Negative: by a signal. None: it did not, in its time."""
+    words: str = ""
+    """What it said last."""
+
+
+def judge_site(name: str, ended: Ended, timeout: float, seconds: float) -> CheckResult:
+    """What a site's own command says of a node: 0 fit, 3 could not tell, anything else unfit."""
+    words = f": {ended.words}" if ended.words else ""
+    expected = "exit code 0"
+    if ended.code == 0:
+        return CheckResult(
+            name=name, status=Status.OK, found=f"ended with 0{words}", expected=expected, seconds=seconds
+        )
+    status = Status.WARNING if ended.code == COULD_NOT_TELL else Status.CRITICAL
+    fix = "what it says is for the node's administrators; the setting health.command names it"
+    if ended.code is None:
+        found = f"did not end within {timeout:g} s (health.command_timeout) and was killed{words}"
+    elif ended.code < 0:
+        found = f"was ended by signal {-ended.code}{words}"
+    else:
+        found = f"ended with {ended.code}{words}"
+        if ended.code in _NOT_RUN:
+            fix = f"{_NOT_RUN[ended.code]} on this node: install it, or set health.command to what is there"
+    if status is Status.WARNING:
+        found += " (it could not tell)"
+    return CheckResult(name=name, status=status, found=found, expected=expected, fix=fix, seconds=seconds)
+
+
 # --- the limits ---------------------------------------------------------------------------------------------
 
 MEMORY_CRITICAL, MEMORY_WARNING = 128 * MIB, GIB

@@ -122,7 +122,9 @@ def capacity(cluster: Cluster, drains: Sequence[Drain], offer: Offer | None) -> 
         text = f"shrink: {have} usable, and the run may go on with {cluster.min_nodes} or more"
         return Finding(stage=Stage.CAPACITY, mark=Mark.NOTE, text=text)
     where = ", ".join(found.nodes[:8]) + (" …" if len(found.nodes) > 8 else "")
-    return Finding(stage=Stage.CAPACITY, mark=Mark.OK, text=f"enough: {have} ({where})")
+    new = [f"{node} is new to the run: it takes the place of one that is out" for node in found.spares]
+    mark = Mark.NOTE if new else Mark.OK
+    return Finding(stage=Stage.CAPACITY, mark=mark, text=f"enough: {have} ({where})", evidence=new)
 
 
 def _offered(cluster: Cluster, offer: Offer, wanted: int) -> Finding:

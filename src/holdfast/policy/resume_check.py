@@ -18,13 +18,16 @@ from enum import StrEnum
 
 import msgspec
 
-from holdfast.policy.probation import ENOUGH, FAR_OFF, LOSS_FLOOR, SLOW, Series, discontinuities, slowdown
+from holdfast.journal.render import duration
+from holdfast.policy.probation import ENOUGH, FAR_OFF, LOSS_FLOOR, Series, discontinuities
 
 COMPARED = 64
 """Steps after the resume whose losses are compared with the window before it."""
 THROUGHPUT = "throughput"
 LATE = 2
 """So many intervals without a save are no delay of one that is being written any more."""
+BAND = 0.1
+"""By how much longer a step may take than before, unless somebody states another band."""
 TOLERANCE = 0.1
 """By how much the samples or tokens of a step may differ from the range seen before: epochs end unevenly."""
 
@@ -61,7 +64,16 @@ class Before(msgspec.Struct, frozen=True, kw_only=True):
     """Between two checkpoints each, oldest first."""
     interval: int = 0
     """Steps between saves; 0 if not known."""
-    same_world: bool = True
+    world: int | None = None
+    """Ranks that saved it, and those that start; None if not known."""
+    starts: int | None = None
+    mtbf: float | None = None
+    """Seconds between failures, as measured or given; None if not known."""
+    mtbf_source: str = ""
+
+    @property
+    def same_world(self) -> bool:
+        return self.world is None or self.starts is None or self.world == self.starts
 
 
 class Since(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,8 +105,8 @@ class Since(msgspec.Struct, frozen=True, kw_only=True):
         return self.first + len(self.losses) - 1 if self.first else self.step
 
 
-def judge(before: Before, since: Since) -> list[Point]:
-    """Every point, in the order of the runbook."""
+def judge(before: Before, since: Since, *, band: float = BAND) -> list[Point]:
+    """Every point, in the order of the runbook. `band`: by how much longer a step may take than before."""
     if not since.resumed:
         expected = before.checkpoint or "a fresh start"
         return [
@@ -104,8 +116,8 @@ def judge(before: Before, since: Since) -> list[Point]:
         _rung(before, since),
         _loss(before, since),
         _samples(before, since),
-        _counted("tokens", before.tokens_per_step, since.tokens_per_step, same_world=before.same_world),
-        _throughput(before, since),
+        _counted("tokens", before.tokens_per_step, since.tokens_per_step, before),
+        _throughput(before, since, band),
         _cadence(before, since),
         _probation(before, since),
     ]
@@ -195,41 +207,53 @@ def _samples(before: Before, since: Since) -> Point:
     if wrong:
         expected = f"{_steps(both)} on the samples that they had before the stop"
         return _point("samples", False, expected, f"other samples at {_steps(wrong)}")
-    counted = _counted(
-        "samples", before.samples_per_step, since.samples_per_step, same_world=before.same_world
-    )
+    counted = _counted("samples", before.samples_per_step, since.samples_per_step, before)
     if both and counted.verdict is not Agreement.NOT_CORRECT:
         expected = f"{_steps(both)} on the samples that they had before the stop"
         return _point("samples", True, expected, "the same, by their digests")
     return counted
 
 
-def _counted(name: str, before: Sequence[float], since: float | None, *, same_world: bool) -> Point:
-    if not same_world:
-        return _point(name, None, "not known at another number of ranks", _rate(since))
-    known = [one for one in before if one > 0]
+def _counted(name: str, rates: Sequence[float], since: float | None, before: Before) -> Point:
+    """Of the whole job. At another number of ranks a step has as many as before, or as many for each rank;
+    which of the two is meant only the script knows, and anything else may be meant too."""
+    known = [one for one in rates if one > 0]
     if not known:
         return _point(name, None, f"no {name} were counted before", _rate(since))
     low, high = min(known), max(known)
     expected = f"{low:g} a step" if low == high else f"{low:g} to {high:g} a step"
     if since is None:
         return _point(name, None, expected, "no checkpoint since the resume that has a count")
-    return _point(name, low * (1 - TOLERANCE) <= since <= high * (1 + TOLERANCE), expected, _rate(since))
+    if _within(since, low, high):
+        return _point(name, True, expected, _rate(since))
+    if before.same_world or not before.world or not before.starts:
+        return _point(name, False, expected, _rate(since))
+    ratio = before.starts / before.world
+    told = f"{expected} of {before.world} ranks; {before.starts} start"
+    scaled = _within(since, low * ratio, high * ratio)
+    found = f"{_rate(since)}{', as many for each rank as before' if scaled else ''}"
+    return _point(name, True if scaled else None, told, found)
+
+
+def _within(value: float, low: float, high: float) -> bool:
+    return low * (1 - TOLERANCE) <= value <= high * (1 + TOLERANCE)
 
 
 def _rate(value: float | None) -> str:
     return f"{value:g} a step" if value else "not counted"
 
 
-def _throughput(before: Before, since: Since) -> Point:
+def _throughput(before: Before, since: Since, band: float) -> Point:
     if len(before.step_seconds) < ENOUGH or not before.same_world:
-        return _point(THROUGHPUT, None, "too few steps were timed before the save", _median(since.seconds))
-    expected = f"{statistics.median(before.step_seconds):.3g} s a step, at most {SLOW:g} times that"
+        why = "too few steps were timed before the save" if before.same_world else "other ranks timed them"
+        return _point(THROUGHPUT, None, why, _median(since.seconds))
+    then = statistics.median(before.step_seconds)
+    expected = f"{then:.3g} s a step, at most {band:.0%} more"
     if len(since.seconds) < FAR_OFF + 1:
         return _point(THROUGHPUT, None, expected, f"only {len(since.seconds)} steps since")
-    return _point(
-        THROUGHPUT, slowdown(before.step_seconds, since.seconds) is None, expected, _median(since.seconds)
-    )
+    now = statistics.median(since.seconds[1:])  # the first one warms up
+    off = f", {abs(now / then - 1):.0%} {'more' if now > then else 'less'}" if then > 0 else ""
+    return _point(THROUGHPUT, now <= then * (1 + band), expected, _median(since.seconds) + off)
 
 
 def _median(seconds: Sequence[float]) -> str:
@@ -237,6 +261,7 @@ def _median(seconds: Sequence[float]) -> str:
 
 
 def _cadence(before: Before, since: Since) -> Point:
+    """Whether saves come, as often as they should, and more often than failures do."""
     interval = since.interval or before.interval
     if not interval:
         return _point("cadence", None, "no interval between saves is known", _saves(since))
@@ -245,6 +270,14 @@ def _cadence(before: Before, since: Since) -> Point:
     silent = since.last - (since.saves[-1] if since.saves else before.step)
     if max([*gaps, silent], default=0) > LATE * interval:
         return _point("cadence", False, expected, f"{_saves(since)}, and step {since.last} is done")
+    timed = since.seconds[1:] or since.seconds or before.step_seconds
+    if before.mtbf is not None and timed:
+        every = interval * statistics.median(timed)
+        failures = f"the MTBF of {duration(before.mtbf)} ({before.mtbf_source})"
+        if every >= before.mtbf:
+            found = f"{_saves(since)}: one every {duration(every)}, so most failures come before the next one"
+            return _point("cadence", False, f"saves at a shorter distance than {failures}", found)
+        expected += f", which is within {failures}"
     return _point("cadence", True if gaps else None, expected, _saves(since))
 
 

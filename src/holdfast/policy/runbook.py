@@ -17,6 +17,7 @@ import msgspec
 
 from holdfast.exit_codes import MEANINGS, ExitCode
 from holdfast.policy.classify import Cause
+from holdfast.policy.unsettled import DEVICE, REPRODUCIBLE
 
 
 class Mark(StrEnum):
@@ -86,6 +87,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     action: str = ""
     """What recovery decided after it."""
     decided_code: int = 0
+    verdict: str = ""
+    """On a step that was rejected: device or reproducible; empty if there is none."""
     reason: str = ""
     grounds: list[str] = []
     """What recovery's decision rests on."""
@@ -195,7 +198,7 @@ _MEANT = {
     Side.NOBODY: "there is nothing to recover from",
     Side.INFRASTRUCTURE: "something around the job broke: a start on machines that are well goes on",
     Side.JOB: "the job's own doing: it comes again unless its code or settings change",
-    Side.DATA: "the data: the same samples come again unless they change or are left out",
+    Side.DATA: "the same samples come again unless they change or are left out",
     Side.CHECKPOINT: "a checkpoint: a rung that is sound goes on",
     Side.PREEMPTION: "somebody needed the machines: it says nothing about the job",
     Side.OPERATOR: "a person wanted it",
@@ -213,6 +216,8 @@ _BY_CODE = {
     ExitCode.REQUEUE_WANTED: Side.INFRASTRUCTURE,
     ExitCode.PAUSED_TOO_LONG: Side.OPERATOR,
 }
+_BY_VERDICT = {REPRODUCIBLE: Side.DATA, DEVICE: Side.INFRASTRUCTURE}
+"""A step that fails alike on any device fails for what it works on; one that follows a device, for that."""
 _INTERRUPTED = 128 + 2
 
 
@@ -228,6 +233,8 @@ def side_of(facts: Facts) -> Side:
             asked.source in ("operator", "stop_file") or "SIGINT" in asked.detail
         )
         return Side.OPERATOR if by_hand or facts.exit_code == _INTERRUPTED else Side.PREEMPTION
+    if facts.verdict in _BY_VERDICT:  # what came of an incident says more than what it looked like at first
+        return _BY_VERDICT[facts.verdict]
     if facts.cause in set(Cause):
         return _SIDES[Cause(facts.cause)]
     code = facts.decided_code or facts.exit_code or 0

@@ -41,6 +41,8 @@ class Resolved(Protocol):
     """The part of `checkpoint.resolution.Resolution` that is judged here."""
 
     @property
+    def run(self) -> str: ...
+    @property
     def root(self) -> str: ...
     @property
     def chosen(self) -> str: ...
@@ -73,7 +75,7 @@ def rung_findings(found: Resolved | None) -> list[Finding]:
     bad = [row for row in rungs if row.verdict == BAD]
     return [
         _located(found, rungs),
-        _verified(rungs, bad, digests_read=found.digests_read),
+        _verified(rungs, bad, digests_read=found.digests_read, run=found.run),
         _chosen(found, bad),
     ]
 
@@ -92,8 +94,13 @@ def _located(found: Resolved, rungs: Sequence[Candidate]) -> Finding:
     )
 
 
-def _verified(rungs: Sequence[Candidate], bad: Sequence[Candidate], *, digests_read: bool) -> Finding:
+def _verified(
+    rungs: Sequence[Candidate], bad: Sequence[Candidate], *, digests_read: bool, run: str
+) -> Finding:
     how = "every byte that was read matches" if digests_read else "names and sizes fit; digests were not read"
+    used = next((row for row in rungs if row.verdict == USED), None)
+    if used is not None and used.reasons and not run:  # what was looked at where there are no digests
+        how = used.reasons[0]
     return Finding(
         stage=Stage.VERIFY,
         mark=Mark.NOTE if bad else Mark.OK,

@@ -6,10 +6,11 @@ run durably before the scheduler is asked to drain it, so that the run does with
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from holdfast.control import operator
@@ -41,11 +42,17 @@ def drain(control: ControlDirectory, drains: Sequence[Drain], by: str) -> list[A
 class Started:
     """The command, as a child in a process group of its own: the terminal's signals reach it once, by us."""
 
-    def __init__(self, command: Command, *, to_stderr: bool) -> None:
-        """`to_stderr`: what it prints must not mix with what we print."""
+    def __init__(self, command: Command, *, to_stderr: bool, extra: Mapping[str, str] | None = None) -> None:
+        """`to_stderr`: what it prints must not mix with what we print; `extra`: variables that it gets."""
         out = sys.stderr.fileno() if to_stderr else None
         try:
-            self._process = subprocess.Popen(command.argv, cwd=command.directory, stdout=out, process_group=0)
+            self._process = subprocess.Popen(
+                command.argv,
+                cwd=command.directory,
+                stdout=out,
+                process_group=0,
+                env={**os.environ, **(extra or {})},
+            )
         except OSError as error:
             raise UsageError(
                 f"cannot run {command.argv[0]} in {command.directory}: {error.strerror or error}. "

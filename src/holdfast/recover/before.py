@@ -15,8 +15,10 @@ from holdfast.control.attempts import HeadRecord, attempt_numbers
 from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.lineage import CommitRecord, commits_of, read_timeline
 from holdfast.control.standing import StandingBook
+from holdfast.policy.cadence import mtbf_of
 from holdfast.policy.resume_check import Before
 from holdfast.recover.journalled import recent_lines, steps_told
+from holdfast.worker.measured import measured_before
 
 COUNTED = 6
 """Checkpoints whose counts and distances are compared."""
@@ -33,13 +35,24 @@ def manifest_of(control: ControlDirectory, root: Path, name: CheckpointName) -> 
 
 
 def before_resume(
-    control: ControlDirectory, root: Path, checkpoint: str, *, attempts: int, world: int | None
+    control: ControlDirectory,
+    root: Path,
+    checkpoint: str,
+    *,
+    attempts: int,
+    world: int | None,
+    mtbf_hours: float = 0.0,
 ) -> Before:
-    """As it was up to attempt number `attempts`; `checkpoint` is what is resumed from, empty for nothing."""
+    """As it was up to attempt number `attempts`; `checkpoint` is what is resumed from, empty for nothing.
+
+    `mtbf_hours`: as given by somebody; 0 takes what was measured.
+    """
     numbers = [number for number in attempt_numbers(control) if number <= attempts]
     name = parse_name(checkpoint) if checkpoint else None
+    seen = measured_before(control, attempts + 1, "")
+    mtbf = mtbf_of(seen.running, seen.failures, mtbf_hours * 3600)
     if name is None:
-        return Before(checkpoint=checkpoint)
+        return Before(checkpoint=checkpoint, starts=world, mtbf=mtbf.seconds, mtbf_source=mtbf.source)
     manifest = manifest_of(control, root, name)
     records = [one for one in read_timeline(control).on_line if one.step <= name.step]
     if all(one.id != name.id for one in records):  # pinned, off the line: what was saved before it is not it
@@ -56,7 +69,10 @@ def before_resume(
         samples_per_step=_rates(control, root, recent, "samples"),
         tokens_per_step=_rates(control, root, recent, "tokens"),
         interval=_interval([one.step for one in recent]),
-        same_world=manifest is None or world is None or manifest.world.size == world,
+        world=manifest.world.size if manifest is not None else None,
+        starts=world,
+        mtbf=mtbf.seconds,
+        mtbf_source=mtbf.source,
     )
 
 

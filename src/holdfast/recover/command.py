@@ -1,4 +1,4 @@
-"""The command that starts a run again, and how many ranks it would have."""
+"""The command that starts a run again: how many ranks it would have, and with which settings."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from holdfast.config import load, parse_assignments
 from holdfast.control.launches import LaunchRecord
+from holdfast.errors import HoldfastError
 from holdfast.recover.report import Command
+from holdfast.settings import Settings
 
 
 def command_of(
@@ -38,6 +41,36 @@ def command_of(
         run_dir=started.run_dir,
         missing=[name for name in started.environment if name not in environ],
     )
+
+
+def settings_of(
+    started: LaunchRecord | None, given: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """What the command would run with, as far as its flags, their file and the environment here say.
+
+    A command that cannot be read is refused when it starts; until then the defaults count.
+    """
+    argv: Sequence[str] = given or (started.argv if started is not None else [])
+    directory = Path(started.directory) if started is not None and not given else Path.cwd()
+    wanted = parse_words(argv, "--set")
+    file = next(reversed(parse_words(argv, "--config")), None)
+    try:
+        return load(
+            directory / file if file else None, environ=environ, command_line=parse_assignments(wanted)
+        ).settings
+    except (HoldfastError, OSError):
+        return Settings()
+
+
+def parse_words(argv: Sequence[str], flag: str) -> list[str]:
+    """Every value that a flag was given."""
+    found: list[str] = []
+    for at, word in enumerate(argv):
+        if word.startswith(f"{flag}="):
+            found.append(word.partition("=")[2])
+        elif word == flag and at + 1 < len(argv):
+            found.append(argv[at + 1])
+    return found
 
 
 def _asked(argv: Sequence[str]) -> tuple[int, int]:

@@ -18,19 +18,23 @@ from holdfast.checkpoint.resolver import checkpoint_root
 from holdfast.checkpoint.verify import Progress
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.directory import ControlDirectory
+from holdfast.control.launches import launch_to_repeat
 from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
 from holdfast.files import explain_os_error, replace_atomic
-from holdfast.policy.resume_check import Agreement, is_correct
+from holdfast.policy.resume_check import BAND, Agreement, is_correct
 from holdfast.policy.runbook import LIVE, Finding, Mark, Stage, why_not_started
 from holdfast.policy.rungs import FRESH
 from holdfast.recover.acting import Started, drain
-from holdfast.recover.examine import ATTEMPTS, examine, timeline
+from holdfast.recover.command import settings_of
+from holdfast.recover.examine import ATTEMPTS, capacity_now, examine, timeline
 from holdfast.recover.journalled import recent_lines
 from holdfast.recover.report import Action, Report
 from holdfast.recover.text import Row, check_rows, markdown, rows, verdict
 from holdfast.recover.watching import ResumeWatch
 
+AGAIN = 2.0
+"""Seconds between two looks for nodes."""
 LOOK = 0.5
 """Seconds between two looks at the journal, and at what was started."""
 
@@ -44,6 +48,12 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     """None: what is started here is watched."""
     timeout: float = 3600.0
     """Seconds for which a resume is watched."""
+    wait: float = 600.0
+    """Seconds for which nodes are waited for, where there are too few to start."""
+    band: float = BAND
+    """By how much longer a step may take than before the stop."""
+    mtbf_hours: float = 0.0
+    """Hours between failures, as somebody knows it; 0 takes the setting, or what was measured."""
     record: Path | None = None
     root: Path | None = None
     remote: str | None = None
@@ -73,6 +83,23 @@ def conduct(
     control: ControlDirectory, wishes: Wishes, show: Show, ask: Ask, reading: Callable[[], Reading]
 ) -> Report:
     """Go through the runbook; the report's `exit_code` is what to end with."""
+    report = _examined(control, wishes, show, reading)
+    _drain(control, report, wishes, show, ask)
+    show(Row("", "", report.answer))
+    if wishes.run and wishes.wait > 0 and report.exit_code == ExitCode.NO_CAPACITY:
+        report = _wait(control, report, wishes, show, reading)
+    if report.state in LIVE and wishes.watch:
+        _watch_live(control, report, wishes, show)
+    elif wishes.run and report.state not in (*LIVE, "finished") and _may_start(report, wishes, show, ask):
+        _start(control, report, wishes, show)
+    if _write(control, report, wishes):
+        show(Row("", "", f"the record is in {wishes.record}"))
+    return report
+
+
+def _examined(
+    control: ControlDirectory, wishes: Wishes, show: Show, reading: Callable[[], Reading]
+) -> Report:
     with reading() as shown:
         report = examine(
             control,
@@ -81,19 +108,34 @@ def conduct(
             given=wishes.command,
             ranks=wishes.ranks,
             quick=wishes.quick,
+            starts_here=wishes.run,
             progress=shown.advance,
         )
     for row in rows(report):
         show(row)
-    _drain(control, report, wishes, show, ask)
-    show(Row("", "", report.answer))
-    if report.state in LIVE and wishes.watch:
-        _watch_live(control, report, wishes, show)
-    elif wishes.run and report.state not in (*LIVE, "finished") and _may_start(report, wishes, show, ask):
-        _start(control, report, wishes, show)
-    if _write(control, report, wishes):
-        show(Row("", "", f"the record is in {wishes.record}"))
     return report
+
+
+def _wait(
+    control: ControlDirectory, report: Report, wishes: Wishes, show: Show, reading: Callable[[], Reading]
+) -> Report:
+    """Until there are nodes enough, or the deadline has come; then everything is looked at anew, because
+    somebody may have started the run meanwhile, or the storage may be gone."""
+    show(Row("wait", "yellow", f"for nodes, at most {wishes.wait:g} s (--wait)"))
+    began = time.monotonic()
+    deadline = began + wishes.wait
+    while (found := capacity_now(control, wishes.command)).code and time.monotonic() < deadline:
+        time.sleep(min(AGAIN, max(0.0, deadline - time.monotonic())))
+    waited = f"{time.monotonic() - began:.0f} s"
+    done = [*report.actions, Action(what="wait for nodes", done=not found.code, result=waited)]
+    if found.code:
+        show(Row("not done", "", f"waited {waited} for nodes: {found.text}"))
+        report.actions = done
+        return report
+    again = _examined(control, wishes, show, reading)
+    again.actions = done
+    show(Row("", "", again.answer))
+    return again
 
 
 def _drain(control: ControlDirectory, report: Report, wishes: Wishes, show: Show, ask: Ask) -> None:
@@ -135,7 +177,14 @@ def _start(control: ControlDirectory, report: Report, wishes: Wishes, show: Show
     found = report.resolution
     newest = max(attempt_numbers(control), default=0)
     expected = "" if found.chosen == FRESH else found.chosen
-    watch = ResumeWatch(control, Path(found.root), after=newest, expected=expected)
+    watch = ResumeWatch(
+        control,
+        Path(found.root),
+        after=newest,
+        expected=expected,
+        band=wishes.band,
+        mtbf_hours=_mtbf_hours(control, wishes),
+    )
     show(Row("run", "", report.command.shown()))
     started = Started(report.command, to_stderr=wishes.to_stderr)
     report.started = True
@@ -184,7 +233,14 @@ def _judge(report: Report, watch: ResumeWatch, show: Show) -> None:
 def _watch_live(control: ControlDirectory, report: Report, wishes: Wishes, show: Show) -> None:
     """Judge the resume of the attempt that runs now, started by whomever."""
     newest = max(attempt_numbers(control), default=0)
-    watch = ResumeWatch(control, wishes.root or checkpoint_root(control), after=newest - 1, expected=None)
+    watch = ResumeWatch(
+        control,
+        wishes.root or checkpoint_root(control),
+        after=newest - 1,
+        expected=None,
+        band=wishes.band,
+        mtbf_hours=_mtbf_hours(control, wishes),
+    )
     deadline = time.monotonic() + wishes.timeout
     while True:
         watch.poll()
@@ -194,6 +250,11 @@ def _watch_live(control: ControlDirectory, report: Report, wishes: Wishes, show:
     _judge(report, watch, show)
     if report.correct is not None:
         report.exit_code = 0 if report.correct else int(ExitCode.FAILED)
+
+
+def _mtbf_hours(control: ControlDirectory, wishes: Wishes) -> float:
+    """As given here, else as the run's own settings have it; 0 if neither has."""
+    return wishes.mtbf_hours or settings_of(launch_to_repeat(control), wishes.command).checkpoint.mtbf_hours
 
 
 def _write(control: ControlDirectory, report: Report, wishes: Wishes) -> bool:

@@ -9,22 +9,29 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.manifest import ManifestError
+from holdfast.checkpoint.plain import is_plain_root
 from holdfast.checkpoint.resolution import Resolution
-from holdfast.checkpoint.resolver import checkpoint_root, resolve_resume
+from holdfast.checkpoint.resolver import checkpoint_root, resolve_resume, run_of_root
 from holdfast.checkpoint.verify import Progress
 from holdfast.cluster.node_name import node_name
 from holdfast.control.attempts import attempt_numbers
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.launches import launch_to_repeat
+from holdfast.control.launches import LaunchRecord, launch_to_repeat
 from holdfast.control.operator import budget_reset
 from holdfast.errors import ControlError, UsageError
+from holdfast.health.mounts import why_not_first
 from holdfast.journal.events import Line, SaveStarted
 from holdfast.journal.render import condense, printable, render
 from holdfast.observe.status import Status, look
+from holdfast.policy.capacity import Cluster
 from holdfast.policy.readiness import (
+    Drain,
     capacity,
     command,
     nodes_to_drain,
@@ -35,7 +42,7 @@ from holdfast.policy.readiness import (
 from holdfast.policy.runbook import LIVE, Finding, classify, exit_code, side_of, trigger
 from holdfast.policy.rungs import FRESH, REFUSED, rung_findings
 from holdfast.recover import scheduler
-from holdfast.recover.command import command_of
+from holdfast.recover.command import command_of, settings_of
 from holdfast.recover.facts import cluster_of, facts_of, suspected
 from holdfast.recover.journalled import recent_lines
 from holdfast.recover.places import looked_at, storage_facts, try_places
@@ -47,12 +54,17 @@ ATTEMPTS = 3
 """Whose journals are read."""
 
 
-def open_run(path: Path) -> ControlDirectory:
-    """The run in a directory; says precisely what is there instead."""
+def open_run(path: Path) -> ControlDirectory | None:
+    """The run in a directory, None if only checkpoints lie there; says precisely what is there instead."""
     return looked_at(path, lambda: _opened(path))
 
 
-def _opened(path: Path) -> ControlDirectory:
+def _opened(path: Path) -> ControlDirectory | None:
+    if is_plain_root(path):
+        return run_of_root(path)
+    lost = "" if (path / "run.json").exists() or path.is_file() else why_not_first(path)
+    if lost and (not path.exists() or not os.listdir(path)):
+        raise ControlError(f"there is no run in {path}, and this is no first start: {lost}")
     if not path.exists():
         raise UsageError(f"there is no directory {path}. Give the run's directory (run.dir, --run-dir)")
     if not path.is_dir():
@@ -60,9 +72,9 @@ def _opened(path: Path) -> ControlDirectory:
     if not (path / "run.json").exists():
         names = os.listdir(path)
         if not names:
-            what = "is empty: no run was ever started there, so there is nothing to recover"
+            what = "is empty: nothing in it tells of a run, so there is nothing to recover from"
         else:
-            what = "is not a run's directory: it has no run.json"
+            what = "is not a run's directory: it has no run.json, and no checkpoints lie in it"
         raise UsageError(f"{path} {what}. Give the run's directory (run.dir, --run-dir)")
     return ControlDirectory.open(path)
 
@@ -75,9 +87,10 @@ def examine(
     given: Sequence[str] = (),
     ranks: int | None = None,
     quick: bool = False,
+    starts_here: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Every stage, in the order of the runbook."""
+    """Every stage, in the order of the runbook. `starts_here`: the command is to be run on this machine."""
     status = look(control)
     lines = recent_lines(control, attempt_numbers(control)[-ATTEMPTS:])
     facts = facts_of(control, status, lines)
@@ -97,12 +110,9 @@ def examine(
         report.answer = _answer(report, status)
         return report
     started = launch_to_repeat(control, node=node_name())
-    cluster = cluster_of(control, started)
-    drains, nodes = nodes_to_drain(suspected(control, lines, budget_reset(control) or 0), cluster)
-    report.drains = drains
-    out = {one.node for one in cluster.excluded if one.device is None}
-    out |= {one.node for one in drains if one.device is None}
-    findings += [nodes, capacity(cluster, drains, scheduler.offered_nodes(started, out))]
+    staffed = _staffed(control, lines, started, given, starts_here=starts_here)
+    cluster, report.drains = staffed.cluster, staffed.drains
+    findings += [staffed.nodes, staffed.capacity]
     repeats = started is not None and not given
     memory, kept = try_places(control.path, root.absolute() if root is not None else checkpoint_root(control))
     found = None
@@ -118,10 +128,13 @@ def examine(
         )
     report.resolution = found
     findings.append(
-        storage(storage_facts(memory, kept, found), found.storage_alarm if found is not None else [])
+        storage(
+            storage_facts(memory, kept, found, begun=_begun(control)),
+            found.storage_alarm if found is not None else [],
+        )
     )
     findings += rung_findings(found)
-    report.command = command_of(started, given, nodes_to_start_with(cluster, drains))
+    report.command = command_of(started, given, nodes_to_start_with(cluster, report.drains))
     if found is not None and found.chosen not in (FRESH, REFUSED):
         wanted = ranks if ranks is not None or report.command is None else report.command.world
         findings.append(world(found.world, wanted, shared=_shared(found)))
@@ -130,6 +143,50 @@ def examine(
     report.exit_code = exit_code(findings)
     report.answer = _answer(report, status)
     return report
+
+
+class _Staffed(NamedTuple):
+    cluster: Cluster
+    drains: list[Drain]
+    nodes: Finding
+    capacity: Finding
+
+
+def _staffed(
+    control: ControlDirectory,
+    lines: list[Line],
+    started: LaunchRecord | None,
+    given: Sequence[str],
+    *,
+    starts_here: bool,
+) -> _Staffed:
+    """Which nodes there are, which of them are to be drained, and whether the rest suffices.
+
+    This machine counts where the command would be run on it: always for a run of one node, unless its
+    scheduler says where it runs. A login node from which others are looked at is no node of theirs.
+    """
+    named = settings_of(started, given).launch.node_name
+    here = "" if scheduler.must_be_submitted(started) and not given else node_name(named)
+    cluster = cluster_of(control, started, here)
+    if not starts_here and max(cluster.max_nodes, cluster.min_nodes, len(cluster.nodes)) > 1:
+        cluster = msgspec.structs.replace(cluster, spares=[])
+    drains, nodes = nodes_to_drain(suspected(control, lines, budget_reset(control) or 0), cluster)
+    out = {one.node for one in cluster.excluded if one.device is None}
+    out |= {one.node for one in drains if one.device is None}
+    enough = capacity(cluster, drains, scheduler.offered_nodes(started, out))
+    return _Staffed(cluster, drains, nodes, enough)
+
+
+def capacity_now(control: ControlDirectory, given: Sequence[str]) -> Finding:
+    """Whether there are nodes enough to start it here by now."""
+    lines = recent_lines(control, attempt_numbers(control)[-ATTEMPTS:])
+    started = launch_to_repeat(control, node=node_name())
+    return _staffed(control, lines, started, given, starts_here=True).capacity
+
+
+def _begun(control: ControlDirectory) -> bool:
+    """Whether a rank has ever begun to train, from a checkpoint or from nothing."""
+    return any((control.attempt(number) / "head.json").exists() for number in attempt_numbers(control))
 
 
 def _shared(found: Resolution) -> bool | None:

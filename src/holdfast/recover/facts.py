@@ -71,6 +71,7 @@ def facts_of(control: ControlDirectory, status: Status, lines: list[Line]) -> Fa
         saved_step=status.save.step if status.save is not None else None,
         action=decided.action if decided is not None else "",
         decided_code=decided.exit_code if decided is not None else 0,
+        verdict=decided.verdict if decided is not None else "",
         reason=printable(decided.reason) if decided is not None else "",
         grounds=[printable(line) for line in decided.evidence[:SHOWN]] if decided is not None else [],
         failures=told,
@@ -147,8 +148,11 @@ def _readmitted_at(readmitted: Mapping[str, float], node: str, device: str = "")
     return max(readmitted.get(node, 0.0), readmitted.get(as_told, 0.0))
 
 
-def cluster_of(control: ControlDirectory, started: LaunchRecord | None) -> Cluster:
-    """The nodes that took part of late, what is kept out, and how many are needed."""
+def cluster_of(control: ControlDirectory, started: LaunchRecord | None, here: str = "") -> Cluster:
+    """The nodes that took part of late, what is kept out, and how many are needed.
+
+    `here`: the node that the command would start on, which can take the place of one that is out.
+    """
     numbers = attempt_numbers(control)[-REMEMBERED:]
     records = [read_record(control.attempt(one) / "attempt.json", AttemptRecord) for one in numbers]
     nodes = [node for record in reversed(records) if record is not None for node in record.nodes]
@@ -158,6 +162,7 @@ def cluster_of(control: ControlDirectory, started: LaunchRecord | None) -> Clust
     high = started.max_nodes if started is not None else 0
     return Cluster(
         nodes=list(dict.fromkeys(nodes)),
+        spares=[here] if here and here not in nodes else [],
         workers_per_node=max(1, started.workers_per_node) if started is not None else 1,
         min_nodes=low,
         max_nodes=high,

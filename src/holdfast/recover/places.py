@@ -81,8 +81,13 @@ def looked_at(path: Path, look: Callable[[], T]) -> T:
     raise ControlError(f"{path}: {_hangs()}. Look at its server and the mount, then try again")
 
 
-def storage_facts(memory: Place, root: Place, found: Resolution | None) -> list[StorageFacts]:
-    """As the runbook judges it: the checkpoints' place, unless nothing was ever kept, and the run's own."""
+def storage_facts(
+    memory: Place, root: Place, found: Resolution | None, *, begun: bool = False
+) -> list[StorageFacts]:
+    """As the runbook judges it: the checkpoints' place, unless nobody ever began with one, and the run's.
+
+    `begun`: a rank has begun, so the root was there, and marked.
+    """
     own = StorageFacts(
         place=str(memory.path),
         what="the run's memory",
@@ -91,12 +96,12 @@ def storage_facts(memory: Place, root: Place, found: Resolution | None) -> list[
         code=int(ExitCode.CONTROL_UNUSABLE),
     )
     kept = found.candidates if found is not None else []
-    if not root.there and not root.hangs and not kept:
+    if not root.there and not root.hangs and not kept and not begun:
         return [own]  # a start creates it
     problem = root.problem
     if not root.hangs and not root.there:
         problem = "there is no such directory; is its file system mounted?"
-    elif kept and root.marked is False:
+    elif (kept or begun) and root.marked is False:
         problem = "is not the directory that they were saved to; is its file system mounted?"
     needed = max((row.bytes for row in kept), default=0)
     checkpoints = StorageFacts(

@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 def rows(report: Report) -> Iterator[Row]:
     """The stages, as a terminal shows them."""
-    yield Row("", "", f"run {report.run} in {report.run_dir}")
+    yield Row("", "", f"run {report.run} in {report.run_dir}" if report.run else f"no run; {report.run_dir}")
     for finding in report.findings:
         yield from _finding(finding)
 
@@ -70,7 +70,7 @@ def verdict(report: Report) -> str:
 def markdown(report: Report) -> str:
     """A record fit for an incident ticket: summary, evidence, actions, resume check, timeline."""
     parts = [
-        f"# Recovery of run {report.run}",
+        f"# Recovery of run {report.run}" if report.run else f"# Recovery from {_cell(report.run_dir)}",
         "",
         *_summary(report),
         "",

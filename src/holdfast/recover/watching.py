@@ -19,7 +19,7 @@ from holdfast.journal.events import (
     SaveCommitted,
 )
 from holdfast.journal.reader import JournalReader
-from holdfast.policy.resume_check import Before, Point, Since, judge
+from holdfast.policy.resume_check import BAND, Before, Point, Since, judge
 from holdfast.recover.before import before_resume, manifest_of
 from holdfast.recover.journalled import steps_told
 
@@ -27,12 +27,26 @@ from holdfast.recover.journalled import steps_told
 class ResumeWatch:
     """One resume: that of the first attempt after number `after` in which a rank resumes."""
 
-    def __init__(self, control: ControlDirectory, root: Path, *, after: int, expected: str | None) -> None:
-        """`expected`: the checkpoint that was foretold, empty for a fresh start; None takes what is used."""
+    def __init__(
+        self,
+        control: ControlDirectory,
+        root: Path,
+        *,
+        after: int,
+        expected: str | None,
+        band: float = BAND,
+        mtbf_hours: float = 0.0,
+    ) -> None:
+        """`expected`: the checkpoint that was foretold, empty for a fresh start; None takes what is used.
+
+        `band`: by how much longer a step may take than before; `mtbf_hours`: as given, 0 if it was not.
+        """
         self._control = control
         self._root = root
         self._after = after
         self._expected = expected
+        self._band = band
+        self._mtbf_hours = mtbf_hours
         self._reader = JournalReader(control.journal, since=after + 1)
         self._attempt = 0
         """The attempt that is watched; 0 if none has resumed yet."""
@@ -66,13 +80,20 @@ class ResumeWatch:
 
     def points(self) -> list[Point]:
         """Whether the resume was correct, as far as that is known by now."""
-        return judge(self._before(), self._since())
+        return judge(self._before(), self._since(), band=self._band)
 
     def _before(self) -> Before:
         used = (self._resumed.checkpoint or "") if self._resumed is not None else ""
         expected = self._expected if self._expected is not None else used
         up_to = self._attempt - 1 if self._attempt else self._after
-        return before_resume(self._control, self._root, expected, attempts=up_to, world=self._world)
+        return before_resume(
+            self._control,
+            self._root,
+            expected,
+            attempts=up_to,
+            world=self._world,
+            mtbf_hours=self._mtbf_hours,
+        )
 
     def _since(self) -> Since:
         if self._resumed is None:
