@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.state import Tracked
-from holdfast.worker.slots import Slot, gradient_slots, local_part
+from holdfast.worker.slots import Slot, before_steps, gradient_slots, local_part
 
 
 class Dropping:
@@ -29,7 +29,7 @@ class Dropping:
         """Whether the present step was dropped."""
         self.stepped = False
         """Whether an optimizer was stepped since this was last set to False."""
-        self._hooks = [one.register_step_pre_hook(self._before_step) for one in tracked.optimizers()]
+        self._hooks = before_steps(tracked.optimizers(), self._before_step)
 
     def close(self) -> None:
         for hook in self._hooks:
