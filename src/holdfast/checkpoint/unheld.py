@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -182,7 +183,7 @@ def _left_out(tracked: Tracked, versions: Mapping[int, int]) -> list[tuple[str, 
 
 def _is_lazy(parameter: torch.Tensor) -> bool:
     """Whether it has no shape yet, and so no value."""
-    return isinstance(parameter, nn.parameter.UninitializedTensorMixin)
+    return isinstance(parameter, UninitializedTensorMixin)
 
 
 def _place(tensor: torch.Tensor) -> int:
