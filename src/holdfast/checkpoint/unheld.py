@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -42,7 +42,7 @@ def strangers(tracked: Tracked) -> list[tuple[str, torch.Tensor]]:
         for name, optimizer in tracked.named_optimizers()
         for number, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
-        if parameter.requires_grad and id(parameter) not in known and not _is_lazy(parameter)
+        if parameter.requires_grad and id(parameter) not in known and not is_lazy(parameter)
     ]
 
 
@@ -158,7 +158,7 @@ def versions_of(tracked: Tracked) -> dict[int, int]:
         for optimizer in tracked.optimizers()
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if not _is_lazy(parameter) and not parameter.is_inference()
+        if not is_lazy(parameter) and not parameter.is_inference()
     }
 
 
@@ -176,14 +176,9 @@ def _left_out(tracked: Tracked, versions: Mapping[int, int]) -> list[tuple[str, 
         for name, model in tracked.models()
         for key, parameter in model.named_parameters()
         if parameter.requires_grad
-        and not _is_lazy(parameter)
+        and not is_lazy(parameter)
         and now.get(id(parameter)) != versions.get(id(parameter))
     ]
-
-
-def _is_lazy(parameter: torch.Tensor) -> bool:
-    """Whether it has no shape yet, and so no value."""
-    return isinstance(parameter, UninitializedTensorMixin)
 
 
 def _place(tensor: torch.Tensor) -> int:
