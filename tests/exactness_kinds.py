@@ -825,6 +825,13 @@ for _name, _schedule in {
     kind(_name)(with_schedule(_schedule))
 
 
+@kind("a schedule that is not tracked", outcome="not seen")
+def untracked_schedule(place: Place) -> Parts:
+    model = mlp().to(place.device)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return parts(model, optimizer, after=lrs.CosineAnnealingLR(optimizer, 7).step)
+
+
 @kind("ReduceLROnPlateau")
 def plateau(place: Place) -> Parts:
     model = mlp().to(place.device)
