@@ -32,14 +32,20 @@ TOLD = 4
 
 
 def strangers(tracked: Tracked) -> list[tuple[str, torch.Tensor]]:
-    """Parameters that a tracked optimizer trains and no tracked model has, with words for each."""
+    """Parameters that a tracked optimizer trains and no tracked model has, with words for each.
+
+    Of what was just collected: this is asked at every save.
+    """
+    loose = tracked.loose_optimizers()
+    if not loose:
+        return []
     known = {id(parameter) for _, model in tracked.models() for parameter in model.parameters()}
     return [
         (
             f"track({name}=…): parameter {place} of group {number}, of shape {tuple(parameter.shape)},",
             parameter,
         )
-        for name, optimizer in tracked.named_optimizers()
+        for name, optimizer in loose
         for number, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
         if parameter.requires_grad and id(parameter) not in known and not is_lazy(parameter)
