@@ -612,10 +612,58 @@ class Counted(nn.Module):
         return self.net(x) * (1 + 1 / self.calls)
 
 
+@kind(
+    "a parameter of the loss, in the optimizer and in nothing that is tracked",
+    outcome="refused",
+    words="is trained, and nothing that is tracked brings its value back",
+)
+def stray(place: Place) -> Parts:
+    model = mlp().to(place.device)
+    scale = nn.Parameter(torch.ones((), device=place.device))
+    optimizer = optim.AdamW([*model.parameters(), scale], lr=1e-2)
+    return parts(model, optimizer, loss=lambda x: loss_of(model, x) * scale.exp() - scale)
+
+
+@kind(
+    "a model whose state_dict leaves out what is trained",
+    outcome="refused",
+    words="which its state_dict leaves out, is trained",
+)
+def filtered(place: Place) -> Parts:
+    model = Filtered().to(place.device)
+    return parts(model, optim.SGD(model.parameters(), lr=1e-2))
+
+
+class Filtered(nn.Sequential):
+    """Gives away its last layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__(*mlp())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        whole = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in whole.items() if name.startswith("3.")}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
 @kind("a number that changes, as a plain attribute of a module", outcome="not seen")
 def counted(place: Place) -> Parts:
     model = Counted().to(place.device)
     return parts(model, optim.AdamW(model.parameters(), lr=1e-2))
+
+
+@kind(
+    "a second optimizer, not tracked",
+    outcome="refused",
+    words="an optimizer that is not tracked (AdamW) steps parameters that the run tracks",
+)
+def untracked_optimizer(place: Place) -> Parts:
+    model = mlp().to(place.device)
+    other = optim.AdamW(model[3].parameters(), lr=1e-2)
+    optimizer = optim.AdamW(model[0].parameters(), lr=1e-2)
+    return parts(model, optimizer, after=lambda: (other.step(), other.zero_grad())[0])
 
 
 # --- what changes during training ---------------------------------------------------------------------------
@@ -775,6 +823,13 @@ for _name, _schedule in {
     "LambdaLR of an object": lambda o: lrs.LambdaLR(o, Warm()),
 }.items():
     kind(_name)(with_schedule(_schedule))
+
+
+@kind("a schedule that is not tracked", outcome="not seen")
+def untracked_schedule(place: Place) -> Parts:
+    model = mlp().to(place.device)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return parts(model, optimizer, after=lrs.CosineAnnealingLR(optimizer, 7).step)
 
 
 @kind("ReduceLROnPlateau")

@@ -207,6 +207,20 @@ class Chunks(Sampler[int]):
             yield from torch.randint(SAMPLES, (5,)).tolist()
 
 
+class Turning(Sampler[int]):
+    """Begins each epoch a few samples further; its order is a list that it holds."""
+
+    def __init__(self) -> None:
+        self.order = list(range(SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.order = [*self.order[5:], *self.order[:5]]
+        return iter(list(self.order))
+
+
 class ByEpoch(Sampler[int]):
     """A sampler of somebody's own, whose epoch cannot be read."""
 
@@ -470,6 +484,7 @@ CASES: dict[str, Case] = {
     ),
     "dataset with generators": of(lambda: loader(OwnGenerators(), shuffle=True)),
     "dataset with counters": of(lambda: loader(Counting(), shuffle=True)),
+    "sampler that turns its order": of(lambda: loader(sampler=Turning())),
     "other length in each epoch": of(lambda: loader(Lengthening(), shuffle=True), script=lengthened),
     "workers": simple(shuffle=True, **WORKERS),
     "workers, generator": of(lambda: loader(shuffle=True, generator=generator(), **WORKERS)),

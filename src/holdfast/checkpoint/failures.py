@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from holdfast.checkpoint.identity import CheckpointName
@@ -124,3 +125,24 @@ def _ranks(ranks: Sequence[int]) -> str:
 def save_failed(told: str) -> SaveFailedError:
     """The error for a save that failed like this, as told by another process."""
     return SaveStorageError(told) if names_storage_trouble(told) else SaveFailedError(told)
+
+
+def needs_more_than_a_fork(error: BaseException | None) -> bool:
+    """Pure: whether a load may have failed only for want of what a fork does not have.
+
+    That is a device, the trainer's sockets and open files, its threads, and with them its process groups.
+    """
+    while error is not None:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        text = str(error).lower()
+        if (
+            isinstance(error, OSError | EOFError | torch.distributed.DistError)
+            or "AcceleratorError" in kinds
+            or (isinstance(error, RuntimeError) and any(word in text for word in _OF_MORE_THAN_A_FORK))
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+_OF_MORE_THAN_A_FORK = ("cuda", "hip error", "gloo", "nccl", "process group", "connection", "thread")

@@ -33,6 +33,8 @@ class Mapping(NamedTuple):
     private: bool
     """Private and no file's: what a fork freezes, as far as that can be told here."""
     path: str
+    shared: bool = False
+    """What a child writes there, its parent reads."""
 
 
 class Frozen:
@@ -53,6 +55,15 @@ class Frozen:
                 return False
             start, at = mapping.end, at + 1
         return True
+
+    def shares(self, start: int, end: int) -> bool:
+        """Whether some byte of a range would be the same memory in a child: what it writes, all read."""
+        at = max(0, bisect.bisect_right(self._starts, start) - 1)
+        while at < len(self._mappings) and self._mappings[at].start < end:
+            if self._mappings[at].shared and start < self._mappings[at].end:
+                return True
+            at += 1
+        return False
 
     @property
     def device(self) -> str:
@@ -76,7 +87,7 @@ def _mapping(line: bytes) -> Mapping:
     start, _, end = fields[0].partition(b"-")
     path = os.fsdecode(fields[5]) if len(fields) > 5 else ""
     private = fields[1][3:4] == b"p" and int(fields[4]) == 0
-    return Mapping(int(start, 16), int(end, 16), private, path)
+    return Mapping(int(start, 16), int(end, 16), private, path, fields[1][3:4] == b"s")
 
 
 def read(path: str) -> bytes:

@@ -198,6 +198,9 @@ class GradientState:
         self._now: dict[int, torch.optim.Optimizer] = {}
         """Optimizers that have stepped since the last boundary; and in the step before it."""
         self._before: dict[int, torch.optim.Optimizer] = {}
+        self._once: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that are not tracked and have stepped in some step; and those that did so in several."""
+        self._often: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._doubts: list[str] = []
         self._told: set[str] = set()
@@ -229,6 +232,7 @@ class GradientState:
         self._in_step = False
         self._steps += 1
         self._before, self._now = self._now, {}
+        self._note_untracked()
         for watch in list(self._watches.values()):
             self._settle(watch)
         glances, self._glances = self._glances, []
@@ -243,6 +247,19 @@ class GradientState:
                         self._looked_at.add(id(place.parameter))
                     else:
                         self._watch(place)
+
+    def untracked(self) -> list[torch.optim.Optimizer]:
+        """Optimizers that are not tracked and have stepped in several steps, so that they live on.
+
+        One that is made anew in each step, as for the inner loop of meta-learning, takes nothing along.
+        """
+        return list(self._often)
+
+    def _note_untracked(self) -> None:
+        ours = {id(one) for one in self._tracked.optimizers()}
+        for one in self._before.values():
+            if id(one) not in ours:
+                (self._often if one in self._once else self._once).add(one)
 
     def take_doubts(self) -> list[str]:
         """What there is to tell; told once."""

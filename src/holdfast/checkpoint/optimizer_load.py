@@ -251,6 +251,8 @@ class _Loading:
             entry, found = entries[number], optimizer.state.get(parameter)
             if (number, None) in made:
                 continue
+            if isinstance(entry, dict) and found is None and all((number, key) in made for key in entry):
+                continue  # it is another optimizer's, whose state this one's state_dict gives as its own
             if not isinstance(entry, dict) or not isinstance(found, dict):
                 if not _is_same(entry, found):
                     optimizer.state[parameter] = entry

@@ -45,11 +45,22 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint import fork_child, frozen_memory
 from holdfast.checkpoint.adapters import flatten
-from holdfast.checkpoint.failures import FAILURES
+from holdfast.checkpoint.failures import FAILURES, needs_more_than_a_fork
 from holdfast.checkpoint.fork_stage import REAP_PATIENCE, quiet
 from holdfast.checkpoint.manifest import Proof
-from holdfast.checkpoint.roundtrip import MISSING, PLAIN, at_path, changes, named, same_bits, shown
+from holdfast.checkpoint.roundtrip import (
+    MISSING,
+    PLAIN,
+    at_path,
+    changes,
+    named,
+    same_bits,
+    same_memory,
+    scramble,
+    shown,
+)
 from holdfast.checkpoint.state import Tracked, check_parts, check_strict, from_blob, to_blob
+from holdfast.checkpoint.unheld import Unheld, versions_of
 from holdfast.errors import IncompleteStateError
 from holdfast.torch_internals import local_part
 
@@ -119,6 +130,7 @@ class Initial:
         """An object's attributes; copies of the plain ones; the names of all."""
         self._groups: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
         self._seen: set[int] = set()
+        self.versions = versions_of(tracked)
         for _, thing in tracked.items():
             if isinstance(thing, nn.Module):
                 for module in thing.modules():
@@ -322,10 +334,13 @@ class _Proof:
 
     def _load(self, saved: dict[str, Any]) -> None:
         values = self._take_values()
+        complete = len(values) == len(self._stored)
+        unheld = Unheld(self._tracked, self._stored, self._subject.initial.versions, all_by_value=complete)
         self._stand_in_for_devices()
         self._subject.initial.put_back()
         for name in values:
-            _scramble(local_part(self._stored[name]))
+            scramble(local_part(self._stored[name]))
+        unheld.spoil()
         before = self._collected()
         given = from_blob(self._subject.blob)["tracked"]
         metadata = self._subject.metadata()  # if this fails it is ours, and nothing is proven or blamed
@@ -359,6 +374,8 @@ class _Proof:
             self._compare_others(
                 name, saved["tracked"].get(name), others.get(name), before.get(name, MISSING)
             )
+        self._errors += unheld.errors()
+        self._doubts += unheld.doubts()
 
     def _apply(self, targets: dict[str, Any], given: dict[str, Any]) -> bool:
         for name in self._tracked.names():
@@ -463,7 +480,7 @@ class _Proof:
                         f"track({part}=…): {name} has other values after a load than were stored. Its "
                         f"load_state_dict does not put them in place. {CURE}"
                     )
-            elif not _same_memory(local_part(read[name]), local_part(there)):
+            elif not same_memory(local_part(read[name]), local_part(there)):
                 self._lower(part, STRUCTURE)
         for name in found.keys() - self._stored.keys():
             part = _part_of(name)
@@ -503,40 +520,6 @@ def _part_of(name: str) -> str:
 def _told(error: BaseException) -> str:
     text = " ".join(str(error).split())[:600]
     return text if isinstance(error, IncompleteStateError) else f"{type(error).__name__}: {text}"
-
-
-def _scramble(tensor: torch.Tensor) -> None:
-    """Other bits, whatever it is; so that a load which does not write here is seen."""
-    if tensor.is_contiguous():
-        flat = tensor.reshape(-1).view(torch.uint8)
-        torch.bitwise_not(flat, out=flat)
-    else:
-        tensor.copy_(torch.where(tensor == 0, torch.ones_like(tensor), torch.zeros_like(tensor)))
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
-
-
-def needs_more_than_a_fork(error: BaseException | None) -> bool:
-    """Pure: whether a load may have failed only for want of what a fork does not have.
-
-    That is a device, the trainer's sockets and open files, its threads, and with them its process groups.
-    """
-    while error is not None:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        text = str(error).lower()
-        if (
-            isinstance(error, OSError | EOFError | torch.distributed.DistError)
-            or "AcceleratorError" in kinds
-            or (isinstance(error, RuntimeError) and any(word in text for word in _OF_MORE_THAN_A_FORK))
-        ):
-            return True
-        error = error.__cause__
-    return False
-
-
-_OF_MORE_THAN_A_FORK = ("cuda", "hip error", "gloo", "nccl", "process group", "connection", "thread")
 
 
 def weaker(a: str, b: str) -> str:
@@ -592,7 +575,7 @@ def _keep_only(report: int) -> None:
 def prove(subject: Subject) -> Report:
     """Fork, wait, at most DEADLINE seconds, and say what was found. Raises nothing of its own."""
     try:
-        if why := _cannot_fork():
+        if why := _cannot_fork(subject):
             return Report(why_not=why)
         reading, report = os.pipe()
     except OSError as error:
@@ -617,10 +600,17 @@ def prove(subject: Subject) -> Report:
                 os.close(descriptor)
 
 
-def _cannot_fork() -> str:
-    mapped = frozen_memory.frozen().device
+def _cannot_fork(subject: Subject) -> str:
+    frozen = frozen_memory.frozen()
+    mapped = frozen.device
     if mapped.startswith("/dev/infiniband"):
         return f"this process has memory of a network adapter mapped ({mapped}), and is not forked"
+    for name, tensor in flatten(subject.tensors).items():
+        memory = local_part(tensor).untyped_storage()
+        if memory.device.type == "cpu" and memory.nbytes():
+            start = memory.data_ptr()
+            if frozen.shares(start, start + memory.nbytes()):
+                return f"{name} lies in memory that is shared between processes, and a fork would write there"
     return ""
 
 

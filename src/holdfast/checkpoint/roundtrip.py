@@ -68,6 +68,19 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
+def scramble(tensor: torch.Tensor) -> None:
+    """Other bits, whatever it is; so that a load which does not write here is seen."""
+    if tensor.is_contiguous():
+        flat = tensor.reshape(-1).view(torch.uint8)
+        torch.bitwise_not(flat, out=flat)
+    else:
+        tensor.copy_(torch.where(tensor == 0, torch.ones_like(tensor), torch.zeros_like(tensor)))
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+
+
 # --- what came back of what was saved -----------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.proof import Initial, Report, Subject, merge, prove
 from holdfast.checkpoint.sharing import term
 from holdfast.checkpoint.state import OWN, Tracked, rank_key, to_blob
+from holdfast.checkpoint.unheld import in_question
 from holdfast.checkpoint.writer import plain
 from holdfast.control.exchange import add_up, share
 from holdfast.control.group import Group
@@ -114,6 +115,8 @@ class Snapshotter:
         self._proven: dict[str, Report] = {}
         """What this rank found, by the structure that it was found of; one at most."""
         self._proven_plan = 0
+        self._in_question: frozenset[int] = frozenset()
+        """What the last proof was about besides the tracked objects."""
         self.cramped = False
         """Whether, at the last `take`, some rank had no room for a local copy; the same on every rank."""
 
@@ -178,7 +181,7 @@ class Snapshotter:
                     prepare(name)
                 collected = self._collect(tracked, own, step)
                 plan = self._plan
-                replan = plan is None or plan.signature != collected.signature
+                replan = plan is None or plan.signature != collected.signature or self._has_more(tracked)
                 if plan is not None and not replan:
                     content = term(plan.sharings, self._group.rank, collected.digests)
                     tensors = _tensors(collected.planner, plan)
@@ -219,7 +222,8 @@ class Snapshotter:
         if self._initial is None:
             return
         first = self._proven_plan == 0
-        structure = structure_of(collected.planner)
+        self._in_question = in_question(tracked)
+        structure = f"{structure_of(collected.planner)} {sorted(self._in_question)}"
         mine = self._proven.get(structure)
         if mine is None:
             subject = Subject(
@@ -246,6 +250,10 @@ class Snapshotter:
             self._doubts.append(
                 f"{name} is saved without a proof that this run could resume from it: {self._proof.why_not}"
             )
+
+    def _has_more(self, tracked: Tracked) -> bool:
+        """Whether another proof is due, though what is stored has the same structure."""
+        return self._initial is not None and not in_question(tracked) <= self._in_question
 
     @uncollected()
     def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]], step: int | None) -> _Collected:

@@ -106,6 +106,12 @@ class Tracked:
             (name, thing) for name, thing in self._objects.items() if isinstance(thing, torch.optim.Optimizer)
         ]
 
+    def loose_optimizers(self) -> list[tuple[str, torch.optim.Optimizer]]:
+        """Those whose parameters were not all of one tracked model at the last `collect`."""
+        return [
+            (name, one) for name, one in self.named_optimizers() if self._last_kinds.get(name) == "object"
+        ]
+
     def models(self) -> list[tuple[str, nn.Module]]:
         """The tracked models, by name."""
         return [(name, thing) for name, thing in self._objects.items() if isinstance(thing, nn.Module)]

@@ -17,7 +17,7 @@ import torch
 
 from holdfast.checkpoint.state import Tracked
 from holdfast.torch_internals import local_part, scaler_findings
-from holdfast.worker.slots import Slot, gradient_slots
+from holdfast.worker.slots import Slot, before_steps, gradient_slots
 
 
 class Dropping:
@@ -30,7 +30,7 @@ class Dropping:
         """Whether the present step was dropped."""
         self.stepped = False
         """Whether an optimizer was stepped since this was last set to False."""
-        self._hooks = [one.register_step_pre_hook(self._before_step) for one in tracked.optimizers()]
+        self._hooks = before_steps(tracked.optimizers(), self._before_step)
 
     def close(self) -> None:
         for hook in self._hooks:

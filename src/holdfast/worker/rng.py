@@ -239,7 +239,9 @@ class Kept:
     """What a loader keeps in itself that decides what comes next: its generators, and its numbers.
 
     Numbers are those that datasets and samplers hold as attributes (an epoch, a position, a count): they are
-    part of the state if they have changed since this was made. Whatever else such objects hold is theirs.
+    part of the state if they have changed since this was made. So are lists of numbers that a sampler holds,
+    as long as they are not too long: an order that it turns from epoch to epoch. Whatever else such objects
+    hold is theirs.
     With `own_states` so are the numbers of objects with a state_dict, because their loader sees to it.
     """
 
@@ -285,6 +287,8 @@ class Kept:
         thing = holder.thing
         if isinstance(value, int | float) and _shared_epoch(thing) is not None and name == "_epoch":
             thing.set_epoch(value)
+        elif isinstance(value, list) and isinstance(there := getattr(thing, name, None), list):
+            there[:] = value  # others may hold the same list
         elif isinstance(thing, dict):
             thing[name] = value
         elif hasattr(thing, "__dict__"):
@@ -293,8 +297,8 @@ class Kept:
             return False
         return True
 
-    def _numbers(self) -> dict[str, int | float]:
-        found: dict[str, int | float] = {}
+    def _numbers(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         for part in walk(self._root):
             thing = part.thing
             if part.called or not _counts(thing, self._root):
@@ -306,6 +310,8 @@ class Kept:
             for name, value in list(held.items()):
                 if type(value) in (int, float):
                     found[f"{here}{name}"] = value
+                elif isinstance(thing, Sampler) and _is_list_of_numbers(value):
+                    found[f"{here}{name}"] = list(value)
             if (epoch := _shared_epoch(thing)) is not None:
                 found[f"{here}_epoch"] = epoch
             # webdataset draws a seed when a pipeline is made, unless it is given one
@@ -315,6 +321,12 @@ class Kept:
 
 
 _NONE = object()
+LONGEST = 100_000
+"""Numbers in a list that is compared, and stored, as part of a data position."""
+
+
+def _is_list_of_numbers(value: object) -> bool:
+    return type(value) is list and len(value) <= LONGEST and all(type(one) in (int, float) for one in value)
 
 
 def _is_seed(path: str) -> bool:

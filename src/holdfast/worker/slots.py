@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.torch_internals import local_part, sharded_parameters
 
@@ -21,6 +23,34 @@ class Slot(NamedTuple):
 
     read: Callable[[], torch.Tensor | None]
     write: Callable[[torch.Tensor | None], None]
+
+
+StepHook = Callable[[torch.optim.Optimizer, Any, Any], None]
+
+
+def before_steps(optimizers: Sequence[torch.optim.Optimizer], call: StepHook) -> list[RemovableHandle]:
+    """Call this before each step of these optimizers.
+
+    One that was made without torch's constructor, around another one, takes no hooks: then that other one's
+    steps, which it makes for the same parameters, count as its own.
+    """
+    handles: list[RemovableHandle] = []
+    without: list[torch.optim.Optimizer] = []
+    for one in optimizers:
+        try:
+            handles.append(one.register_step_pre_hook(call))
+        except (AttributeError, TypeError):
+            without.append(one)
+    if not without:
+        return handles
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        theirs = {id(p) for one in without for group in one.param_groups for p in group["params"]}
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(optimizer is one for one in optimizers) and theirs & mine:
+            call(optimizer, args, kwargs)
+
+    return [*handles, register_optimizer_step_pre_hook(before)]
 
 
 def gradient_slots(models: Iterable[nn.Module]) -> list[Slot]:

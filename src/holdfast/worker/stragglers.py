@@ -21,7 +21,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from holdfast.control.group import Group
 from holdfast.errors import UsageError
@@ -40,6 +39,7 @@ from holdfast.policy.stragglers import ENOUGH_STEPS, Judge
 from holdfast.settings_straggler import StragglerSettings
 from holdfast.worker.gradient_mark import GradientMark
 from holdfast.worker.section_times import DeviceTimes, HostTimes, Section, Times
+from holdfast.worker.slots import before_steps
 from holdfast.worker.straggler_actions import TOLD, Actions, Fate
 from holdfast.worker.straggler_letters import letter_of, padded, read_letter
 from holdfast.worker.straggler_report import event_of, found_event, lines_of
@@ -97,7 +97,7 @@ class Stragglers:
         self._measuring = self._spoiled = False
         self._off = False
         self._failed: set[str] = set()
-        self._hooks: list[RemovableHandle] = [one.register_step_pre_hook(self._ready) for one in optimizers]
+        self._hooks = before_steps(list(optimizers), self._ready)
         self.finding: Finding | None = None
         """What the last report came to; on rank 0."""
 
