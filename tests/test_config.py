@@ -112,6 +112,9 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "slurm.preempt_time": (0.0, 0.5, 60.0, 300.0),
     "slurm.requeue": ("auto", "never", "auto", "never"),
     "health.gate": ("off", "warn", "refuse", "off"),
+    "health.command": ("", "/site/check --fast", "~/check", "$HOME/check | tail -1"),
+    "health.command_timeout": (0.5, 1.0, 60.0, 600.0),
+    "health.max_uncorrected_errors": (0, 1, 4, 999),
     "health.nccl_health_check_interval": (0, 1, 100, 999_999_999_999),
     "health.nccl_health_check_timeout": (0.5, 1.0, 10.0, 60.0),
     "straggler.enabled": (True, False, True, False),
@@ -312,7 +315,7 @@ WRONG_FOR: dict[str, tuple[object, ...]] = {
     "stop.stop_file": ("s3://bucket/stop",),
     "checkpoint.non_persistent_local_ckpt_dir": ("memory://x",),
 }
-RIGHT_FOR = {"launch.alert_command": ("~/run", "$HOME/run")}
+RIGHT_FOR = dict.fromkeys(("launch.alert_command", "health.command"), ("~/run", "$HOME/run"))
 """What a shell expands."""
 CASES = [
     (field, value)

@@ -595,12 +595,15 @@ def test_enable_ft_package_without_the_launcher_is_refused_and_found_under_its_o
         settings(enable_ft_package=wanted)
 
 
-LAUNCHERS_OWN = [key for key in FIELDS if key.startswith("launch.")] + ["health.gate"]
+LAUNCHERS_OWN = [key for key in FIELDS if key.startswith(("launch.", "health.gate", "health.command"))]
 
 
 @pytest.mark.parametrize("key", LAUNCHERS_OWN)
-def test_a_setting_of_the_launcher_itself_is_refused_where_it_would_do_nothing(key: str) -> None:
-    """By python and torchrun; in the environment, which a site may set for all, it is told."""
+def test_a_setting_of_the_launcher_itself_is_refused_where_it_would_do_nothing(
+    tmp_path: Path, key: str
+) -> None:
+    """By python and torchrun. In the environment, which a site may set for all, and in a file, which
+    `holdfast run` may be given another time, it is told."""
     field = FIELDS[key]
     of_kind: dict[type, object] = {int: 7, float: 7.0, str: "x:y", bool: False}
     special = {
@@ -614,10 +617,13 @@ def test_a_setting_of_the_launcher_itself_is_refused_where_it_would_do_nothing(k
     else:
         with pytest.raises(ConfigError, match=re.escape(f"{key} = ") + r".* \(keyword\)"):
             refuse_without_launcher(by_keyword)
-        (told,) = refuse_without_launcher(by_variable)
-        assert f"{key} = " in told
-        assert "https" not in told
-        assert "does nothing here: only `holdfast run` reads it" in told
+        file = tmp_path / "h.toml"
+        file.write_text(f"{key} = {msgspec.json.encode(value).decode()}\n")
+        for effective in (by_variable, load(file, environ={})):
+            (told,) = refuse_without_launcher(effective)
+            assert f"{key} = " in told
+            assert "https" not in told
+            assert "does nothing here: only `holdfast run` reads it" in told
     with pytest.raises(ConfigError, match="without knowing these settings"):
         refuse_unknown_to_launcher(by_keyword, "")
     refuse_unknown_to_launcher(by_variable, "")

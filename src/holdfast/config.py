@@ -47,6 +47,7 @@ from holdfast.settings_fields import (
     CKPT_FORMAT,
     FAILURE_CAUSES,
     FRESH_PARTS,
+    HEALTH_COMMAND,
     KEEP_LAST,
     LOCAL_DIR,
     LOCAL_TYPE,
@@ -105,6 +106,8 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:/|[^/]*://")
 """What begins like a URL; pathlib takes one of its slashes away."""
 
 
+_COMMANDS = (ALERT_COMMAND, HEALTH_COMMAND)
+"""For a shell, which expands what is for us to refuse elsewhere."""
 _SECTIONS = frozenset(field.section for field in FIELDS.values())
 
 
@@ -202,7 +205,7 @@ def _check_text(field: Field, value: str) -> None:
         raise _RefusedError("write http:// or https://, a host and a path, without spaces")
     if field.is_path and _URL.match(value):
         raise _RefusedError(_no_url(field))
-    if value.startswith(("~", "$")) and field.key != ALERT_COMMAND:  # a command is for a shell, which does
+    if value.startswith(("~", "$")) and field.key not in _COMMANDS:
         raise _RefusedError("~ and $NAME are not expanded: write it out, or put ./ before a real name")
     parse = {
         SECTION_TIMEOUTS: parse_section_timeouts,

@@ -23,6 +23,7 @@ KEEP_LAST = "checkpoint.keep_last"
 REMOTE_ROOT = "checkpoint.remote_root"
 NODE_NAME = "launch.node_name"
 ALERT_COMMAND = "launch.alert_command"
+HEALTH_COMMAND = "health.command"
 ALERT_URL = "launch.alert_url"
 ASSIGN = "inprocess.assign"
 FRESH_PARTS = "checkpoint.fresh_parts"
@@ -37,6 +38,7 @@ _TEXTS = {
     NODE_NAME: "text: a name, or empty",
     ASSIGN: "text: package.module:function, or empty",
     ALERT_COMMAND: "text: a command for /bin/sh, or empty",
+    HEALTH_COMMAND: "text: a command for /bin/sh, or empty",
     EXIT_SIGNAL: "text: signals as SIGTERM,SIGUSR1",
     ALERT_URL: "text: an http:// or https:// URL, or empty",
     FAILURE_CAUSES: "text: lines of a cause, a colon and a regular expression, or empty",

@@ -31,7 +31,7 @@ _NAMES = {
     "exiting": "monitor.rank_exit_timeout",
 }
 """Limits by the names they have in `Limits`."""
-_OF_LAUNCHER = ("launch.", "health.gate")
+_OF_LAUNCHER = ("launch.", "health.gate", "health.command", "health.max_uncorrected_errors")
 """What `holdfast run` reads, before there are ranks."""
 _READ_WITHOUT = frozenset({"launch.max_restarts", "launch.node_name"})
 """Of these, what a rank without the launcher goes by: its node's name, and its own bound of starts."""
@@ -143,13 +143,14 @@ def _watchdog(environ: Mapping[str, str]) -> Value | None:
 def refuse_without_launcher(effective: Effective, *, kept: bool = False) -> list[str]:
     """Settings that only `holdfast run` can honour, given to a script that it did not start, are an error.
 
-    Returns those of the launcher itself that stand in the environment, in words: a site may set them for all
-    that runs there. `kept`: the keeper of an in-process restart honours the initial limit.
+    Returns those of the launcher itself that stand in the environment or in a file, in words: a site may set
+    them for all that runs there, and one file may serve a script however it is started. `kept`: the keeper
+    of an in-process restart honours the initial limit.
     """
     honoured = {_NAMES["initial"]} if kept else set()
     given = [key for key in _given(effective, "monitor.") if key not in honoured]
     of_launcher = _given(effective, *_OF_LAUNCHER)
-    everywhere = [key for key in of_launcher if effective.sources[key].startswith("environment ")]
+    everywhere = [key for key in of_launcher if effective.sources[key].startswith(("environment ", "file "))]
     given += [key for key in of_launcher if key not in everywhere and key not in _READ_WITHOUT]
     if given:
         shown = "\n  ".join(_shown(effective, key) for key in given)

@@ -44,7 +44,7 @@ from holdfast.policy.network import (
 )
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 JOIN = 60.0
 """Seconds in which all nodes must have come: schedulers do not start them at the same moment."""
@@ -494,7 +494,7 @@ def _store(host: str, port: int, timeout: float) -> Store:
     """The store in which they meet; whoever has the address hosts it, and of several there the first."""
     from datetime import timedelta
 
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
     def opened(*, hosts: bool) -> TCPStore:
         return TCPStore(
@@ -579,7 +579,7 @@ def _reduce(store: Store, backend: str, rank: int, count: int) -> tuple[float, s
 
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import PrefixStore
 
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     try:
