@@ -6,7 +6,6 @@ Usable alone: `holdfast.check_gpus()`. Whatever a sick driver does happens in ch
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +14,7 @@ from holdfast.control.devices import VISIBLE, visible_devices
 from holdfast.health.gpu_child import AllComputed, Computed
 from holdfast.health.gpu_facts import CHILD, TIMEOUT, Gpu, Gpus, ask_gpus, names_of, present
 from holdfast.health.result import ask
+from holdfast.own_child import own_child
 from holdfast.policy.gpu_health import (
     judge_computed,
     judge_count,
@@ -75,7 +75,7 @@ def _judge(gpu: Gpu) -> list[CheckResult]:
 
 def check_compute(timeout: float = COMPUTE_TIMEOUT) -> list[CheckResult]:
     """A known answer and some memory on every visible device, in a child process."""
-    answer = ask([sys.executable, "-m", CHILD, "compute"], timeout)
+    answer = ask(own_child(CHILD, "compute"), timeout)
     name = "gpu compute"
     if answer.hung:
         return [judge_untried(name, f"no answer within {timeout:g} s", hung=True)]

@@ -31,6 +31,7 @@ from holdfast.inprocess.conductor import Conductor
 from holdfast.inprocess.keeper import SOCKET, Keeper, log_path, stamped
 from holdfast.inprocess.memory import Memory
 from holdfast.inprocess.messages import KEEPS, LEFT
+from holdfast.own_child import own_child
 from holdfast.settings_inprocess import InProcessSettings
 from holdfast.worker.beats import short_address
 
@@ -86,8 +87,7 @@ def start(duties: Duties) -> Started:
     """Start a keeper process, and wait until it listens. Raises HandedOverError."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        # -P: whatever lies in the directory that the script was started in must not be imported.
-        [sys.executable, "-P", "-m", MODULE, msgspec.json.encode(duties).decode()],
+        own_child(MODULE, msgspec.json.encode(duties).decode()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env=environment,
