@@ -2,8 +2,8 @@
 
 Guarantee: what lies in the current directory (an `xxhash.py` in somebody's project, or one that was planted
 there) is never imported by a child of ours. `python -m` alone puts that directory first on the path, and `-P`
-keeps it away. PYTHONPATH is kept: it is how an installation may be found, and its owner chose it. The training
-script's own processes keep the path that `python SCRIPT` gives them.
+keeps it away. PYTHONPATH is kept: it is how an installation may be found, and its owner chose it. A
+training script keeps the path that `python SCRIPT` gives it.
 """
 
 from __future__ import annotations
