@@ -69,6 +69,22 @@ def journal(
             raise
     if reader.unreadable:
         print(f"holdfast: skipped {reader.unreadable} unreadable journal lines", file=sys.stderr)
+    _insist_on_all(reader, run_dir)
+
+
+def _insist_on_all(reader: JournalReader, run_dir: Path) -> None:
+    """An empty journal and one that nobody lets us read are not the same."""
+    from holdfast.errors import ControlError
+    from holdfast.journal.render import printable
+
+    if not reader.unopened:
+        return
+    name, why = min(reader.unopened.items())
+    path = printable(str(run_dir / "journal" / name), 4096)
+    others = f", nor {len(reader.unopened) - 1} more" if len(reader.unopened) > 1 else ""
+    raise ControlError(
+        f"the journal is not shown as a whole: {path} cannot be read: {why}{others}. Check who may read it"
+    )
 
 
 def _filter(
@@ -146,6 +162,7 @@ def _report(reader: JournalReader, run_dir: Path, destination: Path) -> None:
     from holdfast.observe.report import write_report
 
     lines = reader.poll()
+    _insist_on_all(reader, run_dir)
     facts = [("Run directory", str(run_dir))]
     if reader.unreadable:
         facts.append(("Unreadable journal lines", str(reader.unreadable)))

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from holdfast.inprocess.keeper import SOCKET, Keeper, log_path, stamped
 from holdfast.inprocess.memory import Memory
 from holdfast.inprocess.messages import KEEPS, LEFT
 from holdfast.own_child import own_child
+from holdfast.removal import remove
 from holdfast.settings_inprocess import InProcessSettings
 from holdfast.worker.beats import short_address
 
@@ -114,20 +116,24 @@ def start(duties: Duties) -> Started:
 def sweep(path: Path) -> None:
     """Remove what a keeper process that was killed could not remove itself."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        channel.setblocking(False)  # anybody may have left a socket there that takes no more connections
         try:
             with short_address(path) as address:
                 channel.connect(address)
         except ConnectionRefusedError:
-            shutil.rmtree(path.parent, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(path.parent.parent, path.parent.name)
         except OSError:
-            pass  # it is removed already
+            pass  # it is removed already, or takes no more connections just now
 
 
 def sweep_stale() -> None:
     """The same for those whose members were killed with them; a keeper that just starts is left alone."""
     for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY}*/{SOCKET}"):
-        with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
-            if time.time() - path.parent.stat().st_mtime > STALE:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            info = path.parent.lstat()
+            ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
+            if ours and time.time() - info.st_mtime > STALE:
                 sweep(path)
 
 
