@@ -85,7 +85,7 @@ def remove(root: Path, *names: str) -> None:
         if os.path.lexists(path):  # somebody else removes it too, and was quicker with a part of it
             raise OSError(errno.EBUSY, "somebody else is removing it", str(path)) from error
     except OSError as error:  # named as seen from the directory it is in
-        if not os.path.isabs(error.filename or ""):
+        if not Path(error.filename or "").is_absolute():
             error.filename = str(root.joinpath(*names[:-1], error.filename or names[-1]))
         raise
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as Pending
@@ -38,6 +37,7 @@ from torch.futures import Future
 from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.identity import METADATA
 from holdfast.checkpoint.manifest import Chunk, Manifest, digest_bytes
+from holdfast.checkpoint.metadata import MetadataError, unpickle
 from holdfast.checkpoint.shards import SLICE, OpenShard, Shard, ShardFile
 from holdfast.checkpoint.writer import plain
 from holdfast.errors import CheckpointError
@@ -104,7 +104,10 @@ class VerifyingReader(FileSystemReader):
             found = digest_bytes(data)
             if found != entry.digest:
                 raise CheckpointError(f"altered {METADATA}: expected {entry.digest}, found {found}")
-            self._metadata = pickle.loads(data)
+            try:
+                self._metadata = unpickle(data)
+            except MetadataError as error:
+                raise CheckpointError(f"malformed {METADATA}: {error}") from error
         return self._metadata
 
     def expect(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from holdfast.control.attempts import attempt_numbers
 from holdfast.control.directory import ControlDirectory
 from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
-from holdfast.files import explain_os_error, replace_atomic
+from holdfast.files import check_output, explain_os_error, replace_atomic
 from holdfast.policy.resume_check import Agreement, is_correct
 from holdfast.policy.runbook import LIVE, Finding, Mark, Stage, why_not_started
 from holdfast.policy.rungs import FRESH
@@ -28,7 +28,7 @@ from holdfast.recover.acting import Started, drain
 from holdfast.recover.examine import ATTEMPTS, examine, timeline
 from holdfast.recover.journalled import recent_lines
 from holdfast.recover.report import Action, Report
-from holdfast.recover.text import Row, check_rows, markdown, rows, verdict
+from holdfast.recover.text import MARK, Row, check_rows, markdown, rows, verdict
 from holdfast.recover.watching import ResumeWatch
 
 LOOK = 0.5
@@ -45,6 +45,8 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 3600.0
     """Seconds for which a resume is watched."""
     record: Path | None = None
+    overwrite: bool = False
+    """Of the record: a file that is no earlier one may be replaced."""
     root: Path | None = None
     remote: str | None = None
     ranks: int | None = None
@@ -73,6 +75,7 @@ def conduct(
     control: ControlDirectory, wishes: Wishes, show: Show, ask: Ask, reading: Callable[[], Reading]
 ) -> Report:
     """Go through the runbook; the report's `exit_code` is what to end with."""
+    _check_record(wishes)  # before anything is started for which there would be no record
     with reading() as shown:
         report = examine(
             control,
@@ -196,10 +199,16 @@ def _watch_live(control: ControlDirectory, report: Report, wishes: Wishes, show:
         report.exit_code = 0 if report.correct else int(ExitCode.FAILED)
 
 
+def _check_record(wishes: Wishes) -> None:
+    if wishes.record is not None:
+        check_output(wishes.record, mark=MARK, overwrite=wishes.overwrite)
+
+
 def _write(control: ControlDirectory, report: Report, wishes: Wishes) -> bool:
     """Write the record, if one was asked for."""
     if wishes.record is None:
         return False
+    _check_record(wishes)
     report.timeline = timeline(recent_lines(control, attempt_numbers(control)[-ATTEMPTS:]))
     try:
         replace_atomic(wishes.record, markdown(report).encode())

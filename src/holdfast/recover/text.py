@@ -67,10 +67,14 @@ def verdict(report: Report) -> str:
 # --- the record --------------------------------------------------------------------------------------------
 
 
+MARK = "# Recovery of run "
+"""By which an earlier record is known."""
+
+
 def markdown(report: Report) -> str:
     """A record fit for an incident ticket: summary, evidence, actions, resume check, timeline."""
     parts = [
-        f"# Recovery of run {report.run}",
+        f"{MARK}{report.run}",
         "",
         *_summary(report),
         "",
