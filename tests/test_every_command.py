@@ -270,7 +270,7 @@ def restore(scene: Scene) -> None:
 
 
 @settings(
-    max_examples=80 if settings().max_examples <= 100 else 1500,
+    max_examples=50 if settings().max_examples <= 100 else 1500,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -316,6 +316,32 @@ def test_every_value_for_every_argument(words: str, scene: Scene) -> None:
             failures.append(str(error))
         restore(scene)
     assert not failures, f"{len(failures)} failures\n" + "\n=======\n".join(failures)
+
+
+REPORTED = [
+    ["journal", "run"],
+    ["journal", "run", "--report", "new.html"],
+    ["status", "run"],
+    ["plan", "run"],
+    ["recover", "run"],
+    ["ckpt", "locate", "run", "--resume-from", "²"],
+    ["ckpt", "locate", "run", "--resume-from", "1" * 5000],
+    ["ckpt", "ls", "http://[::1"],
+    ["ckpt", "verify", "http://[::1"],
+    ["ckpt", "ls", "damaged"],
+    ["ckpt", "ls", LONG],
+    ["status", f"run/{LONG}"],
+    ["status", "\udcff\udcfe"],
+    ["clean", "a/" * 2100],
+    ["control", "pin", "run", "1" * 5000, "--reason", "x"],
+    ["config", "show", "--set", "launch.alert_url=http://[::1"],
+]
+
+
+def test_what_once_ended_in_a_traceback(scene: Scene) -> None:
+    for line in REPORTED:
+        check(scene, line)
+    restore(scene)
 
 
 # --- what those leave out -----------------------------------------------------------------------------------

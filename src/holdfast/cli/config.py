@@ -37,7 +37,8 @@ def show(
     """
     import msgspec
 
-    from holdfast.config import load, masked, parse_assignments
+    from holdfast.config import load, parse_assignments
+    from holdfast.settings_fields import masked
 
     effective = load(config, command_line=parse_assignments(assignments or ()))
     if as_json:
@@ -57,7 +58,8 @@ def _print_table(effective: Effective) -> None:
 
     import msgspec
 
-    from holdfast.config import FIELDS, masked
+    from holdfast.config import FIELDS
+    from holdfast.settings_fields import masked
 
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
     section = ""
