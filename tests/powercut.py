@@ -59,7 +59,8 @@ def recording(trace: list[Operation], *, any_thread: bool = False) -> Iterator[N
             elif name == "fsync":
                 trace.append(("fsync", (opened(args[0]),)))
             elif name in ("rename", "replace", "link"):
-                trace.append((name, (full(args[0], None), full(args[1], None))))
+                ends = kwargs.get("src_dir_fd"), kwargs.get("dst_dir_fd")
+                trace.append((name, (full(args[0], ends[0]), full(args[1], ends[1]))))
             else:
                 trace.append((name, (full(args[0], dir_fd),)))
             return result

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -302,7 +303,7 @@ def test_a_removal_that_is_cut_leaves_nothing_that_looks_like_a_place(old: Local
         "import os, shutil\n"
         "from pathlib import Path\n"
         "from holdfast.checkpoint import local_clean\n"
-        "shutil.rmtree = lambda path: os._exit(9)\n"
+        "shutil.rmtree = lambda path, **others: os._exit(9)\n"
         f"(found,) = local_clean.look(Path({str(old.path.parent)!r}))\n"
         "local_clean.remove(found, local_clean.Rules(0.0))\n"
     )
@@ -403,10 +404,10 @@ def test_a_user_waits_for_a_removal_that_is_under_way(old: LocalTier) -> None:
 def test_what_cannot_be_deleted_is_told_and_exits_1(
     old: LocalTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, **others: object) -> None:
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr(local_clean.shutil, "rmtree", refuse)
+    monkeypatch.setattr(shutil, "rmtree", refuse)
     (found,) = look(old.path.parent)
     outcome = remove(found, ANY)
     assert "Input/output error" in outcome.error

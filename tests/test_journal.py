@@ -37,6 +37,7 @@ from holdfast.journal.events import (
 )
 from holdfast.journal.reader import JournalReader, parse_line, read_journal
 from holdfast.journal.render import condense, duration, printable, render
+from holdfast.journal.text import moment
 from holdfast.journal.writer import JournalWriter
 
 
@@ -441,3 +442,9 @@ def test_what_waits_for_a_file_system_is_bounded_and_what_did_not_fit_is_counted
     assert "4 earlier events could not be written" in told
     assert [word for word in told if word.isdigit()] == ["0", "1", "2", "3", "4"]
     assert told[-1] == "last"
+
+
+@pytest.mark.parametrize("at", [6.8e16, -6.8e16, 1e300, float("nan"), float("inf")])
+def test_a_time_that_no_clock_has_is_shown_all_the_same(at: float) -> None:
+    assert moment(at) == "a time out of range"
+    assert moment(0.0).startswith(("1970-01-01", "1969-12-31"))

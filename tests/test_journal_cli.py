@@ -172,7 +172,7 @@ def test_a_report_that_cannot_be_written_is_an_error_that_names_it(run_dir: Path
     result = finish(holdfast("journal", str(run_dir), "--report", str(destination)), cwd=run_dir)
     assert result.code == 2
     assert str(destination) in result.err
-    assert "No such file or directory" in result.err
+    assert "is not a directory; make it first" in result.err
     both = finish(holdfast("journal", str(run_dir), "--report", "r.html", "--json"), cwd=run_dir)
     assert both.code == 2
     assert not (run_dir / "r.html").exists()

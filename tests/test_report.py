@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.errors import UsageError
 from holdfast.journal.events import (
     Decision,
     DeterminismMeasured,
@@ -220,6 +221,12 @@ def test_a_loss_that_is_not_finite_is_marked_and_breaks_the_line() -> None:
 def test_a_replaced_report_is_never_seen_half(tmp_path: Path) -> None:
     destination = tmp_path / "report.html"
     destination.write_text("old")
+    with pytest.raises(UsageError, match=r"refused to replace .*report\.html: it is there already"):
+        write_report(killed_and_corrupted().lines, destination, title="t")
+    assert destination.read_text() == "old"
+    write_report(killed_and_corrupted().lines, destination, title="t", overwrite=True)
+    write_report(killed_and_corrupted().lines, destination, title="u")  # an earlier report is ours
+    assert "u – Holdfast report" in destination.read_text()
     write_report(killed_and_corrupted().lines, destination, title="t")
     assert destination.read_text().endswith("</html>\n")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

@@ -353,10 +353,10 @@ def test_a_retention_that_fails_is_a_warning_and_the_save_stands(
     run_dir = tmp_path / "run"
     rename = os.rename
 
-    def refuse(source: Any, target: Any) -> None:
-        if ".trash" in str(target):
+    def refuse(source: Any, target: Any, *, dst_dir_fd: int | None = None, **others: Any) -> None:
+        if dst_dir_fd is not None and Path(f"/proc/self/fd/{dst_dir_fd}").readlink().name == ".trash":
             raise PermissionError(13, "Permission denied", str(source))
-        rename(source, target)
+        rename(source, target, dst_dir_fd=dst_dir_fd, **others)
 
     monkeypatch.setattr(os, "rename", refuse)
     train(run_dir, until=4, checkpoint_interval=1, checkpoint_keep_last=2, checkpoint_read_back=False)

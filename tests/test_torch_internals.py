@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from harness import REPO
 from holdfast import torch_internals
+from holdfast.checkpoint.metadata import unpickle
 from holdfast.torch_internals import SETTLED, SHOWN, Part, missing, unproven
 from tiny import train
 
@@ -155,7 +156,7 @@ def test_metadata_of_a_later_torch_is_read_by_an_earlier_one(
     with monkeypatch.context() as later:
         later.setattr(TensorProperties, "__getstate__", lambda _: state)
         data = pickle.dumps(Metadata(state_dict_metadata={"weight": entry}))
-    read = torch_internals.load_metadata(data).state_dict_metadata["weight"]
+    read = unpickle(data).state_dict_metadata["weight"]
     assert isinstance(read, TensorStorageMetadata)
     assert type(read.properties) is TensorProperties
     assert (read.properties.dtype, read.size, read.chunks) == (torch.bfloat16, entry.size, entry.chunks)

@@ -19,6 +19,7 @@ import signal
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import xxhash
@@ -54,8 +55,11 @@ from holdfast.settings_fields import (
     PROBATION_STEPS,
     REMOTE_ROOT,
     RESUME_FROM,
+    SECRET,
     SECTION_TIMEOUTS,
     Field,
+    mask,
+    masked,
 )
 from holdfast.settings_hints import LOCAL_NEED, NEEDS, in_other_systems, without_switch
 from holdfast.settings_validation import (
@@ -91,6 +95,7 @@ __all__ = [
 log = logging.getLogger("holdfast")
 
 ENVIRONMENT_PREFIX = "HOLDFAST_"
+COMMAND_LINE = "command line"
 NOT_SETTINGS = frozenset(
     {"HOLDFAST_LAUNCH", "HOLDFAST_RESTART", "HOLDFAST_AGENT", "HOLDFAST_OUTLIVES", "HOLDFAST_PROGRESS"}
 )
@@ -205,6 +210,11 @@ def _check_text(field: Field, value: str) -> None:
         raise _RefusedError("write http:// or https://, a host and a path, without spaces")
     if field.is_path and _URL.match(value):
         raise _RefusedError(_no_url(field))
+    if field.key in (ALERT_URL, REMOTE_ROOT) and value:
+        try:
+            _ = urlsplit(value).port
+        except ValueError as why:
+            raise _RefusedError(f"it is not a URL: {why}") from None
     if value.startswith(("~", "$")) and field.key not in _COMMANDS:
         raise _RefusedError("~ and $NAME are not expanded: write it out, or put ./ before a real name")
     parse = {
@@ -274,6 +284,10 @@ def resembles_a_setting(variable: str) -> bool:
     )
 
 
+def _gives_away(field: Field, written: str) -> bool:
+    return field.key in SECRET or mask(written) != written
+
+
 class _Collector:
     """Takes values in the order of precedence, and every problem on the way."""
 
@@ -285,6 +299,13 @@ class _Collector:
 
     def take(self, field: Field, written: object, source: str, *, text: bool = False) -> None:
         """Take one value. With `text` it stands for a value of the setting's type."""
+        if source == COMMAND_LINE and isinstance(written, str) and written and _gives_away(field, written):
+            self.bad.add(field.key)
+            self.problems.append(
+                f"{field.key} ({source}): a secret on a command line is seen by everybody on the machine and "
+                f"kept in the run's records; write it into the file of --config, or set {field.environment}"
+            )
+            return
         value = _from_text(field, written) if text and isinstance(written, str) else written
         try:
             self.values[field.key] = _check(field, value)
@@ -292,7 +313,8 @@ class _Collector:
         except _RefusedError as why:
             self.bad.add(field.key)
             self.problems.append(
-                f"{field.key} = {_show(written)} ({source}): allowed is {field.allowed}; {why}"
+                f"{field.key} = {_show(masked(field.key, written))} ({source}): "
+                f"allowed is {field.allowed}; {why}"
             )
 
     def unknown(self, name: str, value: object, source: str, spellings: Mapping[str, str]) -> None:
@@ -441,9 +463,9 @@ def load(
                 log.warning("holdfast: %s in the environment is not a setting; it is ignored", _name(name))
     for key, text in (command_line or {}).items():
         if field := FIELDS.get(key):
-            into.take(field, text, "command line", text=True)
+            into.take(field, text, COMMAND_LINE, text=True)
         else:
-            into.unknown(key, text, "command line", {known: known for known in FIELDS})
+            into.unknown(key, text, COMMAND_LINE, {known: known for known in FIELDS})
     by_keyword = {field.keyword: field for field in FIELDS.values()}
     for name, value in (keywords or {}).items():
         if field := by_keyword.get(name):

@@ -18,7 +18,7 @@ import stat
 import uuid
 from pathlib import Path
 
-from holdfast.errors import ControlError, StorageError
+from holdfast.errors import ControlError, StorageError, UsageError
 from holdfast.open_file import OpenFile
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -70,7 +70,7 @@ def _discard(path: Path) -> None:
         path.unlink()
 
 
-def replace_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+def replace_atomic(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o644) -> None:
     """Give `path` new contents in one step; a reader sees the old ones or the new ones.
 
     `durable=False` leaves out both fsyncs, for what is only a sign of life: an fsync can wait for many
@@ -78,7 +78,7 @@ def replace_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     """
     temporary = _beside(path)
     try:
-        _write_new(temporary, data, durable=durable)
+        _write_new(temporary, data, durable=durable, mode=mode)
         os.replace(temporary, path)
     except BaseException:
         _discard(temporary)
@@ -193,6 +193,55 @@ def _read_regular(path: Path, limit: int) -> bytes:
     if len(data) > limit:  # it grew meanwhile
         raise OSError(errno.EFBIG, f"more than the {limit} bytes allowed", str(path))
     return data
+
+
+MARKED_WITHIN = 4096
+"""Bytes at the beginning of an output among which its mark is."""
+
+
+def check_output(path: Path, *, mark: str = "", overwrite: bool = False, option: str = "--overwrite") -> None:
+    """Refuse to write an output over what is no regular file, or, unless that is asked for, is not ours.
+
+    `mark`: what an earlier output of the same kind has at its beginning; such a one may be replaced.
+    """
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        _check_folder(path)
+        return
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
+    if not stat.S_ISREG(kind):
+        what = _KINDS.get(stat.S_IFMT(kind), "no regular file")
+        raise UsageError(f"refused to replace {path}: it is {what}; give the name of a file to write")
+    if overwrite:
+        return
+    try:
+        with OpenFile(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as file:
+            found = os.read(file.number, MARKED_WITHIN)
+    except OSError as error:
+        raise UsageError(f"refused to replace {path}: it cannot be read: {error.strerror}") from error
+    if not mark or mark.encode() not in found:
+        raise UsageError(
+            f"refused to replace {path}: it is there already, and not from this command. Choose another "
+            f"name, or give {option}"
+        )
+
+
+def _check_folder(path: Path) -> None:
+    folder = path.parent
+    if not folder.is_dir():
+        raise UsageError(f"cannot write {path}: {folder} is not a directory; make it first")
+
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 _REMEDIES = {

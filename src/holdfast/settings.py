@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.settings_cluster import HealthSettings, SlurmSettings, StopSettings
-from holdfast.settings_fields import Field, read_fields
+from holdfast.settings_fields import Field, is_step, read_fields
 from holdfast.settings_inprocess import InProcessSettings
 from holdfast.settings_limits import LARGEST_COUNT, LONGEST_WAIT
 from holdfast.settings_straggler import StragglerSettings
@@ -448,7 +448,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def absolute(self, base: Path | None = None) -> Settings:
         """The same with every path absolute: from `base`, or from the directory that the process is in."""
         named = self.checkpoint.resume_from
-        plain = named in ("auto", "fresh") or named.isdigit() or "://" in named
+        plain = named in ("auto", "fresh") or is_step(named) or "://" in named
         return msgspec.structs.replace(
             self,
             run=msgspec.structs.replace(self.run, dir=_absolute(self.run.dir, base)),

@@ -5,6 +5,7 @@ description, and the names it has in files, in the environment and as a keyword.
 from __future__ import annotations
 
 import json
+import re
 import typing
 from types import UnionType
 from typing import Literal
@@ -48,6 +49,39 @@ _TEXTS = {
     INJECTION_DEVICE: "text: a device, or node/device, or empty",
 }
 """What a text may be where it is no path."""
+
+
+SECRET = frozenset({ALERT_URL})
+"""Settings whose value lets whoever knows it do something: a webhook's address is all that it asks for."""
+HIDDEN = "•••"
+_STEP = re.compile(r"[0-9]{1,12}")
+_CREDENTIALS = re.compile(
+    r"(?P<before>\b[a-z][a-z0-9+.-]*://)[^/\s@]+(?=@)"
+    r"|(?P<name>\b(?:authorization:\s*(?:bearer|basic|token)|bearer)\s+)[^\s'\"]+"
+    r"|(?P<key>[\w-]*(?:token|secret|passw(?:or)?d|api[_-]?key|access[_-]?key)=)[^\s'\"&;]+",
+    re.IGNORECASE,
+)
+
+
+def is_step(text: str) -> bool:
+    """Whether `resume_from` names a step, and not a path."""
+    return _STEP.fullmatch(text) is not None
+
+
+def mask(text: str) -> str:
+    """A text as it may be shown: without the credentials that are recognised as such."""
+    return _CREDENTIALS.sub(lambda found: f"{found['before'] or found['name'] or found['key']}{HIDDEN}", text)
+
+
+def masked(key: str, value: object) -> object:
+    """The value of a setting as it may be shown."""
+    if not isinstance(value, str) or not value:
+        return value
+    if key not in SECRET:
+        return mask(value)
+    scheme, separator, rest = value.partition("://")
+    host = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")[2]
+    return f"{scheme}://{host}/{HIDDEN}" if separator and host else HIDDEN
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import io
-import pickle
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
         ActivationWrapper as ActivationWrapper,
     )
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten_state_dict
-    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.tensor._utils import (
         compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
     )
@@ -224,29 +221,23 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 # --- DCP's metadata ----------------------------------------------------------------------------------------
 
 
-def load_metadata(data: bytes) -> Metadata:
-    """Unpickle `.metadata`, whose bytes the caller has verified.
+@functools.cache
+def tolerant(properties: type[Any]) -> type[Any]:
+    """DCP's class of a tensor's properties, to be unpickled; it takes what a later torch has written, too.
 
-    From torch 2.14 on a tensor's properties have one field more, its strides, which nothing reads, and which
-    an older torch does not take: without this, a run could not go back to the release that it came from.
+    From torch 2.14 on there is one field more, the strides, which nothing reads, and which an older torch
+    does not take: without this, a run could not go back to the release that it came from.
     """
-    from torch.distributed.checkpoint.metadata import TensorProperties
 
-    class Properties(TensorProperties):
+    class Tolerant(properties):  # type: ignore[misc]
         def __setstate__(self, state: tuple[Any, ...]) -> None:
-            super().__setstate__(state[:5])  # type: ignore[no-untyped-call]
-            self.__class__ = TensorProperties  # type: ignore[assignment]
+            self.__class__ = properties
+            try:
+                self.__setstate__(state)
+            except ValueError:
+                self.__setstate__(state[:5])
 
-    class Reader(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            found = super().find_class(module, name)
-            return Properties if found is TensorProperties else found
-
-    try:
-        found: Metadata = pickle.loads(data)
-    except ValueError:
-        found = Reader(io.BytesIO(data)).load()
-    return found
+    return Tolerant
 
 
 # --- FSDP2 -------------------------------------------------------------------------------------------------

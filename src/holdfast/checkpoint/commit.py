@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,16 @@ from pathlib import Path
 import msgspec
 
 from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.identity import LATEST, MANIFEST, METADATA, PARTS, CheckpointName, CheckpointRoot
+from holdfast.checkpoint.identity import (
+    LATEST,
+    MANIFEST,
+    METADATA,
+    PARTS,
+    STAGING,
+    TRASH,
+    CheckpointName,
+    CheckpointRoot,
+)
 from holdfast.checkpoint.layout import Declared, table_digest
 from holdfast.checkpoint.manifest import FileEntry, Manifest
 from holdfast.control.directory import ControlDirectory
@@ -31,7 +39,8 @@ from holdfast.control.lease import Fence
 from holdfast.control.lineage import CommitRecord, record_commit, record_done
 from holdfast.control.standing import RootBook
 from holdfast.errors import SaveFailedError
-from holdfast.files import fsync_dir, make_dirs, read_regular, replace_atomic, write_durable
+from holdfast.files import fsync_dir, read_regular, replace_atomic, write_durable
+from holdfast.removal import entries, make_folder, move, open_folder, remove
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -75,7 +84,7 @@ def _owner_path(root: CheckpointRoot, name: str) -> Path:
 
 def open_root(root: CheckpointRoot) -> None:
     """Make the root ready for saves, at a start, and mark it as the one that was meant."""
-    make_dirs(root.staging)
+    make_folder(root.path, STAGING)
     root.marker.touch()
 
 
@@ -91,11 +100,12 @@ def check_root(root: CheckpointRoot) -> None:
 def open_staged(root: CheckpointRoot, name: CheckpointName, owner: Owner, *, again: bool = False) -> Path:
     """Make the staged directory, for rank 0, before any rank writes. `again`: it may be there already."""
     check_root(root)
-    make_dirs(root.staging)
+    make_folder(root.path, STAGING)
     replace_atomic(_owner_path(root, str(name)), msgspec.json.encode(owner), durable=False)
     staged = root.staged(name)
     staged.mkdir(exist_ok=again)
     (staged / PARTS).mkdir(exist_ok=again)
+    open_folder(root.path, STAGING, str(name), PARTS).close()  # refuses a link that somebody put there
     return staged
 
 
@@ -257,8 +267,10 @@ def commit(
     destination = root.committed(name)
     staged = root.staged(name)
     if staged.exists():
-        shutil.rmtree(staged / PARTS, ignore_errors=True)
-        fsync_dir(staged)
+        with contextlib.suppress(OSError):
+            remove(root.path, STAGING, str(name), PARTS)
+        with open_folder(root.path, STAGING, str(name)) as folder:
+            os.fsync(folder.number)
     with fence.guard(f"commit {name}"):
         if control is not None:
             record_commit(control, fence, record)
@@ -278,14 +290,20 @@ def commit(
     return destination
 
 
-def discard_staged(root: CheckpointRoot, name: str) -> Path:
-    """Take a staged directory out of the way, into the trash; returns where it is, for deletion."""
-    trashed = root.trash / f"{name}.{os.getpid()}"
-    if (root.staging / name).exists():
-        root.trash.mkdir(exist_ok=True)
-        os.rename(root.staging / name, trashed)
-    _owner_path(root, name).unlink(missing_ok=True)
+def discard_staged(root: CheckpointRoot, name: str) -> str:
+    """Take a staged directory out of the way, into the trash; returns its name there, for deletion."""
+    trashed = f"{name}.{os.getpid()}"
+    if name in entries(root.path, STAGING):
+        make_folder(root.path, TRASH)
+        move(root.path, (STAGING, name), (TRASH, trashed))
+    remove(root.path, STAGING, f"{name}.owner")
     return trashed
+
+
+def drop_staged(root: CheckpointRoot, name: str) -> None:
+    """Remove a staged directory, as far as that is possible; what is left of it the next start sweeps."""
+    with contextlib.suppress(OSError):
+        remove(root.path, TRASH, discard_staged(root, name))
 
 
 def _is_stale(staged: Path, owner: Path, now: float) -> bool:
@@ -293,7 +311,7 @@ def _is_stale(staged: Path, owner: Path, now: float) -> bool:
     newest = 0.0
     for path in (owner, staged, staged / PARTS, *staged.glob("*"), *staged.glob(f"{PARTS}/*")):
         with contextlib.suppress(OSError):
-            newest = max(newest, path.stat().st_mtime)
+            newest = max(newest, path.lstat().st_mtime)
     return now - newest > STALE_DAYS * 86400
 
 
@@ -306,7 +324,8 @@ def sweep_staging(root: CheckpointRoot, run: str, fence: Fence, *, now: float | 
     has to wait; a cut in between leaves only trash, which the next sweep deletes.
     """
     swept: list[str] = []
-    for path in sorted(root.staging.glob("*.owner")):
+    staged = entries(root.path, STAGING)
+    for path in (root.staging / entry for entry in staged if entry.endswith(".owner")):
         try:
             owner = msgspec.json.decode(read_regular(path, 4096), type=Owner)
         except (OSError, msgspec.DecodeError) as error:
@@ -318,16 +337,19 @@ def sweep_staging(root: CheckpointRoot, run: str, fence: Fence, *, now: float | 
             with fence.guard(f"sweep {name}"):
                 discard_staged(root, name)
             swept.append(name)
-    for left in root.staging.glob(".*.tmp"):  # by a kill inside the write of an owner file
-        if _is_stale(left, left, now or time.time()):
-            left.unlink(missing_ok=True)
+    for left in staged:  # by a kill inside the write of an owner file
+        if left.startswith(".") and left.endswith(".tmp"):
+            path = root.staging / left
+            if _is_stale(path, path, now or time.time()):
+                remove(root.path, STAGING, left)
     book = RootBook(root.path)
     for name in book.names():  # of checkpoints that somebody has taken away by hand, long ago
         if not (root.path / name).is_dir() and _is_stale(
             book.folder(name), book.folder(name), now or time.time()
         ):
             book.forget(name)
-    for entry in root.trash.iterdir() if root.trash.is_dir() else ():
-        fence.check(f"delete {entry.name}")
-        shutil.rmtree(entry, ignore_errors=True)
+    for entry in entries(root.path, TRASH):
+        fence.check(f"delete {entry}")
+        with contextlib.suppress(OSError):
+            remove(root.path, TRASH, entry)
     return swept

@@ -257,10 +257,16 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(left: torch.Tensor, right: torch.Tensor) -> list[str]:
-    """The parts of a rank's state that differ (see state.py); both blobs have matched their digests."""
-    from holdfast.checkpoint.state import from_blob
+    """The parts of a rank's state that differ (see state.py); both blobs have matched their digests.
 
-    a, b = (_named_parts(from_blob(blob)) for blob in (left, right))
+    Objects of a class of the script's are not opened: reading one may run anything.
+    """
+    from holdfast.checkpoint.state import UnreadObjectsError, from_blob
+
+    try:
+        a, b = (_named_parts(from_blob(blob, objects=False)) for blob in (left, right))
+    except UnreadObjectsError as unread:
+        return [f"all (not opened, for it holds objects of {unread})"]
     return sorted(
         name for name in a.keys() | b.keys() if not (name in a and name in b and _same(a[name], b[name]))
     )

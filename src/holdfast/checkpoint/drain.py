@@ -15,7 +15,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 
@@ -28,6 +27,7 @@ from holdfast.control.marks import outliving
 from holdfast.files import make_dirs
 from holdfast.journal.events import Warned
 from holdfast.journal.writer import JournalWriter
+from holdfast.own_child import own_child
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -81,8 +81,7 @@ class Drain:
         """Start the process; a failure is journalled, and training goes on without remote copies."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = msgspec.json.encode(self._order).decode()
-        # -P: whatever lies in the directory that the training was started in must not be imported.
-        argv = [sys.executable, "-P", "-m", "holdfast.checkpoint.drain_process"]
+        argv = own_child("holdfast.checkpoint.drain_process")
         try:
             make_dirs(self._log.parent)
             with self._log.open("ab") as log_file:

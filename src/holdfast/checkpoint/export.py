@@ -36,7 +36,7 @@ from holdfast.checkpoint.reading import is_gone, no_such, reading
 from holdfast.checkpoint.state import OWN
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
-from holdfast.files import fsync_dir
+from holdfast.files import check_output, fsync_dir
 
 FORMATS = ("safetensors", "torch")
 
@@ -145,12 +145,7 @@ def _sound(directory: Path) -> tuple[Manifest, str]:
 
 
 def _check_destination(directory: Path, out: Path, *, overwrite: bool) -> None:
-    if out.is_dir():
-        raise UsageError(f"{out} is a directory; give the name of the file to write")
-    if out.exists() and not overwrite:
-        raise UsageError(f"{out} exists; choose another name, or give --overwrite")
-    if not out.parent.is_dir():
-        raise UsageError(f"{out.parent} is not a directory; make it first")
+    check_output(out, overwrite=overwrite)
     if out.parent.resolve().is_relative_to(directory.resolve()):
         raise UsageError(
             f"{out} lies inside the checkpoint, which must never be changed; choose another place"

@@ -30,6 +30,7 @@ from holdfast.control.lineage import (
 from holdfast.control.standing import StandingBook
 from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.journal.events import RejectedOption
+from holdfast.settings_fields import is_step
 
 NAMED_OWNERS = 8
 """Checkpoints of others whose run is looked up: enough to tell what happened."""
@@ -55,7 +56,7 @@ def take_inventory(
     if resume_from == "fresh":
         return Ladder([], [], True)
     timeline = read_timeline(control)
-    if resume_from == "auto" or resume_from.isdigit():
+    if resume_from == "auto" or is_step(resume_from):
         book = StandingBook(control, root.path)
         records = timeline.on_line + timeline.abandoned
         deleted = deleted_names(control)
@@ -69,7 +70,7 @@ def take_inventory(
             local=frozenset(local_manifest.names(control)),
             local_unseen=local_unseen,
             owners=_owners(root, {CheckpointName(record.step, record.id) for record in records}),
-            step=int(resume_from) if resume_from.isdigit() else None,
+            step=int(resume_from) if is_step(resume_from) else None,
             force=force,
         )
         if ladder.may_start_fresh and timeline.origin is None:

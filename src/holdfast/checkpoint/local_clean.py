@@ -12,10 +12,10 @@ What a removal that was cut short has left is hidden, and the next one finishes 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
-import shutil
 import stat
 import time
 import uuid
@@ -33,6 +33,7 @@ from holdfast.control.lease import current_epoch, read_beat, read_claim
 from holdfast.control.lineage import read_timeline
 from holdfast.errors import ControlError
 from holdfast.journal.render import duration
+from holdfast.removal import remove as remove_tree
 
 _HIDDEN = re.compile(r"\.([0-9a-f]{12})\.[0-9a-f]{8}\.gone")
 CLOCKS = 60.0
@@ -154,11 +155,10 @@ def _delete(hidden: Path) -> str:
     """Delete what has been taken away; why it could not be. Never follows a link."""
     for _ in range(DELETE_TRIES):
         try:
-            shutil.rmtree(hidden)
-        except FileNotFoundError:  # somebody else deletes it too
-            if not hidden.exists():
-                return ""
+            remove_tree(hidden.parent, hidden.name)
         except OSError as error:
+            if error.errno == errno.EBUSY and error.filename == str(hidden):  # somebody else deletes it too
+                continue
             why = error.strerror or error
             return f"{error.filename or hidden}: {why}; the next `holdfast clean` tries again"
         else:

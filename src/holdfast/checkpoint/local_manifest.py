@@ -15,7 +15,6 @@ never in what judges them.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -25,6 +24,7 @@ from holdfast.checkpoint.identity import MANIFEST, METADATA, PARTS, CheckpointNa
 from holdfast.checkpoint.manifest import Manifest, ManifestError
 from holdfast.control.directory import ControlDirectory
 from holdfast.files import make_dirs, read_regular, replace_atomic
+from holdfast.removal import remove
 
 LOCAL = "local"
 WHERE = "where.json"
@@ -105,4 +105,5 @@ def confirm_replica(control: ControlDirectory, name: CheckpointName, rank: int, 
 
 def forget(control: ControlDirectory, name: CheckpointName) -> None:
     """No place holds this checkpoint any more."""
-    shutil.rmtree(folder(control, name), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove(control.path, LOCAL, str(name))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from holdfast.control.directory import ControlDirectory, list_names
 from holdfast.control.lease import Fence
 from holdfast.control.lineage import CommitRecord, find_commit, record_commit, shelve, was_committed
 from holdfast.errors import SaveFailedError
+from holdfast.removal import remove
 
 SPARE_MANIFESTS = 2
 """Kept beyond the checkpoints that places keep, whose oldest copies may just be read."""
@@ -171,7 +171,8 @@ class LocalSaver:
 
     def tidy(self, name: CheckpointName) -> None:
         """For rank 0, after a commit: drop what nobody needs of it and of older ones."""
-        shutil.rmtree(self.folder(name) / PARTS, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(self._control.path, local_manifest.LOCAL, str(name), PARTS)
         sealed: list[tuple[float, CheckpointName]] = []
         for entry in list_names(self._control.path / local_manifest.LOCAL):
             found = parse_name(entry)

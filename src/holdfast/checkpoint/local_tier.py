@@ -291,6 +291,8 @@ def _make(path: Path, record: PlaceRecord) -> None:
         raise PermissionError(errno.EPERM, "it is a link or belongs to somebody else", str(path))
     for folder in ("images", "copies", "quarantine"):
         (path / folder).mkdir(exist_ok=True)
+        if (path / folder).is_symlink():  # what is swept there would be somebody else's
+            raise PermissionError(errno.EPERM, "it is a link", str(path / folder))
     if not (path / PLACE).exists():
         create_exclusive(path / PLACE, msgspec.json.encode(record), mode=0o600)
 

@@ -14,7 +14,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 
 import msgspec
 
@@ -27,6 +26,7 @@ from holdfast.errors import PeerError
 from holdfast.files import make_dirs
 from holdfast.journal.events import Warned
 from holdfast.journal.writer import JournalWriter
+from holdfast.own_child import own_child
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -90,8 +90,7 @@ class PeerHost:
         ours, theirs = socket.socketpair()
         order = msgspec.json.encode(self._order).decode()
         passed = [self._listener.fileno(), theirs.fileno()]
-        # -P: whatever lies in the directory that the training was started in must not be imported.
-        argv = [sys.executable, "-P", "-m", MODULE, order, *map(str, passed), str(os.getpid())]
+        argv = own_child(MODULE, order, *map(str, passed), str(os.getpid()))
         try:
             make_dirs(self._log.parent)
             with self._log.open("ab") as log_file:

@@ -8,6 +8,9 @@ outside the list, a persistent id or an extension code is refused by name.
 Why not a subclass of the standard library's Unpickler with a `find_class` of our own: in CPython nine bytes
 make it reserve gigabytes (LONG_BINPUT with a large index), and a megabyte of nested tuples used as a
 dictionary key ends the process with a segmentation fault. Neither can be caught from Python.
+
+Bounded: what it takes in memory is a small multiple of the file's size. Bytes that only pile up values (a
+file of nothing but empty dictionaries) are refused after the first few thousand.
 """
 
 from __future__ import annotations
@@ -20,6 +23,13 @@ from holdfast.checkpoint.problems import printable
 
 MAX_INT_BYTES = 9
 """Enough for every unsigned 64-bit number, so that arithmetic on what was read stays cheap."""
+
+
+SLICE = 4096
+"""Opcodes between two looks at what they have piled up."""
+MAX_OPEN = 10_000
+"""Values of one container that are not yet in it: picklers put them there a thousand at a time."""
+MAX_NESTED = 1_000
 
 
 class PickleRefusedError(Exception):
@@ -145,103 +155,112 @@ def _run(data: bytes, vocabulary: Vocabulary) -> Any:
     stack: list[Any] = []
     marks: list[list[Any]] = []
     memo: list[Any] = []
+    made = 0
     while True:
-        op = data[at]
-        at += 1
-        if op == 0x68:  # BINGET
-            stack.append(memo[data[at]])
+        # Between two slices, and not at each opcode, so that the check costs nothing.
+        if len(stack) > MAX_OPEN or len(marks) > MAX_NESTED or 2 * len(memo) > at or 4 * made > at + SLICE:
+            raise PickleRefusedError(f"it piles up values that nothing uses, {at} bytes into it")
+        for _ in range(SLICE):
+            op = data[at]
             at += 1
-        elif op == 0x6A:  # LONG_BINGET
-            stack.append(memo[_U32(data, at)[0]])
-            at += 4
-        elif op == 0x94:  # MEMOIZE
-            memo.append(stack[-1])
-        elif op == 0x4B:  # BININT1
-            stack.append(data[at])
-            at += 1
-        elif op == 0x4D:  # BININT2
-            stack.append(_U16(data, at)[0])
-            at += 2
-        elif op == 0x4A:  # BININT
-            stack.append(_I32(data, at)[0])
-            at += 4
-        elif op == 0x8A:  # LONG1
-            length = data[at]
-            if length > MAX_INT_BYTES:
-                raise PickleRefusedError(f"it holds a whole number of {length} bytes")
-            stack.append(int.from_bytes(data[at + 1 : at + 1 + length], "little", signed=True))
-            at += 1 + length
-        elif op == 0x8C:  # SHORT_BINUNICODE
-            length = data[at]
-            stack.append(_text(data, at + 1, length))
-            at += 1 + length
-        elif op == 0x58:  # BINUNICODE
-            length = _U32(data, at)[0]
-            stack.append(_text(data, at + 4, length))
-            at += 4 + length
-        elif op == 0x8D:  # BINUNICODE8
-            length = _U64(data, at)[0]
-            stack.append(_text(data, at + 8, length))
-            at += 8 + length
-        elif op == 0x29:  # EMPTY_TUPLE
-            stack.append(())
-        elif op == 0x85:  # TUPLE1
-            stack[-1] = (stack[-1],)
-        elif op == 0x86:  # TUPLE2
-            stack[-2:] = [(stack[-2], stack[-1])]
-        elif op == 0x87:  # TUPLE3
-            stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-        elif op == 0x28:  # MARK
-            marks.append(stack)
-            stack = []
-        elif op == 0x74:  # TUPLE
-            items, stack = stack, marks.pop()
-            stack.append(tuple(items))
-        elif op == 0x7D:  # EMPTY_DICT
-            stack.append({})
-        elif op == 0x75:  # SETITEMS
-            items, stack = stack, marks.pop()
-            _put(stack[-1], items)
-        elif op == 0x73:  # SETITEM
-            value, key = stack.pop(), stack.pop()
-            _put(stack[-1], [key, value])
-        elif op == 0x81:  # NEWOBJ
-            arguments = stack.pop()
-            stack[-1] = _new(stack[-1], arguments, vocabulary)
-        elif op == 0x62:  # BUILD
-            state = stack.pop()
-            _build(stack[-1], state)
-        elif op == 0x52:  # REDUCE
-            arguments = stack.pop()
-            stack[-1] = _reduce(stack[-1], arguments, vocabulary)
-        elif op == 0x93:  # STACK_GLOBAL
-            qualified = stack.pop()
-            stack[-1] = vocabulary.name(stack[-1], qualified)
-        elif op == 0x5D:  # EMPTY_LIST
-            stack.append([])
-        elif op == 0x65:  # APPENDS
-            items, stack = stack, marks.pop()
-            _extend(stack[-1], items)
-        elif op == 0x61:  # APPEND
-            value = stack.pop()
-            _extend(stack[-1], [value])
-        elif op == 0x4E:  # NONE
-            stack.append(None)
-        elif op == 0x88:  # NEWTRUE
-            stack.append(True)
-        elif op == 0x89:  # NEWFALSE
-            stack.append(False)
-        elif op == 0x47:  # BINFLOAT
-            stack.append(_F64(data, at)[0])
-            at += 8
-        elif op == 0x95:  # FRAME: only a hint for readers of streams
-            _U64(data, at)
-            at += 8
-        elif op == 0x2E:  # STOP
-            if marks or len(stack) != 1:
-                raise PickleRefusedError("it ends in the middle of a value")
-            if at != len(data):
-                raise PickleRefusedError(f"{len(data) - at} bytes follow its end")
-            return stack[0]
-        else:
-            raise PickleRefusedError(f"it uses the opcode 0x{op:02x}, which metadata never does")
+            if op == 0x68:  # BINGET
+                stack.append(memo[data[at]])
+                at += 1
+            elif op == 0x6A:  # LONG_BINGET
+                stack.append(memo[_U32(data, at)[0]])
+                at += 4
+            elif op == 0x94:  # MEMOIZE
+                memo.append(stack[-1])
+            elif op == 0x4B:  # BININT1
+                stack.append(data[at])
+                at += 1
+            elif op == 0x4D:  # BININT2
+                stack.append(_U16(data, at)[0])
+                at += 2
+            elif op == 0x4A:  # BININT
+                stack.append(_I32(data, at)[0])
+                at += 4
+            elif op == 0x8A:  # LONG1
+                length = data[at]
+                if length > MAX_INT_BYTES:
+                    raise PickleRefusedError(f"it holds a whole number of {length} bytes")
+                stack.append(int.from_bytes(data[at + 1 : at + 1 + length], "little", signed=True))
+                at += 1 + length
+            elif op == 0x8C:  # SHORT_BINUNICODE
+                length = data[at]
+                stack.append(_text(data, at + 1, length))
+                at += 1 + length
+            elif op == 0x58:  # BINUNICODE
+                length = _U32(data, at)[0]
+                stack.append(_text(data, at + 4, length))
+                at += 4 + length
+            elif op == 0x8D:  # BINUNICODE8
+                length = _U64(data, at)[0]
+                stack.append(_text(data, at + 8, length))
+                at += 8 + length
+            elif op == 0x29:  # EMPTY_TUPLE
+                stack.append(())
+            elif op == 0x85:  # TUPLE1
+                made += 1
+                stack[-1] = (stack[-1],)
+            elif op == 0x86:  # TUPLE2
+                stack[-2:] = [(stack[-2], stack[-1])]
+            elif op == 0x87:  # TUPLE3
+                stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+            elif op == 0x28:  # MARK
+                marks.append(stack)
+                stack = []
+            elif op == 0x74:  # TUPLE
+                items, stack = stack, marks.pop()
+                stack.append(tuple(items))
+            elif op == 0x7D:  # EMPTY_DICT
+                made += 1
+                stack.append({})
+            elif op == 0x75:  # SETITEMS
+                items, stack = stack, marks.pop()
+                _put(stack[-1], items)
+            elif op == 0x73:  # SETITEM
+                value, key = stack.pop(), stack.pop()
+                _put(stack[-1], [key, value])
+            elif op == 0x81:  # NEWOBJ
+                made += 1
+                arguments = stack.pop()
+                stack[-1] = _new(stack[-1], arguments, vocabulary)
+            elif op == 0x62:  # BUILD
+                state = stack.pop()
+                _build(stack[-1], state)
+            elif op == 0x52:  # REDUCE
+                arguments = stack.pop()
+                stack[-1] = _reduce(stack[-1], arguments, vocabulary)
+            elif op == 0x93:  # STACK_GLOBAL
+                qualified = stack.pop()
+                stack[-1] = vocabulary.name(stack[-1], qualified)
+            elif op == 0x5D:  # EMPTY_LIST
+                made += 1
+                stack.append([])
+            elif op == 0x65:  # APPENDS
+                items, stack = stack, marks.pop()
+                _extend(stack[-1], items)
+            elif op == 0x61:  # APPEND
+                value = stack.pop()
+                _extend(stack[-1], [value])
+            elif op == 0x4E:  # NONE
+                stack.append(None)
+            elif op == 0x88:  # NEWTRUE
+                stack.append(True)
+            elif op == 0x89:  # NEWFALSE
+                stack.append(False)
+            elif op == 0x47:  # BINFLOAT
+                stack.append(_F64(data, at)[0])
+                at += 8
+            elif op == 0x95:  # FRAME: only a hint for readers of streams
+                _U64(data, at)
+                at += 8
+            elif op == 0x2E:  # STOP
+                if marks or len(stack) != 1:
+                    raise PickleRefusedError("it ends in the middle of a value")
+                if at != len(data):
+                    raise PickleRefusedError(f"{len(data) - at} bytes follow its end")
+                return stack[0]
+            else:
+                raise PickleRefusedError(f"it uses the opcode 0x{op:02x}, which metadata never does")

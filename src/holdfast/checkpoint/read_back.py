@@ -47,6 +47,7 @@ from holdfast.errors import HoldfastError, LeaseLostError
 from holdfast.files import make_dirs, read_regular, replace_atomic
 from holdfast.journal.events import CopyQuarantined, CopyReadBack, Warned
 from holdfast.journal.writer import JournalWriter
+from holdfast.own_child import own_child
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -190,8 +191,7 @@ class ReadBack:
             )
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # -P: whatever lies in the directory that the training was started in must not be imported.
-        argv = [sys.executable, "-P", "-m", "holdfast.checkpoint.read_back"]
+        argv = own_child("holdfast.checkpoint.read_back")
         try:
             make_dirs(self._log.parent)
             with self._log.open("ab") as log_file:

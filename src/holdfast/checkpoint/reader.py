@@ -36,11 +36,12 @@ from torch.futures import Future
 from holdfast.checkpoint import fingerprint as fingerprints
 from holdfast.checkpoint.identity import METADATA
 from holdfast.checkpoint.manifest import Chunk, Manifest, digest_bytes
+from holdfast.checkpoint.metadata import MetadataError, unpickle
 from holdfast.checkpoint.shards import SLICE, OpenShard, Shard, ShardFile
 from holdfast.checkpoint.writer import plain
 from holdfast.errors import CheckpointError
 from holdfast.files import read_regular
-from holdfast.torch_internals import StorageInfo, load_metadata, narrow_tensor_by_index
+from holdfast.torch_internals import StorageInfo, narrow_tensor_by_index
 
 IN_PLACE = 64 * 1024
 """Items at least this large are read one by one; smaller ones together, as far as they lie side by side."""
@@ -103,7 +104,10 @@ class VerifyingReader(FileSystemReader):
             found = digest_bytes(data)
             if found != entry.digest:
                 raise CheckpointError(f"altered {METADATA}: expected {entry.digest}, found {found}")
-            self._metadata = load_metadata(data)
+            try:
+                self._metadata = unpickle(data)
+            except MetadataError as error:
+                raise CheckpointError(f"malformed {METADATA}: {error}") from error
         return self._metadata
 
     def expect(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -44,6 +44,7 @@ from holdfast.control.directory import MAX_RECORD_BYTES
 from holdfast.control.standing import BESIDE, RootBook, Standing, newest, words_in
 from holdfast.errors import ConfigError, UsageError
 from holdfast.files import create_exclusive, make_dirs, read_regular
+from holdfast.settings_fields import mask
 
 SETTING = "checkpoint.remote_root"
 START_SECONDS = 30.0
@@ -79,20 +80,23 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True):
 
 def open_store(url: str) -> Store:
     """The store behind a URL. Makes no request; an address that cannot work is refused with what to do."""
-    parsed = urlsplit(url)
+    named = f"{SETTING} = {mask(url)!r}"
+    try:
+        parsed = urlsplit(url)
+        _ = parsed.port
+    except ValueError as error:
+        raise ConfigError(f"{named}: it is not a URL: {error}") from error
     scheme, place = parsed.scheme.lower(), parsed.netloc + parsed.path
     if scheme in _REFUSED:
-        raise ConfigError(f"{SETTING} = {url!r}: {_REFUSED[scheme]}")
+        raise ConfigError(f"{named}: {_REFUSED[scheme]}")
     if "://" not in url or not place.strip("/"):
-        raise ConfigError(f"{SETTING} = {url!r}: give a URL as s3://bucket/prefix or file:///path")
+        raise ConfigError(f"{named}: give a URL as s3://bucket/prefix or file:///path")
     if parsed.query or parsed.fragment or parsed.username:
-        raise ConfigError(f"{SETTING} = {url!r}: only a plain address; credentials come from the environment")
+        raise ConfigError(f"{named}: only a plain address; credentials come from the environment")
     shown = url.rstrip("/")
     if scheme in ("file", "local"):
         if parsed.netloc:
-            raise ConfigError(
-                f"{SETTING} = {url!r}: write three slashes before an absolute path, file:///path"
-            )
+            raise ConfigError(f"{named}: write three slashes before an absolute path, file:///path")
         return LocalStore(shown, Path(parsed.path))
     try:
         import fsspec
@@ -108,11 +112,9 @@ def open_store(url: str) -> Store:
         return FsspecStore(shown, fs, path)
     except ImportError as error:
         remedy = "pip install 'holdfast[s3]'" if scheme in ("s3", "s3a") else f"install it: {error}"
-        raise UsageError(
-            f"{SETTING} = {url!r}: the package for {scheme}:// is not installed; {remedy}"
-        ) from error
+        raise UsageError(f"{named}: the package for {scheme}:// is not installed; {remedy}") from error
     except ValueError as error:
-        raise ConfigError(f"{SETTING} = {url!r}: {error}; give s3://bucket/prefix or file:///path") from error
+        raise ConfigError(f"{named}: {error}; give s3://bucket/prefix or file:///path") from error
 
 
 def open_remote(url: str, *, retry_seconds: float = 120.0) -> Remote:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 import uuid
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.checkpoint.commit import Owner
-from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot
+from holdfast.checkpoint.identity import MANIFEST, STAGING, TRASH, CheckpointName, CheckpointRoot
 from holdfast.checkpoint.manifest import FileEntry
 from holdfast.checkpoint.problems import Problem, Reason
 from holdfast.checkpoint.remote import Copied, Remote, open_remote, split_copy_url
@@ -29,7 +28,8 @@ from holdfast.checkpoint.structure import check_structure
 from holdfast.control.lease import Fence
 from holdfast.control.standing import RootBook
 from holdfast.errors import UsageError
-from holdfast.files import fsync_dir, make_dirs, replace_atomic, write_durable
+from holdfast.files import fsync_dir, replace_atomic, write_durable
+from holdfast.removal import entries, make_folder, move, remove
 
 QUARANTINE = ".quarantine"
 IMPORTED = "imported"
@@ -64,8 +64,8 @@ def pull(
         raise BadCopyError(f"{remote.url}/{name}", Problem(Reason.ALTERED, MANIFEST, detail))
     staged = root.staging / f"{name}.pull"
     marker = root.staging / f"{name}.pull.owner"
-    make_dirs(root.staging)
-    shutil.rmtree(staged, ignore_errors=True)
+    make_folder(root.path, STAGING)
+    remove(root.path, STAGING, staged.name)
     replace_atomic(marker, msgspec.json.encode(owner), durable=False)
     try:
         staged.mkdir()
@@ -76,7 +76,8 @@ def pull(
             fsync_dir(folder)
         quarantine = _put_in_place(root, name, staged, fence)
     except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(root.path, STAGING, staged.name)
         raise
     finally:
         with contextlib.suppress(OSError):
@@ -107,7 +108,7 @@ def _fetch(
 def _put_in_place(root: CheckpointRoot, name: CheckpointName, staged: Path, fence: Fence) -> Path | None:
     destination = root.committed(name)
     aside = root.path / QUARANTINE / f"{name}.{uuid.uuid4().hex[:8]}"
-    make_dirs(aside.parent)
+    make_folder(root.path, QUARANTINE)
     with fence.guard(f"commit {name} from its remote copy"):
         replaced = os.path.lexists(destination)
         if replaced:
@@ -124,10 +125,10 @@ def _forget_older(root: CheckpointRoot, newest: Path | None) -> None:
         if newest is None:
             (root.path / QUARANTINE).rmdir()
             return
-        for path in newest.parent.iterdir():
-            if path != newest:
-                root.trash.mkdir(exist_ok=True)
-                os.rename(path, root.trash / path.name)
+        for entry in entries(root.path, QUARANTINE):
+            if entry != newest.name:
+                make_folder(root.path, TRASH)
+                move(root.path, (QUARANTINE, entry), (TRASH, entry))
 
 
 def pull_standing_of(url: str, root: CheckpointRoot, *, timeout: float, retry_seconds: float) -> Path:

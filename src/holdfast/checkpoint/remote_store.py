@@ -10,7 +10,9 @@ Stores: `s3://` (remote_s3.py), `file://` (here, with fsync), and what else fssp
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -20,6 +22,7 @@ from typing import Any
 
 from holdfast.checkpoint.remote_retry import Budget, Retrier, is_absent
 from holdfast.files import fsync_dir, make_dirs
+from holdfast.removal import entries, unlink
 
 PART = 16 * 1024 * 1024
 """Bytes that travel in one request. Larger files than 10,000 of these get larger parts."""
@@ -110,6 +113,8 @@ class LocalStore(Store):
 
     def keys(self, under: str, tries: Retrier) -> dict[str, int]:
         def list_files() -> dict[str, int]:
+            if (self._path / under).is_symlink():
+                raise OSError(errno.ENOTDIR, "a symbolic link, not a directory of its own")
             paths = (
                 Path(folder) / name for folder, _, names in os.walk(self._path / under) for name in names
             )
@@ -128,7 +133,10 @@ class LocalStore(Store):
 
     def read(self, key: str, start: int, end: int, tries: Retrier) -> bytes:
         def read_range() -> bytes:
-            with (self._path / key).open("rb") as file:
+            fd = os.open(self._path / key, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with os.fdopen(fd, "rb") as file:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):  # a FIFO would be waited for, a device has no end
+                    raise OSError(errno.EINVAL, "not a regular file", str(self._path / key))
                 file.seek(start)
                 return file.read(end - start)
 
@@ -164,7 +172,7 @@ class LocalStore(Store):
     def abort_uploads(self, under: list[str], before: float, tries: Retrier) -> list[str]:
         def find() -> list[Path]:
             folder = self._path / UPLOADS
-            found = sorted(folder.iterdir()) if folder.is_dir() else []
+            found = [folder / name for name in entries(self._path, UPLOADS)]
             return [path for path in found if path.lstat().st_mtime < before]
 
         ours = set(under)
@@ -174,9 +182,11 @@ class LocalStore(Store):
         return [path.name.replace("%", "/") for path in left]
 
     def _remove_one(self, path: Path, tries: Retrier) -> None:
-        tries(f"delete {path}", lambda: path.unlink(missing_ok=True))
-        with contextlib.suppress(OSError):
-            path.parent.rmdir()  # a store of objects has no empty folders
+        names = path.relative_to(self._path).parts
+        tries(f"delete {path}", lambda: unlink(self._path, *names))
+        if len(names) > 1:
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()  # a store of objects has no empty folders
 
 
 def _write_whole(fd: int, data: bytes, tries: Retrier, what: str) -> None:

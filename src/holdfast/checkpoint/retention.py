@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import threading
 import time
 import uuid
@@ -26,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.bounded import Look
-from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot, parse_name
+from holdfast.checkpoint.identity import MANIFEST, TRASH, CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.manifest import MAX_MANIFEST_BYTES, digest_bytes
 from holdfast.checkpoint.problems import Reason
 from holdfast.checkpoint.read_back import ReadBackRecord, last_read_back
@@ -45,10 +44,11 @@ from holdfast.control.lineage import (
 from holdfast.control.operator import pinned
 from holdfast.control.standing import RootBook, StandingBook
 from holdfast.errors import HoldfastError
-from holdfast.files import fsync_dir, make_dirs, read_regular
+from holdfast.files import fsync_dir, read_regular
 from holdfast.journal.events import CheckpointsDeleted, Warned
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.retention import LEAST, WAITS, Candidate, Condition, Rules, Verdict, retain
+from holdfast.removal import make_folder, move, remove
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -268,19 +268,20 @@ class Retention:
         deleted = DeletedRecord(
             id=record.id, step=record.step, reason=item.reason, epoch=fence.epoch, at=time.time()
         )
-        make_dirs(place.parent)
+        make_folder(self._root.path, TRASH)
         with unread(directory) as free:
             if free:
                 with fence.guard(f"delete {item.name}"):
                     record_deleted(self._control, record, deleted)
-                    os.rename(directory, place)
+                    move(self._root.path, (directory.name,), (TRASH, place.name))
             return free
 
 
 def empty(trashed: list[Path]) -> None:
     """Delete what was taken away. What cannot be deleted now is swept at the next start."""
     for path in trashed:
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(path.parent.parent, path.parent.name, path.name)
 
 
 class Retainer:

@@ -7,8 +7,6 @@ waiting. A failed save removes what it staged and touches nothing that was commi
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import time
 from collections.abc import Callable
 from typing import Any
@@ -124,8 +122,7 @@ class Saver:
             )
         except FAILURES:
             if self._group.is_coordinator:
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(commits.discard_staged(root, str(name)), ignore_errors=True)
+                commits.drop_staged(root, str(name))
             raise
         return Saved(name=name, bytes=stored.bytes, files=stored.files, seconds=time.monotonic() - started)
 

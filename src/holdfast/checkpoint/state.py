@@ -11,6 +11,7 @@ A checkpoint holds three kinds of state:
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -318,6 +319,46 @@ def to_blob(value: Any, at_least: int = 0) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def from_blob(blob: torch.Tensor) -> Any:
-    """Unpickles: only ever called on bytes that matched their digest."""
-    return torch.load(io.BytesIO(blob.numpy().tobytes()), map_location="cpu", weights_only=False)
+class UnreadObjectsError(Exception):
+    """A rank's state holds objects whose reading may run anything; the message names their classes."""
+
+
+def from_blob(blob: torch.Tensor, *, objects: bool = True) -> Any:
+    """Only ever called on bytes that matched their digest.
+
+    Nothing is unpickled freely that torch can read with `weights_only`: tensors, numbers, texts, containers,
+    and arrays of numpy, which its generators consist of. What is left are objects of other classes, in what
+    was tracked; without `objects` they are refused, since reading them may run anything.
+    """
+    data = blob.numpy().tobytes()
+    try:
+        with torch.serialization.safe_globals(_arrays()):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever it was: what was saved must be read as it always was
+        if not objects:
+            raise UnreadObjectsError(", ".join(classes_in(data)) or "something that is no archive") from None
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def classes_in(data: bytes) -> list[str]:
+    """The classes and functions in an archive that only a free unpickling would read."""
+    try:
+        with torch.serialization.safe_globals(_arrays()):
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except Exception:  # noqa: BLE001 - it is only for a message
+        return []
+
+
+@functools.cache
+def _arrays() -> list[Any]:
+    """What arrays and numbers of numpy are pickled as, also by releases before 2.0; it runs nothing."""
+    import numpy as np
+
+    try:
+        from numpy._core import multiarray
+    except ImportError:
+        from numpy.core import multiarray  # type: ignore[no-redef]
+    makers = [(getattr(multiarray, name), name) for name in ("_reconstruct", "scalar")]
+    named = [(one, f"numpy.{core}.multiarray.{name}") for one, name in makers for core in ("core", "_core")]
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"}
+    return [np.ndarray, np.dtype, *sorted(kinds, key=lambda kind: kind.__name__), *named]

@@ -43,6 +43,7 @@ from holdfast.checkpoint.staging import Buffer
 from holdfast.control.marks import outliving, stopping_blocked
 from holdfast.control.writing import announce, give_up, lock_for_writer
 from holdfast.errors import SaveFailedError
+from holdfast.own_child import own_child
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -58,7 +59,7 @@ def spawn(descriptor: int) -> subprocess.Popen[bytes]:
     """Start a writer process that talks over this socket."""
     with stopping_blocked():
         return subprocess.Popen(
-            [sys.executable, "-m", "holdfast.checkpoint.writer_process", str(descriptor)],
+            own_child("holdfast.checkpoint.writer_process", str(descriptor)),
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             env=outliving("holdfast.checkpoint.writer_process"),

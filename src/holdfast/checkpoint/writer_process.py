@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
 import socket
 import sys
 import time
@@ -403,8 +402,7 @@ class Writer:
     def _failed(self, job: Job, root: CheckpointRoot, name: CheckpointName, error: Exception) -> None:
         told = self._exchange.give_up(job, error, drain=is_drain(job))
         if self._leads:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(commits.discard_staged(root, str(name)), ignore_errors=True)
+            commits.drop_staged(root, str(name))
         else:
             with contextlib.suppress(OSError):
                 commits.leave_part(root.staged(name), name, self._start.rank, [], failed=told)

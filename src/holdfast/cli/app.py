@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 
@@ -92,6 +93,9 @@ def main() -> None:
     Who stops reading our output (`| head`) has seen enough: that is no failure, and there is nobody to tell.
     """
     _open_standard_files()
+    for stream in (sys.stdout, sys.stderr):  # a name that is no text in this encoding is shown, not fatal
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     code: int | str | None = 0
     try:
         app()
@@ -105,11 +109,80 @@ def main() -> None:
     except BrokenPipeError:
         pass
     except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
-        complain(_INCOMPLETE.format(error.strerror))
-        code = int(ExitCode.FAILED)
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            complain(_INCOMPLETE.format(error.strerror))
+            code = int(ExitCode.FAILED)
+        else:
+            code = _tell_os_error(error)
+    except Exception as error:  # noqa: BLE001 - told in a line, and kept whole where that line says
+        code = tell_defect(error)
     sys.exit(_flushed(code))
+
+
+_NOT_AS_GIVEN = frozenset(
+    {
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENOTEMPTY,
+        errno.ENXIO,
+        errno.EPERM,
+        errno.EXDEV,
+    }
+)
+"""What a path that was given can be wrong in."""
+
+
+def _tell_os_error(error: OSError) -> int:
+    """A file that cannot be used as it was meant is no defect: which one, why, and the code for it."""
+    from holdfast.files import is_storage_trouble
+
+    storage = is_storage_trouble(error)
+    if error.filename is None or not (storage or error.errno in _NOT_AS_GIVEN):
+        return tell_defect(error)
+    path = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+    if storage:
+        complain(f"error: {_shown(path)}: {error.strerror}. Look at its file system, then try again")
+        return int(ExitCode.STORAGE_FAILED)
+    complain(f"error: {_shown(path)}: {error.strerror}. Check the path and who may use it")
+    return int(ExitCode.USAGE)
+
+
+def tell_defect(error: BaseException) -> int:
+    """Nobody has thought of this: one line for the person, and the whole trace where that line says."""
+    import traceback
+
+    frame = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({os.path.basename(frame[0].filename)}:{frame[0].lineno})" if frame else ""  # noqa: PTH119
+    what = _shown(f"{type(error).__name__}: {error}".partition("\n")[0])
+    kept = _keep_trace("".join(traceback.format_exception(error)))
+    complain(f"error: this is a defect of holdfast {__version__}, not of what you did: {what}{where}. {kept}")
+    return int(ExitCode.FAILED)
+
+
+def _keep_trace(trace: str) -> str:
+    """In a file that only its owner can read: where it lies, in a sentence."""
+    import tempfile
+
+    try:
+        number, path = tempfile.mkstemp(prefix="holdfast-defect-", suffix=".txt")
+        with os.fdopen(number, "w", errors="backslashreplace") as file:
+            file.write(f"holdfast {__version__}, python {sys.version}\n{sys.argv!r}\n\n{trace}")
+    except OSError as unkept:
+        return f"Its trace could not be kept: {unkept.strerror}"
+    return f"The full trace is in {path}: please report it"
+
+
+def _shown(text: str, most: int = 1000) -> str:
+    """On one line, and without what a terminal would act on."""
+    from holdfast.journal.text import printable
+
+    return printable(text, most)
 
 
 def complain(text: str) -> None:

@@ -134,6 +134,7 @@ def find_checkpoint(
     from holdfast.checkpoint import local_manifest
     from holdfast.control.lineage import was_committed
     from holdfast.errors import UsageError
+    from holdfast.settings_fields import is_step
 
     # A save that was cut before its rename left a record too; it never existed for anyone, unless it was
     # committed in the local tier, which leaves a manifest.
@@ -146,7 +147,7 @@ def find_checkpoint(
     found = [
         record
         for record in real
-        if which in (record.id, _name(record)) or (which.isdecimal() and int(which) == record.step)
+        if which in (record.id, _name(record)) or (is_step(which) and int(which) == record.step)
     ]
     known = ", ".join(_name(record) for record in sorted(real, key=lambda record: -record.step)[:10])
     if not found:

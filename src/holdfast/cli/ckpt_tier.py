@@ -110,6 +110,7 @@ def _named(
     from holdfast.checkpoint.identity import CheckpointRoot
     from holdfast.checkpoint.local_inspect import TIERS, list_copies
     from holdfast.errors import UsageError
+    from holdfast.settings_fields import is_step
 
     held = list_copies(place, list(TIERS)).records if place is not None else []
     known = {*judge.committed, *local_manifest.names(control), *CheckpointRoot(root).names()}
@@ -117,7 +118,7 @@ def _named(
     found = [
         name
         for name in sorted(known)
-        if which in (name.id, str(name)) or (which.isdecimal() and int(which) == name.step)
+        if which in (name.id, str(name)) or (is_step(which) and int(which) == name.step)
     ]
     if not found:
         raise UsageError(f"run {control.run_id} has no checkpoint {which!r}; `holdfast ckpt ls` lists them")

@@ -37,12 +37,14 @@ def show(
     """
     import msgspec
 
-    from holdfast.config import FIELDS, load, parse_assignments
+    from holdfast.config import load, parse_assignments
+    from holdfast.settings_fields import masked
 
     effective = load(config, command_line=parse_assignments(assignments or ()))
     if as_json:
         rows = {
-            key: {"value": effective.settings.get(key), "source": effective.sources[key]} for key in FIELDS
+            key: {"value": masked(key, effective.settings.get(key)), "source": source}
+            for key, source in effective.sources.items()
         }
         typer.echo(msgspec.json.format(msgspec.json.encode(rows)))
     else:
@@ -57,6 +59,7 @@ def _print_table(effective: Effective) -> None:
     import msgspec
 
     from holdfast.config import FIELDS
+    from holdfast.settings_fields import masked
 
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
     section = ""
@@ -66,7 +69,7 @@ def _print_table(effective: Effective) -> None:
         section = field.section
         source = effective.sources[field.key]
         # As JSON, so that text is told from numbers and control characters do not reach the terminal.
-        value = msgspec.json.encode(effective.settings.get(field.key)).decode()
+        value = msgspec.json.encode(masked(field.key, effective.settings.get(field.key))).decode()
         given = source != "default"
         typer.echo(
             f"{field.key} = {typer.style(value, bold=given)}  {typer.style(f'({source})', dim=not given)}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.cli.output import show_time
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ def journal(
     event: Annotated[list[str] | None, typer.Option(help="Only this event; may be repeated.")] = None,
     since: Annotated[float | None, typer.Option(min=0, help="Only the last so many seconds.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report there instead.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Of --report: replace a file that is no earlier report.")
+    ] = False,
 ) -> None:
     """Show what happened in a run and why: events, and decisions with their evidence."""
     from holdfast.journal.reader import JournalReader
@@ -52,8 +56,10 @@ def journal(
     if report is not None:
         if json or follow or event or attempt is not None or since is not None:
             raise UsageError("--report covers the whole run; give it without the other options")
-        _report(reader, run_dir, report)
+        _report(reader, run_dir, report, overwrite=overwrite)
         return
+    if overwrite:
+        raise UsageError("--overwrite belongs to --report: give that too, or leave it out")
     first = reader.poll_raw()
     wanted = _filter(first, attempt, event or [], since)
     show = _show_json if json else _show_people
@@ -69,6 +75,22 @@ def journal(
             raise
     if reader.unreadable:
         print(f"holdfast: skipped {reader.unreadable} unreadable journal lines", file=sys.stderr)
+    _insist_on_all(reader, run_dir)
+
+
+def _insist_on_all(reader: JournalReader, run_dir: Path) -> None:
+    """An empty journal and one that nobody lets us read are not the same."""
+    from holdfast.errors import ControlError
+    from holdfast.journal.render import printable
+
+    if not reader.unopened:
+        return
+    name, why = min(reader.unopened.items())
+    path = printable(str(run_dir / "journal" / name), 4096)
+    others = f", nor {len(reader.unopened) - 1} more" if len(reader.unopened) > 1 else ""
+    raise ControlError(
+        f"the journal is not shown as a whole: {path} cannot be read: {why}{others}. Check who may read it"
+    )
 
 
 def _filter(
@@ -110,7 +132,7 @@ def _show_people(pairs: list[Pair]) -> None:
     console = Console(highlight=False)
     for line in condense(line for line, _ in pairs):
         shown = render(line.body)
-        text = Text(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.at)), style="dim")
+        text = Text(show_time(line.at), style="dim")
         text.append(f"  {line.attempt:>3}  {printable(line.who):<12}  ", style="dim")
         text.append(shown.text, style=STYLES[shown.style])
         for detail in shown.details:
@@ -142,15 +164,18 @@ def _follow(reader: JournalReader, seen: list[Pair], show: Callable[[list[Pair]]
         show(pairs)
 
 
-def _report(reader: JournalReader, run_dir: Path, destination: Path) -> None:
+def _report(reader: JournalReader, run_dir: Path, destination: Path, *, overwrite: bool) -> None:
     from holdfast.observe.report import write_report
 
     lines = reader.poll()
+    _insist_on_all(reader, run_dir)
     facts = [("Run directory", str(run_dir))]
     if reader.unreadable:
         facts.append(("Unreadable journal lines", str(reader.unreadable)))
     try:
-        write_report(lines, destination, title=f"Run {run_dir.resolve().name}", facts=facts)
+        write_report(
+            lines, destination, title=f"Run {run_dir.resolve().name}", facts=facts, overwrite=overwrite
+        )
     except OSError as error:
         raise UsageError(f"cannot write the report {destination}: {error.strerror or error}") from error
     print(f"wrote {destination}")

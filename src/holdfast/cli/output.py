@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import typer
+
+from holdfast.journal.text import moment
 
 
 def print_json(value: Any) -> None:
@@ -35,12 +36,7 @@ def show_bytes(count: float | None) -> str:
 
 
 def show_time(created: float | None) -> str:
-    if created is None:
-        return "-"
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
-    except (OverflowError, ValueError, OSError):
-        return "out of range"
+    return "-" if created is None else moment(created)
 
 
 class Bar:

@@ -40,6 +40,9 @@ def recover(
     record: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write a record for a ticket.")
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Of --markdown: replace a file that is no earlier record.")
+    ] = False,
     root: ROOT = None,
     remote: Annotated[str | None, typer.Option(help="URL of the copies, if not as the last launch.")] = None,
     world: Annotated[int | None, typer.Option(min=1, help="Ranks that a start would have.")] = None,
@@ -70,6 +73,7 @@ def recover(
         band=band,
         mtbf_hours=mtbf or 0.0,
         record=record,
+        overwrite=overwrite,
         root=root,
         remote=remote,
         ranks=world,

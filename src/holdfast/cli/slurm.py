@@ -195,12 +195,14 @@ def requeue(
 def _write(path: Path, text: str, force: bool) -> None:
     import os
 
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if force else os.O_EXCL)
+    from holdfast.files import check_output
+
+    check_output(path, overwrite=force, option="--force")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags |= os.O_TRUNC if force else os.O_EXCL
     try:
-        with os.fdopen(os.open(path, flags, 0o755), "w") as file:
+        with os.fdopen(os.open(path, flags, 0o755), "w", errors="surrogateescape") as file:
             file.write(text)
-    except FileExistsError:
-        raise UsageError(f"{path} is there already; --force overwrites it") from None
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
 

@@ -42,6 +42,7 @@ from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
 from holdfast.files import make_dirs, read_regular, replace_atomic
 from holdfast.settings import Settings
+from holdfast.settings_fields import is_step
 
 FOLDER = "launches"
 ORIGIN = "origin"
@@ -145,7 +146,7 @@ def record_launch(
         )
         raw = msgspec.json.encode(record) + b"\n"
         make_dirs(control.path / FOLDER)
-        replace_atomic(_path(control, node), raw)
+        replace_atomic(_path(control, node), raw, mode=0o600)  # a script's arguments may hold a secret
     except (OSError, ValueError) as error:
         return f"how this launch was started could not be kept: {error}"
     return ""
@@ -212,7 +213,7 @@ def _word(resume_from: str) -> str:
 
 def _named(resume_from: str) -> str:
     """The setting as it counts: the same path from elsewhere is another one."""
-    plain = resume_from in ("auto", "fresh") or resume_from.isdigit() or "://" in resume_from
+    plain = resume_from in ("auto", "fresh") or is_step(resume_from) or "://" in resume_from
     return resume_from if plain else _text(str(Path(resume_from).absolute()))
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,9 +25,12 @@ from holdfast.control.attempts import HeadRecord, attempt_numbers
 from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
-from holdfast.files import explain_os_error, replace_atomic
+from holdfast.files import explain_os_error, read_regular, replace_atomic
+from holdfast.journal.text import moment
 
 SHELF = "shelf.jsonl"
+SHELF_LIMIT = 1024 * 1024 * 1024
+"""Bytes: millions of commits of one attempt."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,11 +76,7 @@ class DeletedRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         """By whom, when and why; `deleted …`."""
-        try:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
-        except (OverflowError, ValueError, OSError):
-            when = "at a time out of range"
-        return f"by retention, {when} ({self.reason})"
+        return f"by retention, {moment(self.at)} ({self.reason})"
 
 
 def record_deleted(control: ControlDirectory, record: CommitRecord, deleted: DeletedRecord) -> None:
@@ -146,8 +144,15 @@ def shelve(control: ControlDirectory, fence: Fence, record: CommitRecord) -> Non
         torn = (
             size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         )  # by a cut; that one has its file still
-        os.write(descriptor, (b"\n" if torn else b"") + msgspec.json.encode(record) + b"\n")
-        os.fsync(descriptor)
+        try:
+            view = memoryview((b"\n" if torn else b"") + msgspec.json.encode(record) + b"\n")
+            while view:  # a disk that fills up takes a part first
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, size)
+            raise
     finally:
         os.close(descriptor)
     path.unlink(missing_ok=True)
@@ -156,7 +161,7 @@ def shelve(control: ControlDirectory, fence: Fence, record: CommitRecord) -> Non
 def _shelved(path: Path) -> list[CommitRecord]:
     """A line that a cut has torn is left out: its commit still has a file of its own."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_regular(path, SHELF_LIMIT).split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import shutil
 import time
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
@@ -31,6 +30,7 @@ from holdfast.control.directory import ControlDirectory, create_record, list_nam
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
 from holdfast.files import replace_atomic
+from holdfast.removal import remove
 
 log = logging.getLogger("holdfast.control")
 
@@ -171,7 +171,8 @@ class RootBook:
 
     def forget(self, name: str) -> None:
         """The checkpoint is gone for good."""
-        shutil.rmtree(self.folder(name), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(self.path.parent, self.path.name, _checked(name))
 
 
 class StandingBook:

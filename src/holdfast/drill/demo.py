@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -101,7 +102,8 @@ def _claim(directory: Path) -> IO[str]:
     if held and (strange or MARKER not in held):
         what = f"holds {strange[0]!r}" if strange else "is not empty"
         raise UsageError(f"{directory} {what} and is not an earlier demo's; choose another --dir")
-    lock = (directory / MARKER).open("a")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    lock = os.fdopen(os.open(directory / MARKER, flags, 0o644), "a")  # a link or a pipe is no marker of ours
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

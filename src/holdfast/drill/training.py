@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from holdfast.errors import HoldfastError
 from holdfast.journal.events import Line
 from holdfast.journal.reader import JournalReader
 from holdfast.launch.orphan_guard import guarded
+from holdfast.own_child import own_child
 
 POLL = 0.02
 STOP_GRACE = 5.0
@@ -106,7 +106,7 @@ def training(
     script: Path, run_dir: Path, log: Path, *, ranks: int, settings: Sequence[str], arguments: Sequence[str]
 ) -> Iterator[Training]:
     """Train `script` on CPU ranks under `holdfast run`, its output in `log`; over when the block is left."""
-    command = [sys.executable, "-m", "holdfast", "run", f"--nproc-per-node={ranks}", f"--run-dir={run_dir}"]
+    command = own_child("holdfast", "run", f"--nproc-per-node={ranks}", f"--run-dir={run_dir}")
     for setting in settings:
         command += ["--set", setting]
     command += [str(script), *arguments]

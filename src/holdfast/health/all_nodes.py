@@ -6,7 +6,6 @@ it too; one whose answer cannot be read is unknown.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +14,7 @@ from holdfast.cluster.slurm import SlurmJob
 from holdfast.errors import UsageError
 from holdfast.health.examination import NodeReport, Skew, compare_clocks
 from holdfast.health.result import ask
+from holdfast.own_child import own_child
 from holdfast.policy.health import CheckResult, Status, worst
 
 TIMEOUT = 240.0
@@ -100,12 +100,7 @@ def ask_all_nodes(job: SlurmJob, arguments: Sequence[str], timeout: float = TIME
         "--overlap",
         "--kill-on-bad-exit=0",
         "--wait=0",
-        sys.executable,
-        "-m",
-        "holdfast",
-        "doctor",
-        "--lines",
-        *arguments,
+        *own_child("holdfast", "doctor", "--lines", *arguments),
     ]
     answer = ask(command, timeout)
     found = {one.node: one for one in from_lines(answer.out)}

@@ -6,7 +6,6 @@ Usable alone: `holdfast.check_gpus()`. Whatever a sick driver does happens in ch
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +14,7 @@ from holdfast.control.devices import VISIBLE, visible_devices
 from holdfast.health.gpu_child import AllComputed, Computed
 from holdfast.health.gpu_facts import CHILD, TIMEOUT, Gpu, Gpus, ask_gpus, names_of, present
 from holdfast.health.result import ask
+from holdfast.own_child import own_child
 from holdfast.policy.gpu_health import (
     UNCORRECTED_LIMIT,
     judge_computed,
@@ -92,7 +92,7 @@ def check_compute(
     runs here does not use them.
     """
     environ = {**os.environ, VISIBLE: ",".join(devices)} if devices is not None else None
-    answer = ask([sys.executable, "-m", CHILD, "compute"], timeout, environ)
+    answer = ask(own_child(CHILD, "compute"), timeout, environ)
     name = "gpu compute"
     if answer.hung:
         return [judge_untried(name, f"no answer within {timeout:g} s", hung=True)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import msgspec
 
 from holdfast.health.kernel_log import normal_bus
 from holdfast.health.result import ask
+from holdfast.own_child import own_child
 
 TIMEOUT = 20.0
 """Without its persistence daemon the driver wakes every device first, for seconds."""
@@ -100,7 +100,7 @@ def _installed(module: str) -> bool:
 
 
 def _ask_child(how: str, timeout: float) -> Gpus:
-    answer = ask([sys.executable, "-m", CHILD, how], timeout)
+    answer = ask(own_child(CHILD, how), timeout)
     if answer.hung:
         return Gpus(source=how, problem=f"{how} did not answer within {timeout:g} s", hung=True)
     try:

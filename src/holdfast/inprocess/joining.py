@@ -50,7 +50,7 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
         found = {}
         for field, name in zip(("member", "members", "local_rank"), names, strict=True):
             text = environ.get(name, "")
-            if not text.isdigit():
+            if not text.isdecimal():
                 raise UsageError(
                     f"{names[0]} is set, but {name} is {text!r} and no number; set all of {names}"
                 )
@@ -165,7 +165,7 @@ def _address(environ: Mapping[str, str], ranks: Ranks) -> tuple[str, int]:
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if ranks.members == 1 and not (host and port):
         return LOOPBACK, 0
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise UsageError(
             f"{ranks.members} ranks have to find each other: set MASTER_ADDR and MASTER_PORT to the same on "
             f"all of them (here they are {host!r} and {port!r}), or use `holdfast run` or torchrun"

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ from holdfast.inprocess.conductor import Conductor
 from holdfast.inprocess.keeper import SOCKET, Keeper, log_path, stamped
 from holdfast.inprocess.memory import Memory
 from holdfast.inprocess.messages import KEEPS, LEFT
+from holdfast.own_child import own_child
+from holdfast.removal import remove
 from holdfast.settings_inprocess import InProcessSettings
 from holdfast.worker.beats import short_address
 
@@ -86,8 +89,7 @@ def start(duties: Duties) -> Started:
     """Start a keeper process, and wait until it listens. Raises HandedOverError."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        # -P: whatever lies in the directory that the script was started in must not be imported.
-        [sys.executable, "-P", "-m", MODULE, msgspec.json.encode(duties).decode()],
+        own_child(MODULE, msgspec.json.encode(duties).decode()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env=environment,
@@ -114,20 +116,24 @@ def start(duties: Duties) -> Started:
 def sweep(path: Path) -> None:
     """Remove what a keeper process that was killed could not remove itself."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+        channel.setblocking(False)  # anybody may have left a socket there that takes no more connections
         try:
             with short_address(path) as address:
                 channel.connect(address)
         except ConnectionRefusedError:
-            shutil.rmtree(path.parent, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(path.parent.parent, path.parent.name)
         except OSError:
-            pass  # it is removed already
+            pass  # it is removed already, or takes no more connections just now
 
 
 def sweep_stale() -> None:
     """The same for those whose members were killed with them; a keeper that just starts is left alone."""
     for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY}*/{SOCKET}"):
-        with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
-            if time.time() - path.parent.stat().st_mtime > STALE:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            info = path.parent.lstat()
+            ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
+            if ours and time.time() - info.st_mtime > STALE:
                 sweep(path)
 
 

@@ -7,6 +7,7 @@ never fatal: the journal explains failures, so it must survive them.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -19,6 +20,10 @@ import msgspec
 from holdfast.journal.events import AnyEvent, Line, Unknown
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
+BLOCK = 4 * MAX_LINE_BYTES
+"""Bytes that are read at a time."""
+TIMES = (-1e9, 1e11)
+"""What `at` can be: a clock that was never set, up to the year 5138. What else it says no clock has said."""
 
 
 class _Frame(msgspec.Struct):
@@ -46,6 +51,8 @@ def parse_line(raw: bytes) -> Line | None:
             body = Unknown(event=str(fields.pop("event", "?")), fields=fields)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
+    if not TIMES[0] <= frame.at <= TIMES[1]:
+        return None
     return Line(v=frame.v, at=frame.at, who=frame.who, attempt=frame.attempt, seq=frame.seq, body=body)
 
 
@@ -61,6 +68,8 @@ class JournalReader:
         self._newest: dict[Path, float] = {}
         self.unreadable = 0
         """Lines met so far that are not journal lines."""
+        self.unopened: dict[str, str] = {}
+        """Files that could not be read at the last look, and why; the directory itself as an empty name."""
 
     def poll(self) -> list[Line]:
         return [line for line, _ in self.poll_raw()]
@@ -68,7 +77,7 @@ class JournalReader:
     def poll_raw(self) -> list[tuple[Line, bytes]]:
         """As `poll`, each line with its bytes in the file (which may hold fields of a newer release)."""
         found: list[tuple[float, Line, bytes]] = []
-        for path in sorted(self._directory.glob("*.jsonl")):
+        for path in self._files():
             number = path.name.partition("-")[0]
             if self._since and number.isdecimal() and int(number) < self._since:
                 continue
@@ -80,22 +89,41 @@ class JournalReader:
         found.sort(key=lambda item: (item[0], item[1].who, item[1].seq))
         return [(line, raw) for _, line, raw in found]
 
+    def _files(self) -> list[Path]:
+        try:
+            names = os.listdir(self._directory)
+        except FileNotFoundError:
+            names = []
+        except OSError as error:
+            self.unopened[""] = error.strerror or str(error)
+            return []
+        self.unopened.pop("", None)
+        return [self._directory / name for name in sorted(names) if name.endswith(".jsonl")]
+
     def _poll_file(self, path: Path) -> Iterator[tuple[Line, bytes]]:
-        data = _read_from(path, self._offsets.get(path, 0))
-        whole, newline, rest = data.rpartition(b"\n")
-        if not newline and len(rest) < MAX_LINE_BYTES:
-            return
-        if not newline:
-            whole = rest  # longer than any line: give it up rather than read it again at every look
-        self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
-        for raw in whole.split(b"\n"):
-            if not raw.strip():
-                continue
-            line = parse_line(raw)
-            if line is None:
-                self.unreadable += 1
-            else:
-                yield line, raw
+        full = True
+        while full:
+            try:
+                data = _read_from(path, self._offsets.get(path, 0))
+            except OSError as error:
+                self.unopened[path.name] = error.strerror or str(error)
+                return
+            self.unopened.pop(path.name, None)
+            full = len(data) == BLOCK
+            whole, newline, rest = data.rpartition(b"\n")
+            if not newline and len(rest) < MAX_LINE_BYTES:
+                return
+            if not newline:
+                whole = rest  # longer than any line: give it up rather than read it again at every look
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
+            for raw in whole.split(b"\n"):
+                if not raw.strip():
+                    continue
+                line = parse_line(raw)
+                if line is None:
+                    self.unreadable += 1
+                else:
+                    yield line, raw
 
     def follow(self, *, interval: float = 0.2, deadline: float | None = None) -> Iterator[Line]:
         """Yield lines as they come, until `deadline` (`time.monotonic()` seconds) or for ever."""
@@ -112,16 +140,16 @@ def writer_of(name: str) -> str:
 
 
 def _read_from(path: Path, offset: int) -> bytes:
-    """A regular file's bytes from `offset`; nothing of what is none (a pipe would block for ever)."""
+    """The next bytes of a regular file; one that is none is refused (a pipe would block for ever)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                return b""
-            file.seek(offset)
-            return file.read()
-    except OSError:
+    except FileNotFoundError:  # gone since it was listed
         return b""
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        file.seek(offset)
+        return file.read(BLOCK)
 
 
 def read_tail(path: Path, limit: int) -> list[Line]:

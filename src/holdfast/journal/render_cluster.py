@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from holdfast.journal.cluster_events import (
     HealthFailed,
     JobFound,
@@ -15,7 +13,7 @@ from holdfast.journal.cluster_events import (
     StopHastened,
     StopSaved,
 )
-from holdfast.journal.text import Rendered, duration, plural, printable
+from holdfast.journal.text import Rendered, duration, moment, plural, printable
 
 ClusterEvent = (
     StopAsked
@@ -81,7 +79,7 @@ def _job(body: JobFound) -> Rendered:
     text += f", queued again {plural(body.restarts, 'time')}" if body.restarts else ""
     details = []
     if body.ends_at is not None:
-        details.append(f"ends at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(body.ends_at))}")
+        details.append(f"ends at {moment(body.ends_at)}")
     if body.requeue == "never":
         details.append("is not to be queued again: slurm.requeue = never")
     return Rendered(text, "plain", details)

@@ -29,6 +29,7 @@ from holdfast.control.marks import AGENT, leave_stopping_to_the_trainer
 from holdfast.launch import processes
 from holdfast.launch.orphans import PATIENCE, recognise
 from holdfast.launch.processes import Process
+from holdfast.own_child import own_child
 
 POLL = 0.05
 LOOK = 1.0
@@ -65,8 +66,7 @@ class Keeper:
         mark = mark_environment()
         arguments = [str(os.getpid()), mark, repr(self._outlive), *self._scratch]
         self._process = subprocess.Popen(
-            # -P: whatever lies in the directory that the launcher was started in must not be imported.
-            [sys.executable, "-P", "-m", "holdfast.launch.keeper", *arguments],
+            own_child("holdfast.launch.keeper", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # what ends the agent's session or group must not end its keeper

@@ -21,9 +21,10 @@ import msgspec
 from torch.distributed.argparse_util import check_env
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-from holdfast.config import Effective, Settings, load, parse_assignments
+from holdfast.config import FILE_LIMIT, Effective, Settings, load, parse_assignments
 from holdfast.control.limits import check_timeouts
 from holdfast.errors import ConfigError, UsageError
+from holdfast.files import read_regular
 from holdfast.settings_hints import FT_LAUNCHER
 
 BACKENDS = ("c10d", "static")
@@ -197,7 +198,7 @@ def _find_script(parser: ArgumentParser, argv: Sequence[str]) -> int:
 
 
 def _shutdown_timeout(given: str) -> str:
-    if not given.strip().isdigit():
+    if not given.strip().isdecimal():
         raise UsageError(
             f"{SHUTDOWN_VARIABLE}={given!r:.80} is not a number of whole seconds, as torchrun reads it. "
             "Correct or unset it; here it is the setting launch.stop_grace"
@@ -249,8 +250,9 @@ def _read_ft_file(path: Path) -> tuple[dict[str, str], list[str]]:
             + ", ".join(_FT_SETTINGS.values())
         ) from None
     try:
-        section = _find_ft_section(yaml.safe_load(path.read_text()))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = read_regular(Path(os.path.realpath(path)), FILE_LIMIT).decode("utf-8-sig")
+        section = _find_ft_section(yaml.safe_load(text))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--ft-cfg-path {path} cannot be read: {' '.join(str(error).split())}") from error
     if section is None:
         raise UsageError(f"--ft-cfg-path {path}: there is no section `fault_tolerance` in it")
@@ -301,7 +303,7 @@ def _check_rdzv_conf(backend: str, given: str) -> list[str]:
                 f"--rdzv-conf {part.strip()!r:.120}: the {backend} rendezvous reads "
                 f"{', '.join(f'{name}=…' for name in _RDZV_READ[backend])} only"
             )
-        right = value.lower() in _BOOLEANS if key == "is_host" else value.isdigit()
+        right = value.lower() in _BOOLEANS if key == "is_host" else value.isdecimal()
         if not right:
             what = "true or false" if key == "is_host" else "a number of whole seconds"
             raise UsageError(f"--rdzv-conf {key}={value!r:.80} is not {what}")

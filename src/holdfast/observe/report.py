@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast._version import __version__
 from holdfast.checkpoint.identity import parse_name
-from holdfast.files import replace_atomic
+from holdfast.files import check_output, replace_atomic
 from holdfast.journal.events import Decision, Line, RunCreated, StandingChanged
 from holdfast.journal.render import condense, duration, plural, printable, render, size
 from holdfast.observe.chart import Chart, Fault, draw
@@ -36,6 +36,9 @@ PARTS = {
     "other": "no completed step covers it",
 }
 
+MARK = "Holdfast report</title>"
+"""By which an earlier report is known."""
+
 
 def write_report(
     lines: list[Line],
@@ -44,9 +47,12 @@ def write_report(
     title: str,
     reference: Sequence[tuple[int, float]] | None = None,
     facts: Sequence[tuple[str, str]] = (),
+    overwrite: bool = False,
 ) -> None:
     """Write the report of a run. `reference` is a curve of (step, loss) to compare with; `facts` are extra
-    rows for the summary. The file is replaced in one step; raises OSError if it cannot be written."""
+    rows for the summary. The file is replaced in one step; raises OSError if it cannot be written, UsageError
+    if something is there that is no earlier report; `overwrite`: any regular file may be replaced."""
+    check_output(Path(destination), mark=MARK, overwrite=overwrite)
     page = report_html(lines, title=title, reference=reference, facts=facts)
     replace_atomic(Path(destination).absolute(), page.encode("utf-8", "backslashreplace"))
 
@@ -70,7 +76,7 @@ def report_html(
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta http-equiv="Content-Security-Policy" '
             "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">",
-            f"<title>{head} – Holdfast report</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
+            f"<title>{head} – {MARK}\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
             f'<header><p class="eyebrow">Holdfast run report</p>\n<h1>{head}</h1>',
             f'<p class="lead">{_state(life, lines)}</p></header>',
             _figures(life, found, ledger),

@@ -84,4 +84,4 @@ def _asked(argv: Sequence[str]) -> tuple[int, int]:
     launched = any(Path(word).name in ("holdfast", "torchrun", "run") for word in argv[:4])
     workers = values.get("nproc-per-node", "1" if launched else "")
     nodes = values.get("nnodes", "1").rpartition(":")[2]
-    return int(workers) if workers.isdigit() else 0, int(nodes) if nodes.isdigit() else 0
+    return int(workers) if workers.isdecimal() else 0, int(nodes) if nodes.isdecimal() else 0

@@ -21,7 +21,7 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.launches import launch_to_repeat
 from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
-from holdfast.files import explain_os_error, replace_atomic
+from holdfast.files import check_output, explain_os_error, replace_atomic
 from holdfast.policy.resume_check import BAND, Agreement, is_correct
 from holdfast.policy.runbook import LIVE, Finding, Mark, Stage, why_not_started
 from holdfast.policy.rungs import FRESH
@@ -30,7 +30,7 @@ from holdfast.recover.command import settings_of
 from holdfast.recover.examine import ATTEMPTS, capacity_now, examine, timeline
 from holdfast.recover.journalled import recent_lines
 from holdfast.recover.report import Action, Report
-from holdfast.recover.text import Row, check_rows, markdown, rows, verdict
+from holdfast.recover.text import MARK, Row, check_rows, markdown, rows, verdict
 from holdfast.recover.watching import ResumeWatch
 
 AGAIN = 2.0
@@ -55,6 +55,8 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     mtbf_hours: float = 0.0
     """Hours between failures, as somebody knows it; 0 takes the setting, or what was measured."""
     record: Path | None = None
+    overwrite: bool = False
+    """Of the record: a file that is no earlier one may be replaced."""
     root: Path | None = None
     remote: str | None = None
     ranks: int | None = None
@@ -83,6 +85,7 @@ def conduct(
     control: ControlDirectory, wishes: Wishes, show: Show, ask: Ask, reading: Callable[[], Reading]
 ) -> Report:
     """Go through the runbook; the report's `exit_code` is what to end with."""
+    check_record(wishes)  # before anything is started for which there would be no record
     report = _examined(control, wishes, show, reading)
     _drain(control, report, wishes, show, ask)
     show(Row("", "", report.answer))
@@ -257,13 +260,25 @@ def _mtbf_hours(control: ControlDirectory, wishes: Wishes) -> float:
     return wishes.mtbf_hours or settings_of(launch_to_repeat(control), wishes.command).checkpoint.mtbf_hours
 
 
-def _write(control: ControlDirectory, report: Report, wishes: Wishes) -> bool:
+def check_record(wishes: Wishes) -> None:
+    """Refuse now what the record could not be written to later."""
+    if wishes.record is not None:
+        check_output(wishes.record, mark=MARK, overwrite=wishes.overwrite)
+
+
+def write_record(report: Report, wishes: Wishes) -> bool:
     """Write the record, if one was asked for."""
     if wishes.record is None:
         return False
-    report.timeline = timeline(recent_lines(control, attempt_numbers(control)[-ATTEMPTS:]))
+    check_record(wishes)
     try:
         replace_atomic(wishes.record, markdown(report).encode())
     except OSError as error:
         raise ControlError(str(explain_os_error(error, "write", wishes.record))) from error
     return True
+
+
+def _write(control: ControlDirectory, report: Report, wishes: Wishes) -> bool:
+    if wishes.record is not None:
+        report.timeline = timeline(recent_lines(control, attempt_numbers(control)[-ATTEMPTS:]))
+    return write_record(report, wishes)

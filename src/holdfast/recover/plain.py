@@ -12,24 +12,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from holdfast.checkpoint.plain import resolve_plain
-from holdfast.errors import ControlError
-from holdfast.files import explain_os_error, replace_atomic
 from holdfast.policy.readiness import StorageFacts, storage
 from holdfast.policy.readiness import command as command_finding
 from holdfast.policy.runbook import Finding, Mark, Side, Stage, exit_code, why_not_started
 from holdfast.policy.rungs import REFUSED, rung_findings
 from holdfast.recover.acting import Started
 from holdfast.recover.command import command_of
-from holdfast.recover.conduct import LOOK, Reading, Show, Wishes
+from holdfast.recover.conduct import LOOK, Reading, Show, Wishes, check_record, write_record
 from holdfast.recover.places import Place, try_places
 from holdfast.recover.report import Action, Report
-from holdfast.recover.text import Row, markdown, rows
+from holdfast.recover.text import Row, rows
 
 RESUME_FROM = "HOLDFAST_CHECKPOINT_RESUME_FROM"
 
 
 def conduct_plain(root: Path, wishes: Wishes, show: Show, reading: Callable[[], Reading]) -> Report:
     """Go through what the runbook can say of it; the report's `exit_code` is what to end with."""
+    check_record(wishes)
     with reading() as shown:
         report = _examined(root, wishes, shown)
     for row in rows(report):
@@ -37,11 +36,7 @@ def conduct_plain(root: Path, wishes: Wishes, show: Show, reading: Callable[[], 
     show(Row("", "", report.answer))
     if wishes.run:
         _start(report, wishes, show)
-    if wishes.record is not None:
-        try:
-            replace_atomic(wishes.record, markdown(report).encode())
-        except OSError as error:
-            raise ControlError(str(explain_os_error(error, "write", wishes.record))) from error
+    if write_record(report, wishes):
         show(Row("", "", f"the record is in {wishes.record}"))
     return report
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast.journal.render import printable
+from holdfast.journal.text import moment
 from holdfast.policy.resume_check import Agreement, Point
 from holdfast.policy.runbook import Finding, Mark
 from holdfast.recover.report import Report
@@ -67,10 +67,14 @@ def verdict(report: Report) -> str:
 # --- the record --------------------------------------------------------------------------------------------
 
 
+MARK = "# Recovery "
+"""By which an earlier record is known."""
+
+
 def markdown(report: Report) -> str:
     """A record fit for an incident ticket: summary, evidence, actions, resume check, timeline."""
     parts = [
-        f"# Recovery of run {report.run}" if report.run else f"# Recovery from {_cell(report.run_dir)}",
+        f"{MARK}of run {report.run}" if report.run else f"{MARK}from {_cell(report.run_dir)}",
         "",
         *_summary(report),
         "",
@@ -99,7 +103,7 @@ def markdown(report: Report) -> str:
 def _summary(report: Report) -> list[str]:
     lines = [
         f"* run directory: `{report.run_dir}`",
-        f"* written: {_clock(report.at)}",
+        f"* written: {moment(report.at)}",
         f"* what stopped it: {_cell(report.findings[0].text)}",
         f"* cause: {report.cause}",
         f"* answer: {_cell(report.answer)} (exit code {report.exit_code})",
@@ -153,7 +157,7 @@ def _check(report: Report) -> list[str]:
 def _timeline(report: Report) -> list[str]:
     lines = ["| time | attempt | who | what |", "|---|---|---|---|"]
     for one in report.timeline:
-        lines.append(f"| {_clock(one.at)} | {one.attempt} | {_cell(one.who)} | {_cell(one.text)} |")
+        lines.append(f"| {moment(one.at)} | {one.attempt} | {_cell(one.who)} | {_cell(one.text)} |")
     return lines
 
 
@@ -161,10 +165,3 @@ def _cell(text: str) -> str:
     """Text that cannot end a table's cell, nor become mark-up of its own."""
     shown = printable(text, 2000).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
     return shown.replace("`", "'").replace("*", "\\*").replace("_", "\\_")
-
-
-def _clock(at: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-    except (OverflowError, ValueError, OSError):
-        return "?"

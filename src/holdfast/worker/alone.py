@@ -131,7 +131,7 @@ def look_around(settings: Settings, given: Settings, environ: Mapping[str, str] 
 def _workers(environ: Mapping[str, str]) -> int:
     """Ranks of this node; 0 if there are, or may be, others on other nodes."""
     world, local = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "")
-    return int(world) if world.isdigit() and local in ((world, "") if world == "1" else (world,)) else 0
+    return int(world) if world.isdecimal() and local in ((world, "") if world == "1" else (world,)) else 0
 
 
 def _torchrun(environ: Mapping[str, str]) -> str:
