@@ -30,6 +30,7 @@ import torch
 
 from holdfast import config, scope
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
+from holdfast.checkpoint.manifest import OF_THE_JOB
 from holdfast.control.group import Group, leave_group
 from holdfast.control.handover import LaunchInfo, one_config
 from holdfast.errors import HoldfastError, LeaseLostError, Stopped, UsageError
@@ -379,8 +380,10 @@ class Run:
             self._saving.finish(self.step)
         self._around.saved(self._saving)
         if group.is_coordinator:
-            counts = self._meter
-            member.journal.write(RunFinished(step=self.step, samples=counts.samples, tokens=counts.tokens))
+            samples, tokens = self._meter.of_the_job()
+            member.journal.write(
+                RunFinished(step=self.step, samples=samples, tokens=tokens, counts=OF_THE_JOB)
+            )
             if self._launched is None:
                 member.journal.write(AttemptEnded(outcome="finished", last_step=self.step))
         self._leave("finished", ExitCode.OK)
@@ -471,11 +474,13 @@ class Run:
 
     @property
     def samples(self) -> int:
-        return self._meter.samples
+        """Of the whole job, since it began: other ranks' as of the last save or resume, this one's as of now."""
+        return self._meter.of_the_job()[0]
 
     @property
     def tokens(self) -> int:
-        return self._meter.tokens
+        """The same, of tokens."""
+        return self._meter.of_the_job()[1]
 
     @property
     def attempt(self) -> int:

@@ -59,6 +59,9 @@ class Snapshot:
     """Fingerprints that are known already, by position."""
     parts: dict[str, PartEntry]
     proof: Proof
+    samples: int = 0
+    tokens: int = 0
+    """Of all ranks together."""
 
     def fingerprints(self) -> list[str]:
         """Of every tensor, on its device, as it is now."""
@@ -114,6 +117,8 @@ class Snapshotter:
         self._proven: dict[str, Report] = {}
         """What this rank found, by the structure that it was found of; one at most."""
         self._proven_plan = 0
+        self.counted = (0, 0)
+        """Samples and tokens of all ranks together, at the last snapshot."""
         self.cramped = False
         """Whether, at the last `take`, some rank had no room for a local copy; the same on every rank."""
 
@@ -172,11 +177,13 @@ class Snapshotter:
         collected: _Collected | None = None
         tensors: list[torch.Tensor] = []
         replan, content = True, 0
+        counted: Mapping[str, int] = {}
         if not busy:
             try:
                 if prepare is not None:
                     prepare(name)
                 collected = self._collect(tracked, own, step)
+                counted = collected.own.get("counters", {})
                 plan = self._plan
                 replan = plan is None or plan.signature != collected.signature
                 if plan is not None and not replan:
@@ -184,9 +191,19 @@ class Snapshotter:
                     tensors = _tensors(collected.planner, plan)
             except FAILURES as caught:
                 error = caught
-        failed, waiting, short, replanning, drift, steps, squares = add_up(
+        failed, waiting, short, replanning, drift, steps, squares, samples, tokens = add_up(
             self._group,
-            [error is not None, busy, cramped, replan and not busy, content, step, step * step],
+            [
+                error is not None,
+                busy,
+                cramped,
+                replan and not busy,
+                content,
+                step,
+                step * step,
+                counted.get("samples", 0),
+                counted.get("tokens", 0),
+            ],
         )
         self.cramped = short > 0
         world = self._group.world_size
@@ -212,7 +229,17 @@ class Snapshotter:
         prints: dict[int, str] = {}
         if digests:  # with one rank there are none
             prints = {at: digests[fqn] for at, fqn in enumerate(plan.names) if fqn in digests}
-        return Snapshot(name, plan, tensors, prints, collected.parts, self._proof)
+        self.counted = samples, tokens
+        return Snapshot(
+            name,
+            plan,
+            tensors,
+            prints,
+            collected.parts,
+            self._proof,
+            samples=samples,
+            tokens=tokens,
+        )
 
     def _prove(self, name: CheckpointName, collected: _Collected, tracked: Tracked, plan: Plan) -> None:
         """All ranks together, under a new plan; a rank whose own structure is as before need not again."""

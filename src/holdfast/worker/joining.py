@@ -92,6 +92,7 @@ class Parts:
             facts=self._facts,
             schedule=self.schedule,
             step_seconds=self.meter.median_step,
+            meter=self.meter,
             places=self.places,
         )
         here, decide = self.here, None
@@ -138,8 +139,6 @@ class Parts:
             step=self.meter.step,
             parent=parent,
             reason=reason,
-            samples=self.meter.samples,
-            tokens=self.meter.tokens,
             windows=self.meter.windows(),
             versions=self._versions,
         )

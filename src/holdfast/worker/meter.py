@@ -32,6 +32,9 @@ class Meter:
         """Steps completed."""
         self.samples = 0
         self.tokens = 0
+        """This rank's own share of what the job has counted, since the run began."""
+        self._others = (0, 0)
+        """Samples and tokens of all other ranks, when they last told each other."""
         self._flush_seconds = flush_seconds
         self._began = time.perf_counter()
         self._flushed = time.monotonic()
@@ -151,6 +154,14 @@ class Meter:
         return Windows(
             loss=_finite(self._losses), grad_norm=_finite(self._norms), step_seconds=list(self._seconds)
         )
+
+    def agreed(self, samples: int, tokens: int) -> None:
+        """The ranks have told each other what they have counted: these are the sums."""
+        self._others = samples - self.samples, tokens - self.tokens
+
+    def of_the_job(self) -> tuple[int, int]:
+        """Samples and tokens of all ranks: the others' as they last told, this one's as of now."""
+        return self.samples + self._others[0], self.tokens + self._others[1]
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "samples": self.samples, "tokens": self.tokens}

@@ -177,6 +177,7 @@ def resume(
         tell_changes(state, group, member, versions)
         if state.own:
             meter.load_state_dict(state.own["counters"])
+            meter.agreed(*resumer.counted)
             if feed is not None and "data" not in state.fresh:
                 feed.load_state_dict(state.own["data"])
             restore_rng(state.own["rng"])

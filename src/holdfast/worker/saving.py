@@ -58,6 +58,7 @@ from holdfast.journal.writer import JournalWriter
 from holdfast.policy.host_snapshot import HostChoice
 from holdfast.policy.snapshot import Choice
 from holdfast.settings import CheckpointSettings
+from holdfast.worker.meter import Meter
 from holdfast.worker.schedule import SaveSchedule
 
 log = logging.getLogger("holdfast")
@@ -90,6 +91,7 @@ class Saving:
         facts: Facts,
         schedule: SaveSchedule,
         step_seconds: Callable[[], float | None],
+        meter: Meter,
         retainer: Retainer | None,
         drain: Drain | None,
         read_back: ReadBack | None = None,
@@ -102,6 +104,7 @@ class Saving:
         self._own = own
         self._facts = facts
         self._schedule = schedule
+        self._meter = meter
         self._retainer = retainer
         self._drain = drain
         self._read_back = read_back
@@ -261,6 +264,7 @@ class Saving:
         facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
         self._write(SaveStarted(checkpoint=str(self._snapshots.next_name(facts.step)), step=facts.step))
         saved = self._foreground.save(self._tracked, self._own, facts, diagnostic=diagnostic)
+        self._meter.agreed(*self._snapshots.counted)
         self._failed, self._too_many = 0, None
         self._tell_doubts()
         seconds = time.monotonic() - started
@@ -308,6 +312,7 @@ class Saving:
         self._tell_skipped(saver.why_skipped, name, once=begun is not None or not globally)
         if begun is None:
             return None
+        self._meter.agreed(*self._snapshots.counted)
         if begun.waited > 0.0:
             told = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
             self._write(Warned(message=f"{told}; save less often, or use faster storage"))
@@ -447,7 +452,11 @@ class Saving:
                 raise
             # It was reported; the last state is about to be saved anyway.
         # Rank 0 may know of a failure that the others do not, so whether to save is agreed.
-        if self._settings.save_at_end and add_up(self._group, [self.saved_step != step])[0]:
+        due, samples, tokens = add_up(
+            self._group, [self.saved_step != step, self._meter.samples, self._meter.tokens]
+        )
+        self._meter.agreed(samples, tokens)
+        if self._settings.save_at_end and due:
             self.save("final")
 
     def stop(self, step: int) -> Kept:

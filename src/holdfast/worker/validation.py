@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from holdfast.checkpoint.identity import CheckpointName
-from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.manifest import OF_THE_JOB, Manifest
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.directory import ControlDirectory
 from holdfast.errors import UsageError, ValidationFailedError
@@ -217,6 +217,8 @@ class Validation:
             self._checks.begin_from(manifest.windows.loss)
         self._replayed.learn(control, timeout)
         counted = self._meter.state_dict()
+        if manifest is not None and manifest.counts == OF_THE_JOB:
+            counted["samples"], counted["tokens"] = self._meter.of_the_job()
         self._probation.begin(name, manifest, counted, self._replayed.settled)  # a breach is told in a step
 
     # --- one call -------------------------------------------------------------------------------------------
