@@ -244,6 +244,10 @@ class GradientState:
                     else:
                         self._watch(place)
 
+    def stepped(self) -> list[torch.optim.Optimizer]:
+        """Optimizers, whoever knows of them, that have stepped between the last two boundaries."""
+        return list(self._before.values())
+
     def take_doubts(self) -> list[str]:
         """What there is to tell; told once."""
         doubts, self._doubts = self._doubts, []

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.checkpoint import fingerprint as fingerprints
-from holdfast.checkpoint.adapters import untracked_schedules
 from holdfast.checkpoint.failures import FAILURES, about, explain, naming, raise_for_all, together
 from holdfast.checkpoint.frames import Frames
 from holdfast.checkpoint.gradient_state import GRADIENTS
@@ -27,6 +27,7 @@ from holdfast.checkpoint.planner import SnapshotPlanner
 from holdfast.checkpoint.proof import Initial, Report, Subject, merge, prove
 from holdfast.checkpoint.sharing import term
 from holdfast.checkpoint.state import OWN, Tracked, rank_key, to_blob
+from holdfast.checkpoint.untracked import alive, has_schedule, untracked_schedules
 from holdfast.checkpoint.writer import plain
 from holdfast.control.exchange import add_up, share
 from holdfast.control.group import Group
@@ -285,7 +286,7 @@ class Snapshotter:
                 for name, state in others.items()
                 if tracked.kind(name) == "object" and isinstance(state, Mapping) and not state
             ]
-            self._doubts += untracked_schedules(tracked.given())
+            self._doubts += self._schedules_left_out(tracked)
         with naming("the run's own state (generators, data position, counters)"):
             mine = {**own(), "gradients": described}
         blob = self._to_blob(others, mine)
@@ -304,6 +305,19 @@ class Snapshotter:
             prints = _fingerprints(list(shared), list(shared.values()))
             found.digests = dict(zip(shared, prints, strict=True))
         return found
+
+    def _schedules_left_out(self, tracked: Tracked) -> list[str]:
+        """In words; nothing where the first step has shown it already."""
+        given = tracked.given()
+        if tracked.looked_around or not any(map(has_schedule, given.values())):
+            return []
+        names = {id(thing): name for name, thing in given.items()}
+        return [
+            f"a {type(one).__name__} of track({names.get(id(one.optimizer), '…')}=…) is not tracked, so a "
+            "resume would begin it anew: give it to run.track(…) too, or to run.ignore(…) if the script sets "
+            "it by itself"
+            for one in untracked_schedules(given.values(), tracked.ignored, alive(LRScheduler))
+        ]
 
     def _to_blob(self, others: dict[str, Any], own: dict[str, Any]) -> torch.Tensor:
         try:

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,11 @@ class Meter:
         """Forget what was recorded since: the step is computed again."""
         self.samples, self.tokens, self._loss, self._grad_norm, self._sample_digest = recorded
 
+    @property
+    def loss(self) -> Any:
+        """The loss that was recorded of this step, still on its device; None if none was."""
+        return self._loss
+
     def end_step(self) -> None:
         self.step += 1
         self._pending_loss.append(self._loss)
@@ -158,6 +163,10 @@ class Meter:
     def agreed(self, samples: int, tokens: int) -> None:
         """The ranks have told each other what they have counted: these are the sums."""
         self._others = samples - self.samples, tokens - self.tokens
+
+    def others_told(self, of_all: tuple[int, int], own: Mapping[str, int]) -> None:
+        """The same at a resume; `own` is this rank's share in what was loaded."""
+        self._others = of_all[0] - own["samples"], of_all[1] - own["tokens"]
 
     def of_the_job(self) -> tuple[int, int]:
         """Samples and tokens of all ranks: the others' as they last told, this one's as of now."""
