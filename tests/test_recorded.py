@@ -19,6 +19,8 @@ from holdfast.errors import SaveFailedError, Stopped, ValidationFailedError
 from holdfast.journal.events import Event, RunFinished, SaveSkipped, StepRejected, Warned
 from holdfast.journal.reader import read_journal
 from holdfast.policy.scaling import COLLAPSED, SKIPS, Scale
+from holdfast.worker.deferring import Deferred
+from test_deferred_checks import LateRing
 from tiny import checkpoints
 from together import together
 
@@ -66,6 +68,17 @@ def test_nothing_is_saved_as_good_after_a_loss_that_is_no_number(tmp_path: Path)
     assert skipped.step == 6
     assert any("because it was only recorded: run.compute()" in one.message for one in told(run_dir, Warned))
     assert told(run_dir, RunFinished) == []
+
+
+def test_on_a_device_that_is_behind_it_is_known_before_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = LateRing()
+    monkeypatch.setattr(Deferred, "ring_for", lambda self, device: ring)
+    with pytest.raises(ValidationFailedError, match="that is not saved"):
+        record(tmp_path / "run", dict.fromkeys(range(5, 9), math.nan))
+    assert saved(tmp_path / "run") == [2, 4]
+    assert [one.step for one in told(tmp_path / "run", StepRejected)] == [5, 7, 8]
 
 
 def test_a_number_after_it_shows_that_the_state_is_well_and_the_save_is_made_up_for(tmp_path: Path) -> None:
