@@ -105,7 +105,9 @@ def test_a_spike_is_told_and_its_step_is_not_saved_and_a_level_that_stays_is_non
     assert saved(tmp_path / "run") == [21, 24]
 
 
-def test_a_save_that_is_asked_for_is_refused_and_a_stop_does_not_save_what_is_bad(tmp_path: Path) -> None:
+def test_a_save_that_is_asked_for_is_refused_and_a_stop_does_not_save_what_is_bad(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Linear(6, 6)
     run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0)
     run.track(model=model)
@@ -131,6 +133,7 @@ def test_a_save_that_is_asked_for_is_refused_and_a_stop_does_not_save_what_is_ba
         go_on()
     run._halting.give_signals_back()  # else a process that has stopped keeps them to its end
     assert saved(tmp_path / "run") == [1]
+    assert "its state is bad, so step_00000001-" in caplog.text
 
 
 def test_all_ranks_act_alike_on_a_loss_that_one_of_them_records(tmp_path: Path) -> None:
