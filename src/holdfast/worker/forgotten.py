@@ -318,10 +318,10 @@ class _Script:
     """What the functions that are being called, but for Holdfast's, name things."""
 
     def __init__(self, taken: Sequence[str], *, named: bool) -> None:
-        """`named`: names are looked up. That keeps alive what functions hold until they return, so it is for
-        a run that ends."""
+        """`named`: names are looked up, when one is wanted. That keeps alive what functions hold until they
+        return, so it is for a run that ends."""
         self._taken = set(taken)
-        self._frames = list(_frames()) if named else []
+        self._named = named
 
     def line(self, kind: str, thing: object) -> str:
         """What to write in the script."""
@@ -334,7 +334,7 @@ class _Script:
 
     def name(self, thing: object) -> str:
         """The name of a variable, or an attribute of a `self`, that is this object."""
-        for frame in self._frames:
+        for frame in _frames() if self._named else ():
             for space in (frame.f_locals, frame.f_globals):
                 for name, value in list(space.items()):
                     if value is thing and not name.startswith("_"):
