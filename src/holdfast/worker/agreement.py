@@ -38,6 +38,8 @@ class Agreed(NamedTuple):
     """Of steps that are complete: how many were found not to be finite, at most on one rank."""
     still: Severity = Severity.FINE
     """And what the last one was."""
+    pending: bool = False
+    """Of some of them a device has not told yet."""
     forgot: bool = False
     """A part of the training is not tracked."""
     scales: bool = False
@@ -49,7 +51,7 @@ class Agreement:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._numbers = torch.zeros(9, dtype=torch.int64)
+        self._numbers = torch.zeros(10, dtype=torch.int64)
         self.exchanges = 0
 
     def agree(self, own: Agreed, step: int, call: int, *, again: bool = False) -> Agreed:
@@ -68,7 +70,5 @@ class Agreement:
                 f"run.check(); another rank is in step {highest // _CALLS}, call {highest % _CALLS // 2}. "
                 "Every rank must make as many calls in a step as the others"
             )
-        severity, breach, heard, bad, still, forgot, scales = found
-        return Agreed(
-            Severity(severity), bool(breach), bool(heard), bad, Severity(still), bool(forgot), bool(scales)
-        )
+        severity, breach, heard, bad, still, *flags = found
+        return Agreed(Severity(severity), bool(breach), bool(heard), bad, Severity(still), *map(bool, flags))

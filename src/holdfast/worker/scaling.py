@@ -34,6 +34,11 @@ class Scales:
         """The bad steps that are known by now and were not told yet, in order."""
         return sorted({step for one in self._scalers for step in one.found(wait=wait)})
 
+    @property
+    def pending(self) -> bool:
+        """Whether some are not known yet."""
+        return any(one.pending for one in self._scalers)
+
     def why(self) -> list[str]:
         """What is wrong with the scales, as far as they are known."""
         return [one.scale.why for one in self._scalers if one.scale.why]
@@ -64,6 +69,10 @@ class _Watched:
         self._ring.put(self._next, scale, good)
         self._pending.append((step, self._next))
         self._next = (self._next + 1) % DEPTH
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
 
     def found(self, *, wait: bool) -> list[int]:
         while self._pending and self._ring is not None and (wait or self._ring.ready(self._pending[0][1])):

@@ -109,6 +109,8 @@ class Validation:
         self._heard = self._heard_here = False
         """Whether a call of this step gave a loss, on any rank; and on this one."""
         self._still = Severity.FINE
+        self._settled = -1
+        """The step up to which every rank knows all results."""
         self._doubts: list[str] = []
         self._reruns = chosen.rerun_mode == "validate_results"
         self._measures = chosen.rerun_mode == "report_determinism_stats"
@@ -213,7 +215,7 @@ class Validation:
 
     def before_save(self) -> None:
         """The state is about to be saved: the steps that led to it are all judged first."""
-        if self._looks_back(None):
+        if self._looks_back(None) and self._settled != self._meter.step:
             self._look_back(wait=True)
         self._tell_measured()
 
@@ -466,9 +468,11 @@ class Validation:
             bool(self._probation.observe()),
             bad=sum(not look.finite for _, look in found),
             still=still,
+            pending=bool(self._recorded.pending or (self._scales is not None and self._scales.pending)),
         )
         agreed = self.agreement.agree(own, self._meter.step, 0, again=wait)
         self._still = agreed.still
+        self._settled = -1 if agreed.pending else self._meter.step
         if agreed.severity:
             self._was_rejected = True
             step, look = worst if worst is not None else (0, Look())
