@@ -657,7 +657,7 @@ def counted(place: Place) -> Parts:
 @kind(
     "a second optimizer, not tracked",
     outcome="refused",
-    words="an optimizer that is not tracked (AdamW) steps parameters that the run tracks",
+    words="an AdamW of track(model=…) steps: add run.track(optimizer_2=",
 )
 def untracked_optimizer(place: Place) -> Parts:
     model = mlp().to(place.device)
@@ -825,7 +825,9 @@ for _name, _schedule in {
     kind(_name)(with_schedule(_schedule))
 
 
-@kind("a schedule that is not tracked", outcome="not seen")
+@kind(
+    "a schedule that is not tracked", outcome="refused", words="a CosineAnnealingLR of a SGD: add run.track("
+)
 def untracked_schedule(place: Place) -> Parts:
     model = mlp().to(place.device)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

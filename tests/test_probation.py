@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 from torch.distributed import HashStore
 
@@ -284,6 +285,15 @@ def test_samples_shared_out_to_another_world_are_not_compared_but_the_step_is(
     assert attempt.probation.begin(RUNG, other_world, {"step": 120, "samples": 1920, "tokens": 1}) == []
     again = attempt.of_rank(0)
     assert again.begin(RUNG, other_world, {"step": 119, "samples": 1920, "tokens": 1})
+
+
+def test_counts_of_the_whole_job_are_compared_at_any_number_of_ranks(control: ControlDirectory) -> None:
+    attempt = Attempt(control)
+    other_world = msgspec.structs.replace(manifest_of(RUNG, world=4), counts="job")
+    assert attempt.probation.begin(RUNG, other_world, {"step": 120, "samples": 480, "tokens": 0}) == []
+    again = attempt.of_rank(0)
+    wrong = again.begin(RUNG, other_world, {"step": 120, "samples": 120, "tokens": 0})
+    assert wrong == ["the state that was loaded says samples 120, its manifest 480"]
 
 
 # --- a trial -----------------------------------------------------------------------------------------------

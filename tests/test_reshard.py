@@ -14,11 +14,12 @@ from torch import nn
 import holdfast
 from harness import REPO, finish
 from harness import holdfast as holdfast_command
+from holdfast.checkpoint import manifest as manifests
 from holdfast.checkpoint.reshard import reshard
 from holdfast.errors import IncompleteStateError, UsageError
-from holdfast.journal.events import Warned
+from holdfast.journal.events import RunFinished, Warned
 from holdfast.journal.reader import read_journal
-from tiny import Numbers
+from tiny import Numbers, checkpoints
 
 SCRIPT = str(REPO / "tests" / "scripts" / "train_global.py")
 
@@ -64,6 +65,13 @@ def test_on_another_number_of_ranks_every_sample_is_seen_once(
             if isinstance(line.body, Warned)]  # fmt: skip
     (saved, _), (resumed, _) = plan[:2]
     assert f"{saved} ranks saved this, {resumed} resume it: random generators are seeded anew" in told
+    for name in ("whole", "parts"):  # a step has 12 samples, on however many ranks
+        found = [manifests.read(path)[0] for path in checkpoints(tmp_path / name / "run")]
+        assert {one.step: one.samples for one in found} == {one.step: 12 * one.step for one in found}
+        finished = [line.body for line in read_journal(tmp_path / name / "run" / "journal")
+                    if isinstance(line.body, RunFinished)]  # fmt: skip
+        assert [(one.step, one.samples) for one in finished][-1] == (9, 108)
+        assert all(one.samples == 12 * one.step for one in finished)
 
 
 def blob(samples: int = 0, *, schedule: object = 1, position: dict[str, Any] | None = None) -> dict[str, Any]:

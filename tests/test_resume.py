@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import holdfast
 from checkpoints import save_stock
@@ -387,6 +389,38 @@ def test_parts_that_a_named_checkpoint_lacks_are_an_error_that_says_what_to_writ
         "nothing was saved: it begins there once more"
     )
     assert train(tmp_path / "run", until=9, **fresh).started_at == 8
+
+
+@pytest.mark.parametrize("tracked", ["under another name", "not at all"])
+def test_a_plain_directory_whose_optimizer_has_another_name_is_refused_and_not_half_loaded(
+    tmp_path: Path, tracked: str
+) -> None:
+    model, optimizer, *_ = build()
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer), "epoch": 3}
+    stock = save_stock(tmp_path / "step-6", state)
+
+    def begin(name: str, **settings: object) -> holdfast.Run:
+        model, optimizer, *_ = build()
+        run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_resume_from=str(stock), **settings)
+        run.track(model=model, **({name: optimizer} if name else {}))
+        run.start()
+        run.close()
+        return run
+
+    name = "optimizer" if tracked == "under another name" else ""
+    with pytest.raises(
+        IncompleteStateError, match=r"holds optim, .*not tracked.*run\.track\(optim=…\)"
+    ) as raised:
+        begin(name)
+    word = "optimizer,optim" if name else "optim"
+    assert f"checkpoint.fresh_parts = {word!r}" in str(raised.value)
+    assert begin("optim").step == 6
+    assert begin(name, checkpoint_fresh_parts=word, checkpoint_force=True).step == 6
+    told = [line.body.message for line in read_journal(tmp_path / "run" / "journal")
+            if isinstance(line.body, Warned)]  # fmt: skip
+    assert "epoch: in the directory, and not tracked" in told
 
 
 def test_fresh_parts_are_for_what_resume_from_names_and_for_nothing_saved_since(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ PLACES = {"torch_internals.py", "inprocess/groups.py", "inprocess/meshes.py", "i
 """Where they are used: there, and where torch's groups are taken apart to restart in place."""
 OTHERS = {
     # Python's own
-    "_exit", "_replace", "_fields", "_current_frames", "_run_module_as_main", "_set_native_id", "_actions",
-    "_action_groups", "_remove_action", "_option_string_actions",
+    "_exit", "_getframe", "_replace", "_fields", "_current_frames", "_run_module_as_main", "_set_native_id",
+    "_actions", "_action_groups", "_remove_action", "_option_string_actions",
     # Megatron's and webdataset's
     "_instance", "_configured", "_shuffle",
     # read where they may be absent, for the report of a hang

@@ -241,6 +241,8 @@ def train_rank(run_dir: Path, out: Path, training: Training, rank: int, world: i
     run.track(model=model, optimizer=optimizer, generator=generator)
     if training.scaler:
         run.track(scaler=scaler)
+    if training.shape == "iterator":
+        run.ignore(loader)
     if training.prepare is not None:
         training.prepare(run)
     seen: list[list[int]] = []

@@ -30,13 +30,15 @@ import torch
 
 from holdfast import config, scope
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
+from holdfast.checkpoint.manifest import OF_THE_JOB
 from holdfast.control.group import Group, leave_group
 from holdfast.control.handover import LaunchInfo, one_config
-from holdfast.errors import HoldfastError, LeaseLostError, Stopped, UsageError
+from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError, Stopped, UsageError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.events import AttemptEnded, RunFinished
 from holdfast.policy.stopping import Source
 from holdfast.policy.timeouts import CHECKPOINTING, LOADING, SETUP, STEP
+from holdfast.worker.agreement import Severity
 from holdfast.worker.beats import Beats
 from holdfast.worker.crash import CrashHook
 from holdfast.worker.data import DataFeed
@@ -112,6 +114,13 @@ class Run:
             raise UsageError("track() came after the run started; track everything before the first step")
         for name, thing in parts.items():
             self._tracked.add(name, thing)
+
+    def ignore(self, *things: object) -> None:
+        """These are no part of the checkpoint, on purpose: an optimizer, a schedule, a gradient scaler or a
+        loader that a resume may begin anew. Whatever else the run trains with and nobody tracks is an error
+        at the end of its first step."""
+        for thing in things:
+            self._tracked.ignore(thing)
 
     def feed(self, loader: Iterable[Any]) -> DataFeed:
         """Hand the loader to the run; iterate over what this returns instead. Call it before `start`."""
@@ -284,6 +293,9 @@ class Run:
         self._pinging.at_boundary(self.step)
         assert self._saving is not None
         assert self._validation is not None
+        assert self._parts.forgotten is not None
+        if (scaled := self._parts.forgotten.at_boundary(self.step)) is not None:
+            self._validation.scaled = scaled
         self._validation.completed(self.step)
         self._saving.at_boundary()
         if self._stragglers is not None and not last:
@@ -294,9 +306,12 @@ class Run:
         if due and not last:
             self._meter.flush_at_once(self._joined()[1].journal)
             self._validation.before_save()
-            with self._checkpointing():
-                (self._saving.scheduled if due == "global" else self._saving.scheduled_locally)()
-                self._schedule.after_save(self.step, self._meter.windows().step_seconds, due)
+            if why := self._validation.doubt(Severity.ODD):
+                self._saving.withheld(why)  # it stays due
+            else:
+                with self._checkpointing():
+                    (self._saving.scheduled if due == "global" else self._saving.scheduled_locally)()
+                    self._schedule.after_save(self.step, self._meter.windows().step_seconds, due)
         elif self._meter.flush_due():
             self._meter.flush(self._joined()[1].journal)
         self._around.saved(self._saving)
@@ -327,6 +342,11 @@ class Run:
             raise UsageError(f"save() in the middle of step {self.step + 1}; call it between steps")
         self._before_save()
         assert self._saving is not None
+        if not diagnostic and (why := self._doubt()):
+            raise SaveFailedError(
+                f"step {self.step} is not saved: {why}. Go back to an older checkpoint; to look at this one, "
+                "call save(diagnostic=True)"
+            )
         with self._checkpointing(waits=wait):
             return self._saving.save("diagnostic" if diagnostic else reason, diagnostic=diagnostic, wait=wait)
 
@@ -342,6 +362,10 @@ class Run:
         self._meter.flush(self._joined()[1].journal)
         if self._validation is not None:
             self._validation.before_save()
+
+    def _doubt(self) -> str:
+        """Why the state must not be saved as a good one, not even at an end; the same on every rank."""
+        return self._validation.doubt(Severity.NONFINITE) if self._validation is not None else ""
 
     @contextlib.contextmanager
     def _checkpointing(self, *, waits: bool = False) -> Iterator[None]:
@@ -377,11 +401,13 @@ class Run:
         assert self._saving is not None
         self._before_save()
         with self._checkpointing(waits=True):
-            self._saving.finish(self.step)
+            self._saving.finish(self.step, doubt=self._doubt())
         self._around.saved(self._saving)
         if group.is_coordinator:
-            counts = self._meter
-            member.journal.write(RunFinished(step=self.step, samples=counts.samples, tokens=counts.tokens))
+            samples, tokens = self._meter.of_the_job()
+            member.journal.write(
+                RunFinished(step=self.step, samples=samples, tokens=tokens, counts=OF_THE_JOB)
+            )
             if self._launched is None:
                 member.journal.write(AttemptEnded(outcome="finished", last_step=self.step))
         self._leave("finished", ExitCode.OK)
@@ -416,7 +442,7 @@ class Run:
         assert self._saving is not None
         self._before_save()
         with self._checkpointing(waits=True):
-            kept = self._saving.stop(self.step)
+            kept = self._saving.stop(self.step, doubt=self._doubt())
         self._halting.saved(kept, self.step)
         self._beats.halted(self.step)
         if group.is_coordinator and self._launched is None:
@@ -470,11 +496,13 @@ class Run:
 
     @property
     def samples(self) -> int:
-        return self._meter.samples
+        """Of all ranks since the run began: the others' as of the last save, this one's as of now."""
+        return self._meter.of_the_job()[0]
 
     @property
     def tokens(self) -> int:
-        return self._meter.tokens
+        """The same, of tokens."""
+        return self._meter.of_the_job()[1]
 
     @property
     def attempt(self) -> int:

@@ -106,8 +106,8 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     fresh_parts: Annotated[
         str,
         "Parts that begin anew where resume_from names what the run begins with: names given to `track`, "
-        "and `data` for the position in the data, as `optimizer,data`; empty means that each must be in the "
-        "checkpoint. Set it to begin from weights alone, or with other data.",
+        "or that only the checkpoint has, and `data` for the position in the data, as `optimizer,data`; "
+        "empty means that each must be in both. Set it to begin from weights alone, or with other data.",
     ] = ""
     data_position: Annotated[
         Literal["exact", "trusted"],

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _IMPORTED = {
     "ActivationWrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "InstanceNorm": "torch.nn.modules.instancenorm:_InstanceNorm",
+    "LoaderIterator": "torch.utils.data.dataloader:_BaseDataLoaderIter",
     "NormBase": "torch.nn.modules.batchnorm:_NormBase",
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "TreeSpec": "torch.utils._pytree",
@@ -163,8 +164,8 @@ SETTLED = frozenset(
         "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
         "_wrapped_by_lr_sched", "_schedulers", "_scale", "_growth_tracker", "_per_optimizer_states",
         # a loader's iterator, torchdata's StatefulDataLoader and Hugging Face's datasets
-        "_sampler_iter", "_index_sampler", "_dataset_fetcher", "_finished", "_iterator", "_snapshot",
-        "_worker_snapshots", "_starting_state_dict", "_steps_since_snapshot", "_epoch",
+        "_sampler_iter", "_index_sampler", "_num_yielded", "_dataset_fetcher", "_finished", "_iterator",
+        "_snapshot", "_worker_snapshots", "_starting_state_dict", "_steps_since_snapshot", "_epoch",
         # torch's elastic agent, of which ours is a subclass
         "_worker_group", "_initialize_workers",
     }

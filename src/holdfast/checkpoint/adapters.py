@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -162,40 +161,6 @@ def _is_plain(value: Any, budget: int = 1000) -> bool:
 def _same(one: Any, other: Any) -> bool:
     """Bit by bit, as far as plain data goes: 1 is not 1.0, and a NaN is itself."""
     return type(one) is type(other) and repr(one) == repr(other)
-
-
-def untracked_schedules(given: Mapping[str, object]) -> list[str]:
-    """Schedules of tracked optimizers that are tracked nowhere, in words: a resume would begin them anew.
-
-    torch marks the `step` of an optimizer that has one. A script may well set its schedule by itself, so this
-    is a doubt and no error.
-    """
-    marked = {
-        id(thing): name
-        for name, thing in given.items()
-        if isinstance(thing, torch.optim.Optimizer) and hasattr(thing.step, "_wrapped_by_lr_sched")
-    }
-    if not marked:
-        return []
-    known: set[int] = set()
-    to_look_at = [thing for thing in given.values() if not isinstance(thing, torch.nn.Module)]
-    while to_look_at:
-        thing = to_look_at.pop()
-        if id(thing) in known:
-            continue
-        known.add(id(thing))
-        for held in getattr(thing, "__dict__", {}).values():  # a schedule of schedules, or an object with one
-            several = held.values() if isinstance(held, dict) else held
-            inner = several if isinstance(held, list | tuple | dict) else [held]
-            to_look_at += [one for one in inner if isinstance(one, LRScheduler)]
-    alive = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and id(one) not in known]
-    within = {id(part) for one in alive for part in getattr(one, "_schedulers", ())}
-    return [
-        f"a {type(one).__name__} of track({marked[id(one.optimizer)]}=…) is not tracked, so a resume would "
-        "begin it anew: give it to run.track(…) too, unless the script sets it by itself"
-        for one in alive
-        if id(one) not in within and id(getattr(one, "optimizer", None)) in marked
-    ]
 
 
 def as_stateful(thing: object) -> Stateful | None:

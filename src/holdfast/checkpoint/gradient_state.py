@@ -261,6 +261,10 @@ class GradientState:
             if id(one) not in ours:
                 (self._often if one in self._once else self._once).add(one)
 
+    def stepped(self) -> list[torch.optim.Optimizer]:
+        """Optimizers, whoever knows of them, that have stepped between the last two boundaries."""
+        return list(self._before.values())
+
     def take_doubts(self) -> list[str]:
         """What there is to tell; told once."""
         doubts, self._doubts = self._doubts, []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def load(
         if "data" in fresh:
             blobs = [{**blob, "own": {**blob["own"], "data": None}} for blob in blobs]
         others, own, notes = reshard(blobs, run=manifest.run, step=manifest.step, rank=rank, world=world)
-    check_fresh(tracked, fresh)
+    check_fresh(tracked, fresh, there=others)
     others = {name: part for name, part in others.items() if name not in fresh}
     check_parts([name for name in tracked.names() if name not in fresh], others)
     if "data" not in fresh:
@@ -134,9 +134,9 @@ def load(
     return LoadedState(tracked, tensors, others, own, manifest, notes, fresh)
 
 
-def check_fresh(tracked: Tracked, fresh: Collection[str]) -> None:
-    """What is to begin anew has to be there."""
-    if unknown := sorted(set(fresh) - {*tracked.names(), "data"}):
+def check_fresh(tracked: Tracked, fresh: Collection[str], *, there: Collection[str]) -> None:
+    """What is to begin anew has to be tracked, or to be in the checkpoint and of no concern."""
+    if unknown := sorted(set(fresh) - {*tracked.names(), "data", *there}):
         raise IncompleteStateError(
             f"checkpoint.fresh_parts names {', '.join(unknown)}; this script tracks "
             f"{', '.join(tracked.names())}. Name some of these, or data for the position in the data"
@@ -235,7 +235,8 @@ def load_stock(
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
-    check_fresh(tracked, fresh)
+    parts = dict.fromkeys(key.partition(".")[0] for key in stored)
+    check_fresh(tracked, fresh, there=parts)
     tensors, others = _stock_targets(tracked, metadata)
     for name, model in tracked.models():
         tensors[name] = module_state.targets(model, name, {}, metadata)
@@ -262,13 +263,11 @@ def load_stock(
             missing_parts.append(name)
     if needs_data and "data" not in fresh:
         missing_parts.append("data")
-    if missing_parts:
-        word = ",".join([*fresh, *missing_parts])
-        raise IncompleteStateError(
-            f"{directory} is a plain DCP directory and does not hold {', '.join(missing_parts)}: training "
-            f"would go on with {'them' if len(missing_parts) > 1 else 'it'} as at a first start. If that is "
-            f"meant, say so: checkpoint.fresh_parts = {word!r}"
-        )
+    strangers = [part for part in parts if part not in tracked.names() and part not in fresh]
+    unknown = [part for part in strangers if _is_optimizer(part, stored)]
+    if missing_parts or unknown:
+        raise IncompleteStateError(_stock_misfit(directory, missing_parts, unknown, fresh))
+    notes += [f"{part}: in the directory, and not tracked" for part in strangers]
     for key, tensor in flatten(tensors).items():
         entry = stored[key]
         if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.size():
@@ -276,6 +275,31 @@ def load_stock(
     _load_tensors(tensors, reader)
     notes.append("samples, RNG and data position are not in a plain DCP directory; the step is from its name")
     return LoadedState(tracked, tensors, others, {}, None, notes, fresh)
+
+
+def _is_optimizer(part: str, stored: Collection[str]) -> bool:
+    """Whether a part of a plain DCP directory looks like an optimizer's state."""
+    return any(key.startswith((f"{part}.state.", f"{part}.param_groups")) for key in stored)
+
+
+def _stock_misfit(
+    directory: Path, missing: Sequence[str], unknown: Sequence[str], fresh: Collection[str]
+) -> str:
+    """What to say of a plain DCP directory that lacks tracked parts, or has optimizers that nobody tracks."""
+    word = ",".join([*fresh, *missing, *unknown])
+    told = f"{directory} is a plain DCP directory and "
+    if missing:
+        told += (
+            f"does not hold {', '.join(missing)}: training would go on with "
+            f"{'them' if len(missing) > 1 else 'it'} as at a first start"
+        )
+    if unknown:
+        told += (
+            f"{', and it ' if missing else ''}holds {', '.join(unknown)}, an optimizer's state, which is "
+            f"not tracked, so this resume would begin it anew: add run.track({unknown[0]}=…), the name that "
+            "it has there, before the first step"
+        )
+    return f"{told}. If that is meant, say so: checkpoint.fresh_parts = {word!r}"
 
 
 def _stock_targets(tracked: Tracked, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -101,6 +101,10 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Mesh dimensions by name, where the tracked state has any."""
 
 
+OF_THE_JOB = "job"
+"""Said of counts that are all ranks' together."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     id: Id
@@ -116,6 +120,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     versions: Versions
     samples: Count = 0
     tokens: Count = 0
+    counts: str = ""
+    """Whose `samples` and `tokens` are: `job` for all ranks' together; empty, in older ones, for rank 0's."""
     reason: str = "scheduled"
     """scheduled, final, asked, …"""
     windows: Windows = msgspec.field(default_factory=Windows)

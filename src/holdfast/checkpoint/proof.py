@@ -375,7 +375,6 @@ class _Proof:
                 name, saved["tracked"].get(name), others.get(name), before.get(name, MISSING)
             )
         self._errors += unheld.errors()
-        self._doubts += unheld.doubts()
 
     def _apply(self, targets: dict[str, Any], given: dict[str, Any]) -> bool:
         for name in self._tracked.names():

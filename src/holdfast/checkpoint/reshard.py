@@ -10,7 +10,7 @@ what each rank stored of its own:
   because samples would be repeated or left out silently.
 * gradients that lie there must be the same on all ranks, or sharded ones: refused otherwise.
 * random generators are seeded anew, from run, step, rank and world size.
-* samples and tokens are counted per rank; their totals are kept.
+* samples and tokens are counted per rank; the ranks of the new world share out their totals.
 """
 
 from __future__ import annotations

@@ -74,6 +74,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Why this rank cannot use the rung's bytes; another rung may do."""
     unfit: str = ""
     """Why the checkpoint does not fit the script; no other rung will do."""
+    samples: int = 0
+    tokens: int = 0
+    """This rank's share of those of the whole job."""
     used: dict[str, int] = {}
     """Bytes that were read, by source, where there was more than one: own, peer, global."""
 
@@ -82,6 +85,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     go_on: bool
     """Whether another proposal follows."""
     unfit: str = ""
+    samples: int = 0
+    tokens: int = 0
+    """Of all ranks together, as what they have loaded says."""
 
 
 class ResumeDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +155,8 @@ class Resumer:
         self.taken: Proposal | None = None
         """What was loaded in the end, and from where."""
         """Where the shards of what is proposed come from, in words."""
+        self.counted = (0, 0)
+        """Samples and tokens of all ranks together, as what they have loaded says."""
         self._pin: Pin | None = None
         """What an operator pinned, as rank 0 found it at the start of the search."""
         self._decisions = Decisions(control, fence, attempt, group.store)
@@ -322,6 +330,7 @@ class Resumer:
         found_by: dict[str, list[int]] = {mine.problem: [0]} if mine.problem else {}
         unfit = mine.unfit
         used = Counter(mine.used)
+        samples, tokens = mine.samples, mine.tokens
         deadline = time.monotonic() + self._load_timeout
         for rank in range(1, self._group.world_size):
             left = max(0.0, deadline - time.monotonic())
@@ -332,6 +341,8 @@ class Resumer:
                 found_by.setdefault(answer.problem, []).append(rank)
             unfit = unfit or (f"rank {rank}: {answer.unfit}" if answer.unfit else "")
             used.update(answer.used)
+            samples, tokens = samples + answer.samples, tokens + answer.tokens
+        self.counted = samples, tokens
         if used:
             told = [f"{size(used[one])} {where}" for one, where in USED.items() if used[one]]
             self._sources.append(f"read {', '.join(told)}")
@@ -361,7 +372,8 @@ class Resumer:
         self._journal.write(
             Decision(about="resume", chosen=decision.chosen, evidence=decision.evidence, rejected=rejected)
         )
-        self._conclude(number, Verdict(go_on=False))
+        samples, tokens = self.counted
+        self._conclude(number, Verdict(go_on=False, samples=samples, tokens=tokens))
         return decision
 
     def _record_standing(self, rung: Rung | None) -> None:
@@ -437,6 +449,7 @@ class Resumer:
                 raise IncompleteStateError(verdict.unfit)
             if not verdict.go_on:
                 self.taken = proposal
+                self.counted = verdict.samples, verdict.tokens
                 timeout = self._decision_timeout
                 return self._decisions.await_decision("resume", ResumeDecision, timeout), state
             number += 1
@@ -469,7 +482,12 @@ class Resumer:
                         needs_data=self._needs_data,
                         fresh=proposal.fresh,
                     )
-                    return state, Answer(used=dict(shards.used) if shards is not None else {})
+                    counted = state.own["counters"]
+                    return state, Answer(
+                        samples=counted["samples"],
+                        tokens=counted["tokens"],
+                        used=dict(shards.used) if shards is not None else {},
+                    )
                 stock = load_stock(path, self._tracked, needs_data=self._needs_data, fresh=proposal.fresh)
                 return stock, Answer()
         except CheckpointError as error:

@@ -17,7 +17,7 @@ from holdfast.checkpoint import commit as commits
 from holdfast.checkpoint.failures import FAILURES, together
 from holdfast.checkpoint.gradient_state import GRADIENTS
 from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
-from holdfast.checkpoint.manifest import FORMAT, Manifest, Versions, Windows, World
+from holdfast.checkpoint.manifest import FORMAT, OF_THE_JOB, Manifest, Versions, Windows, World
 from holdfast.checkpoint.snapshot import Snapshot, Snapshotter
 from holdfast.checkpoint.state import Tracked
 from holdfast.checkpoint.writer import write_shards
@@ -32,8 +32,6 @@ class SaveFacts(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     parent: str | None
     reason: str
-    samples: int = 0
-    tokens: int = 0
     versions: Versions
     windows: Windows = msgspec.field(default_factory=Windows)
 
@@ -76,8 +74,9 @@ class SaveContext(msgspec.Struct, frozen=True, kw_only=True):
             parts=snapshot.parts,
             files=[],
             versions=facts.versions,
-            samples=facts.samples,
-            tokens=facts.tokens,
+            samples=snapshot.samples,
+            tokens=snapshot.tokens,
+            counts=OF_THE_JOB,
             reason=facts.reason,
             windows=facts.windows,
             needs=[GRADIENTS] if GRADIENTS in snapshot.parts else [],

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.checkpoint import fingerprint as fingerprints
-from holdfast.checkpoint.adapters import untracked_schedules
 from holdfast.checkpoint.failures import FAILURES, about, explain, naming, raise_for_all, together
 from holdfast.checkpoint.frames import Frames
 from holdfast.checkpoint.gradient_state import GRADIENTS
@@ -28,6 +28,7 @@ from holdfast.checkpoint.proof import Initial, Report, Subject, merge, prove
 from holdfast.checkpoint.sharing import term
 from holdfast.checkpoint.state import OWN, Tracked, rank_key, to_blob
 from holdfast.checkpoint.unheld import in_question
+from holdfast.checkpoint.untracked import alive, has_schedule, untracked_schedules
 from holdfast.checkpoint.writer import plain
 from holdfast.control.exchange import add_up, share
 from holdfast.control.group import Group
@@ -60,6 +61,9 @@ class Snapshot:
     """Fingerprints that are known already, by position."""
     parts: dict[str, PartEntry]
     proof: Proof
+    samples: int = 0
+    tokens: int = 0
+    """Of all ranks together."""
 
     def fingerprints(self) -> list[str]:
         """Of every tensor, on its device, as it is now."""
@@ -117,6 +121,8 @@ class Snapshotter:
         self._proven_plan = 0
         self._in_question: frozenset[int] = frozenset()
         """What the last proof was about besides the tracked objects."""
+        self.counted = (0, 0)
+        """Samples and tokens of all ranks together, at the last snapshot."""
         self.cramped = False
         """Whether, at the last `take`, some rank had no room for a local copy; the same on every rank."""
 
@@ -175,11 +181,13 @@ class Snapshotter:
         collected: _Collected | None = None
         tensors: list[torch.Tensor] = []
         replan, content = True, 0
+        counted: Mapping[str, int] = {}
         if not busy:
             try:
                 if prepare is not None:
                     prepare(name)
                 collected = self._collect(tracked, own, step)
+                counted = collected.own.get("counters", {})
                 plan = self._plan
                 replan = plan is None or plan.signature != collected.signature or self._has_more(tracked)
                 if plan is not None and not replan:
@@ -187,9 +195,19 @@ class Snapshotter:
                     tensors = _tensors(collected.planner, plan)
             except FAILURES as caught:
                 error = caught
-        failed, waiting, short, replanning, drift, steps, squares = add_up(
+        failed, waiting, short, replanning, drift, steps, squares, samples, tokens = add_up(
             self._group,
-            [error is not None, busy, cramped, replan and not busy, content, step, step * step],
+            [
+                error is not None,
+                busy,
+                cramped,
+                replan and not busy,
+                content,
+                step,
+                step * step,
+                counted.get("samples", 0),
+                counted.get("tokens", 0),
+            ],
         )
         self.cramped = short > 0
         world = self._group.world_size
@@ -215,7 +233,17 @@ class Snapshotter:
         prints: dict[int, str] = {}
         if digests:  # with one rank there are none
             prints = {at: digests[fqn] for at, fqn in enumerate(plan.names) if fqn in digests}
-        return Snapshot(name, plan, tensors, prints, collected.parts, self._proof)
+        self.counted = samples, tokens
+        return Snapshot(
+            name,
+            plan,
+            tensors,
+            prints,
+            collected.parts,
+            self._proof,
+            samples=samples,
+            tokens=tokens,
+        )
 
     def _prove(self, name: CheckpointName, collected: _Collected, tracked: Tracked, plan: Plan) -> None:
         """All ranks together, under a new plan; a rank whose own structure is as before need not again."""
@@ -266,7 +294,7 @@ class Snapshotter:
                 for name, state in others.items()
                 if tracked.kind(name) == "object" and isinstance(state, Mapping) and not state
             ]
-            self._doubts += untracked_schedules(tracked.given())
+            self._doubts += self._schedules_left_out(tracked)
         with naming("the run's own state (generators, data position, counters)"):
             mine = {**own(), "gradients": described}
         blob = self._to_blob(others, mine)
@@ -285,6 +313,19 @@ class Snapshotter:
             prints = _fingerprints(list(shared), list(shared.values()))
             found.digests = dict(zip(shared, prints, strict=True))
         return found
+
+    def _schedules_left_out(self, tracked: Tracked) -> list[str]:
+        """In words; nothing where the first step has shown it already."""
+        given = tracked.given()
+        if tracked.looked_around or not any(map(has_schedule, given.values())):
+            return []
+        names = {id(thing): name for name, thing in given.items()}
+        return [
+            f"a {type(one).__name__} of track({names.get(id(one.optimizer), '…')}=…) is not tracked, so a "
+            "resume would begin it anew: give it to run.track(…) too, or to run.ignore(…) if the script sets "
+            "it by itself"
+            for one in untracked_schedules(given.values(), tracked.ignored, alive(LRScheduler))
+        ]
 
     def _to_blob(self, others: dict[str, Any], own: dict[str, Any]) -> torch.Tensor:
         try:

@@ -51,6 +51,16 @@ class Tracked:
         self._kinds: dict[str, str] = {}
         """When the run began; and at the last `collect`."""
         self._last_kinds: dict[str, str] = {}
+        self.ignored: list[object] = []
+        """What the script has said is not to be kept."""
+        self.looked_around = False
+        """Whether it was looked for what the script trains with and does not track."""
+
+    def ignore(self, thing: object) -> None:
+        """This is not to be kept, and nobody is to be told that it is not."""
+        if any(thing is one for one in self._given.values()):
+            raise UsageError(f"ignore(…): this {type(thing).__name__} is tracked; take one of the two away")
+        self.ignored.append(thing)
 
     def add(self, name: str, thing: object) -> None:
         if name in (OWN, GRADIENTS) or not name.isidentifier():

@@ -1,17 +1,14 @@
-"""What training uses and nothing that is saved brings back: a resume would begin it anew, and silently so.
+"""Parameters that are trained and that nothing which is saved brings back: a resume would begin them anew.
 
-Two things of that kind can be seen: a parameter that a tracked optimizer trains, and that neither a tracked
-model nor another tracked object holds (a weight of the loss, a `state_dict` that leaves it out); and an
-optimizer that steps tracked parameters and is tracked nowhere. Both are looked for in the fork that proves a
-save (proof.py): they are spoilt before the load, and what is not as it was after it is held by nothing. So it
-does not matter in which form, or by which object, something is held.
+That is one that a tracked optimizer trains and neither a tracked model nor another tracked object holds (a
+weight of the loss), or one that its model's `state_dict` leaves out. They are looked for in the fork that
+proves a save (proof.py): they are spoilt before the load, and what is not as it was after it is held by
+nothing. So it does not matter in which form, or by which object, something is held.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +18,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.checkpoint.adapters import GeneratorState, ScheduleState, TrackerState
-from holdfast.checkpoint.roundtrip import changes, named
 from holdfast.checkpoint.state import Tracked
 from holdfast.torch_internals import local_part
 
 SAMPLE = 64 << 10
 """Bytes of a tensor that are spoilt and compared: the fork pays for every page that it writes to."""
-STATE = 16 << 20
-"""Bytes of the state of optimizers that are not tracked, of which copies are made."""
 TOLD = 4
 
 
@@ -53,23 +47,9 @@ def strangers(tracked: Tracked) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def outsiders(tracked: Tracked) -> list[Optimizer]:
-    """Optimizers that are not tracked, keep some state, and step parameters that the run tracks."""
-    stepping = tracked.gradients.untracked()
-    if not stepping:
-        return []
-    ours = {id(parameter) for _, model in tracked.models() for parameter in model.parameters()}
-    ours |= {id(p) for one in tracked.optimizers() for group in one.param_groups for p in group["params"]}
-    return [
-        one
-        for one in stepping
-        if one.state and any(id(p) in ours for group in one.param_groups for p in group["params"])
-    ]
-
-
 def in_question(tracked: Tracked) -> frozenset[int]:
     """What a proof is about besides the tracked objects; another proof is due when there is more of it."""
-    return frozenset([*(id(one) for _, one in strangers(tracked)), *(id(one) for one in outsiders(tracked))])
+    return frozenset(id(one) for _, one in strangers(tracked))
 
 
 class Unheld:
@@ -87,10 +67,8 @@ class Unheld:
         with its values; else only what is in the blob."""
         self._tracked = tracked
         self._errors: list[str] = []
-        self._doubts: list[str] = []
         self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         """Words, a sample of the parameter, and a copy of that."""
-        self._optimizers: list[tuple[Optimizer, dict[Any, Any]]] = []
         seen = {_place(one) for one in stored.values()}
         found = strangers(tracked)
         if all_by_value:
@@ -100,16 +78,6 @@ class Unheld:
                 continue
             seen.add(_place(parameter))
             self._take(words, parameter)
-        budget = STATE
-        for optimizer in outsiders(tracked):
-            budget -= sum(map(_cost, optimizer.state.values()))
-            if budget >= 0:
-                self._optimizers.append((optimizer, copy.deepcopy(_by_number(optimizer))))
-            else:
-                self._doubts.append(
-                    f"{_words(optimizer)}, and whether a tracked object holds its state cannot be seen here. "
-                    "Unless one does, a resume would begin it anew: give it to run.track(…)"
-                )
 
     def _take(self, words: str, parameter: torch.Tensor) -> None:
         sample = _sample(parameter)
@@ -121,27 +89,14 @@ class Unheld:
     def spoil(self) -> None:
         for _, sample, _ in self._parameters:
             torch.bitwise_not(sample, out=sample)
-        for optimizer, _ in self._optimizers:
-            optimizer.state.clear()
 
     def errors(self) -> list[str]:
-        """What no load has brought back."""
+        """Parameters that no load has brought back."""
         told = list(self._errors)
         told += [
             _unheld(words) for words, sample, before in self._parameters if not torch.equal(sample, before)
         ]
-        for optimizer, before in self._optimizers:
-            change = next(changes(before, _by_number(optimizer)), None)
-            if change is not None:
-                told.append(
-                    f"{_words(optimizer)}, and no tracked object brings its state back (first: "
-                    f"{named(change.path)}), so a resume would begin it anew. Give it to run.track(…); where "
-                    "it took the place of another one, keep that one and change its param_groups"
-                )
         return told[:TOLD]
-
-    def doubts(self) -> list[str]:
-        return self._doubts[:TOLD]
 
 
 def _unheld(words: str) -> str:
@@ -149,12 +104,6 @@ def _unheld(words: str) -> str:
         f"{words} is trained, and nothing that is tracked brings its value back, so a resume would begin it "
         "anew. Track what has it, with a state_dict and a load_state_dict that hold it, such as "
         "run.track(loss=criterion)"
-    )
-
-
-def _words(optimizer: Optimizer) -> str:
-    return (
-        f"an optimizer that is not tracked ({type(optimizer).__name__}) steps parameters that the run tracks"
     )
 
 
@@ -214,20 +163,3 @@ def _may_hold_anything(tracked: Tracked) -> bool:
         torch.amp.GradScaler,
     )
     return any(not isinstance(thing, known) for _, thing in tracked.items())
-
-
-def _by_number(optimizer: Optimizer) -> dict[Any, Any]:
-    """Its state, with the parameters' numbers for keys."""
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {id(parameter): number for number, parameter in enumerate(order)}
-    return {numbers.get(id(key), str(type(key))): dict(entry) for key, entry in optimizer.state.items()}
-
-
-def _cost(value: Any) -> int:
-    """Bytes of the tensors in it; more than there may be, if one is not on the host."""
-    if isinstance(value, torch.Tensor):
-        memory = local_part(value)
-        return memory.numel() * memory.element_size() if memory.is_cpu else STATE + 1
-    if isinstance(value, Mapping):
-        return sum(map(_cost, value.values()))
-    return sum(map(_cost, value)) if isinstance(value, list | tuple) else 0

@@ -418,6 +418,8 @@ class RunFinished(Event, tag="run_finished"):
     step: int
     samples: int
     tokens: int
+    counts: str = ""
+    """Whose these are, as in a manifest: `job`, or empty for rank 0's."""
 
 
 class OperatorActed(Event, tag="operator_acted"):

@@ -106,15 +106,19 @@ def _done_after(
 
 def _rates(control: ControlDirectory, root: Path, records: Sequence[CommitRecord], count: str) -> list[float]:
     """How many samples or tokens a step had, between each two checkpoints; the first from a fresh start."""
-    points: list[tuple[int, int]] = []
+    points: list[tuple[int, int, str]] = []
     for record in records:
         manifest = manifest_of(control, root, CheckpointName(record.step, record.id))
         if manifest is not None:
-            points.append((manifest.step, getattr(manifest, count)))
+            points.append((manifest.step, getattr(manifest, count), manifest.counts))
     origin = read_timeline(control).origin
     if len(points) < COUNTED and origin is not None and origin.checkpoint is None and not origin.source:
-        points.insert(0, (0, 0))
-    return [(b - a) / (after - step) for (step, a), (after, b) in itertools.pairwise(points) if after > step]
+        points.insert(0, (0, 0, points[0][2] if points else ""))
+    return [  # an older release counted rank 0's alone: that and the job's make no rate
+        (b - a) / (after - step)
+        for (step, a, whose), (after, b, then) in itertools.pairwise(points)
+        if after > step and whose == then
+    ]
 
 
 def _interval(steps: Sequence[int]) -> int:

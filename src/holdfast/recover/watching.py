@@ -155,13 +155,14 @@ class ResumeWatch:
         if start is not None and base is None:
             return None, None
         step, samples, tokens = (base.step, base.samples, base.tokens) if base is not None else (0, 0, 0)
-        if finished is not None and finished.step > step:
+        whose = base.counts if base is not None else None
+        if finished is not None and finished.step > step and whose in (None, finished.counts):
             done = finished.step - step
             return (finished.samples - samples) / done, (finished.tokens - tokens) / done
         for at in sorted(saves, reverse=True):
             name: CheckpointName | None = parse_name(saves[at])
             newest = manifest_of(self._control, self._root, name) if name is not None else None
-            if newest is not None and newest.step > step:
+            if newest is not None and newest.step > step and whose in (None, newest.counts):
                 done = newest.step - step
                 return (newest.samples - samples) / done, (newest.tokens - tokens) / done
         return None, None

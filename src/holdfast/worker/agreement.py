@@ -32,9 +32,18 @@ class Agreed(NamedTuple):
     severity: Severity = Severity.FINE
     breach: bool = False
     """What was loaded does not go on from where it was."""
-
-
-NOTHING_WRONG = Agreed()
+    heard: bool = False
+    """A result was a single number, so its loss was looked at."""
+    bad: int = 0
+    """Of steps that are complete: how many were found not to be finite, at most on one rank."""
+    still: Severity = Severity.FINE
+    """And what the last one was."""
+    pending: bool = False
+    """Of some of them a device has not told yet."""
+    forgot: bool = False
+    """A part of the training is not tracked."""
+    scales: bool = False
+    """There is a gradient scaler to look at."""
 
 
 class Agreement:
@@ -42,7 +51,7 @@ class Agreement:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._numbers = torch.zeros(4, dtype=torch.int64)
+        self._numbers = torch.zeros(10, dtype=torch.int64)
         self.exchanges = 0
 
     def agree(self, own: Agreed, step: int, call: int, *, again: bool = False) -> Agreed:
@@ -51,17 +60,18 @@ class Agreement:
             return own
         at = step * _CALLS + 2 * call + again
         numbers = self._numbers
-        numbers[0], numbers[1], numbers[2], numbers[3] = int(own.severity), int(own.breach), at, -at
+        numbers.copy_(torch.tensor([*own, at, -at], dtype=torch.int64))
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group.process_group)
         self.exchanges += 1
-        severity, breach, highest, lowest = numbers.tolist()
+        *found, highest, lowest = numbers.tolist()
         if highest != -lowest:
             raise UsageError(
                 f"rank {self._group.rank} is in step {step}, in its call {call} of run.compute() or "
                 f"run.check(); another rank is in step {highest // _CALLS}, call {highest % _CALLS // 2}. "
                 "Every rank must make as many calls in a step as the others"
             )
-        return Agreed(Severity(severity), bool(breach))
+        severity, breach, heard, bad, still, *flags = found
+        return Agreed(Severity(severity), bool(breach), bool(heard), bad, Severity(still), *map(bool, flags))
 
     @property
     def ranks(self) -> int:

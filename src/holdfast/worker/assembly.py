@@ -15,6 +15,7 @@ from holdfast.control.group import Group
 from holdfast.policy.retention import Rules
 from holdfast.settings import Settings
 from holdfast.worker.membership import Membership
+from holdfast.worker.meter import Meter
 from holdfast.worker.places import LocalPlaces
 from holdfast.worker.saving import Facts, Saving
 from holdfast.worker.schedule import SaveSchedule
@@ -31,6 +32,7 @@ def make_saving(
     facts: Facts,
     schedule: SaveSchedule,
     step_seconds: Callable[[], float | None],
+    meter: Meter,
     places: LocalPlaces | None,
 ) -> Saving:
     """What saves for this rank; on rank 0 with what deletes, and what copies to a remote if there is one."""
@@ -48,6 +50,7 @@ def make_saving(
         facts=facts,
         schedule=schedule,
         step_seconds=step_seconds,
+        meter=meter,
         retainer=retainer,
         drain=drain,
         read_back=read_back,

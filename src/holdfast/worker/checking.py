@@ -61,6 +61,11 @@ class Checks:
         self._own[name] = check
 
     @property
+    def judges_losses(self) -> bool:
+        """Whether there is anything to look for in a loss by itself."""
+        return self._rules.any or bool(self._own)
+
+    @property
     def wanted(self) -> bool:
         """Whether there is anything to look for."""
         return self._rules.any or self._check_gradients or bool(self._own)

@@ -108,6 +108,12 @@ class DataFeed:
         self._window: tuple[int, Window] | None = None
         self.timed: Callable[[], AbstractContextManager[None]] | None = None
         """What measures how long a batch takes, if anything does."""
+        self.watched: Callable[[], AbstractContextManager[None]] | None = None
+        """What is to know of each batch that the run itself draws, in the first step."""
+
+    @property
+    def loader(self) -> Iterable[Any]:
+        return self._loader
 
     def __iter__(self) -> Iterator[Any]:
         while (batch := self._next_of_epoch()) is not None:
@@ -123,9 +129,10 @@ class DataFeed:
 
     def _next_of_epoch(self) -> tuple[Any] | None:
         """The epoch's next batch in a 1-tuple; None once, at its end."""
-        if self.timed is None:
-            return self._draw()
-        with self.timed():
+        with contextlib.ExitStack() as around:
+            for context in (self.watched, self.timed):
+                if context is not None:
+                    around.enter_context(context())
             return self._draw()
 
     def _draw(self) -> tuple[Any] | None:

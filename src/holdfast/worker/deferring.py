@@ -69,12 +69,15 @@ class Deferred:
         """Step, row, whether there is a loss, whether there are gradients."""
         self._next = 0
         self._found: list[tuple[int, Look]] = []
+        self.last = Look()
+        """What the last step that is known showed."""
 
     @torch.no_grad()
-    def note(self, step: int, loss: Any) -> None:
+    def note(self, step: int, loss: Any, *, gradients: bool = True) -> None:
         """The step's loss and gradients are as they are now; look at them later."""
         held = single_number(loss)
-        soundings = self._checks.gradients().soundings() if self._checks.looks_at_gradients() else []
+        wanted = gradients and self._checks.looks_at_gradients()
+        soundings = self._checks.gradients().soundings() if wanted else []
         device = next((v.device for v in (held, *soundings) if isinstance(v, torch.Tensor)), HOST)
         if self._ring is None or self._ring.device != device:
             self._settle_all()  # in order, always
@@ -124,9 +127,10 @@ class Deferred:
         )
 
     def _keep(self, step: int, look: Look) -> None:
+        self.last = look
         if look.reasons:
             self._found.append((step, look))
-        else:
+        if look.finite:  # what is only odd is told, and accepted: a level that stays is no oddity
             self._checks.accepted(look)
 
 

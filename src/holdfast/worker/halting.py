@@ -309,6 +309,8 @@ class Halting:
                 )
             )
             what = f"{kept.name} holds the state" if kept.name is not None else "there was nothing to save"
+            if kept.name is not None and kept.name.step != step:
+                what = f"its state is bad, so {kept.name} is what the run goes on from"
             log.warning("holdfast: stopped after step %d, %.1f s after it was asked: %s", step, after, what)
 
     def close(self, outcome: str, step: int) -> None:

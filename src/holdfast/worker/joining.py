@@ -21,6 +21,7 @@ from holdfast.worker.alone import Deciding, look_around
 from holdfast.worker.assembly import make_saving, make_schedule
 from holdfast.worker.checking import Checks
 from holdfast.worker.draws import RecordedFeed
+from holdfast.worker.forgotten import Forgotten
 from holdfast.worker.membership import Membership, join_attempt
 from holdfast.worker.meter import Meter
 from holdfast.worker.places import LocalPlaces, join_places
@@ -63,6 +64,7 @@ class Parts:
         self.places: LocalPlaces | None = None
         self.saving: Saving | None = None
         self.validation: Validation | None = None
+        self.forgotten: Forgotten | None = None
 
     def join(self, on_lost: Callable[[str], None]) -> tuple[Group, Membership]:
         """Become part of the run's present attempt. All ranks call this together."""
@@ -94,6 +96,7 @@ class Parts:
             facts=self._facts,
             schedule=self.schedule,
             step_seconds=self.meter.median_step,
+            meter=self.meter,
             places=self.places,
         )
         here, decide = self.here, None
@@ -118,7 +121,7 @@ class Parts:
         """Put this rank where the run goes on from."""
         assert self.saving is not None
         assert self.validation is not None
-        resume(
+        own = resume(
             self._settings,
             self._root,
             group,
@@ -134,14 +137,15 @@ class Parts:
             places=self.places,
             versions=self._versions,
         )
+        self.forgotten = Forgotten(
+            self.tracked, self.feed, group, self.validation.agreement, member.journal, own_checkpoint=own
+        )
 
     def _facts(self, parent: str | None, reason: str) -> SaveFacts:
         return SaveFacts(
             step=self.meter.step,
             parent=parent,
             reason=reason,
-            samples=self.meter.samples,
-            tokens=self.meter.tokens,
             windows=self.meter.windows(),
             versions=self._versions,
         )
@@ -159,6 +163,8 @@ class Parts:
     def leave(self, member: Membership, outcome: str, code: ExitCode, *, unseen: bool) -> None:
         """Give everything back, and the lease; record the attempt's end where that is for this process."""
         self.tracked.gradients.close()
+        if self.forgotten is not None:
+            self.forgotten.close()
         try:
             if self.validation is not None:
                 self.validation.close()

@@ -192,9 +192,11 @@ class Judging:
                 Settled(step=step, how=How.ACCEPTED, window=window, world_size=world, shown=True, why=why)
             )
 
-    def judge_used(self, look: Look, severity: Severity, step: int) -> None:
-        """The same for a step that was used before it was looked at."""
-        used = "an optimizer has used it by then, because validation.deferred is on"
+    def judge_used(self, look: Look, severity: Severity, step: int, *, bad: int, used: str) -> list[str]:
+        """The same for a step that was complete before it was looked at; why it is bad, for all ranks alike.
+
+        `bad` of them are not finite, in a row; `used` says in words why none was dropped.
+        """
         done = Done(None, look)
         told = self._rejecting.exchange(self.report(done))
         reports = [msgspec.structs.replace(one, window=None) for one in told]  # the data have moved on
@@ -212,8 +214,14 @@ class Judging:
             if self._chosen.nan_policy == "raise":
                 self.tell(reports, step, "stop")
                 self.stop(step, reasons, f"the policy for a bad step is to raise; {used}")
+            for _ in range(max(1, bad)):
+                outcome = self.count.after(bad=True)
+            if outcome.act is Act.STOP:
+                self.tell(reports, step, "stop")
+                self.stop(step, reasons, f"{outcome.why}; {used}")
         self.tell(reports, step, "accepted")
         self._rejecting.warn(f"step {step} is bad: {in_words(reasons)}; {used}")
+        return reasons
 
     def stop(self, step: int, reasons: Sequence[str], why: str) -> NoReturn:
         raise ValidationFailedError(

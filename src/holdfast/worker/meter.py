@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ class Meter:
         """Steps completed."""
         self.samples = 0
         self.tokens = 0
+        """This rank's own share of what the job has counted, since the run began."""
+        self._others = (0, 0)
+        """Samples and tokens of all other ranks, when they last told each other."""
         self._flush_seconds = flush_seconds
         self._began = time.perf_counter()
         self._flushed = time.monotonic()
@@ -85,6 +88,11 @@ class Meter:
     def back_to(self, recorded: tuple[Any, ...]) -> None:
         """Forget what was recorded since: the step is computed again."""
         self.samples, self.tokens, self._loss, self._grad_norm, self._sample_digest = recorded
+
+    @property
+    def loss(self) -> Any:
+        """The loss that was recorded of this step, still on its device; None if none was."""
+        return self._loss
 
     def end_step(self) -> None:
         self.step += 1
@@ -151,6 +159,18 @@ class Meter:
         return Windows(
             loss=_finite(self._losses), grad_norm=_finite(self._norms), step_seconds=list(self._seconds)
         )
+
+    def agreed(self, samples: int, tokens: int) -> None:
+        """The ranks have told each other what they have counted: these are the sums."""
+        self._others = samples - self.samples, tokens - self.tokens
+
+    def others_told(self, of_all: tuple[int, int], own: Mapping[str, int]) -> None:
+        """The same at a resume; `own` is this rank's share in what was loaded."""
+        self._others = of_all[0] - own["samples"], of_all[1] - own["tokens"]
+
+    def of_the_job(self) -> tuple[int, int]:
+        """Samples and tokens of all ranks: the others' as they last told, this one's as of now."""
+        return self.samples + self._others[0], self.tokens + self._others[1]
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "samples": self.samples, "tokens": self.tokens}

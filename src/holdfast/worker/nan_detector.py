@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
@@ -29,12 +30,16 @@ from holdfast.errors import UsageError, ValidationFailedError
 from holdfast.journal.events import encode_loss
 from holdfast.policy.checks import not_finite
 from holdfast.policy.nonfinite import Act, Count, Outcome, Policy
+from holdfast.policy.scaling import Scale
 from holdfast.worker.checking import read_together, single_number
 from holdfast.worker.gradients import Gradients, plain
+from holdfast.worker.scaling import read_pair, scale_of
 
 log = logging.getLogger("holdfast")
 
 MAX_ROLLBACKS = 2
+_STUCK, _WRONG = 1, 2
+"""What a step can be: fine but for its scaler, or bad itself."""
 
 
 class BadStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +93,7 @@ class NaNDetector:
         self._furthest = 0
         """The highest step that was bad."""
         self._lonely_told = False
+        self._scale: tuple[weakref.ref[torch.amp.GradScaler], Scale] | None = None
 
     def check(
         self,
@@ -100,20 +106,25 @@ class NaNDetector:
         """Whether this step's result may be used. Call it after the backward, on every rank.
 
         Looks at the loss, and at the gradients of `model`. With a `scaler` that is on, infinities in the
-        scaled gradients are its own matter; a step with a bad loss is made one that it skips.
+        scaled gradients are its own matter; a step with a bad loss is made one that it skips. So many skipped
+        in a row, or a scale that has collapsed, make a bad step (see `holdfast.policy.scaling`).
         """
         self._calls += 1
         at = self._calls if step is None else step
         scaled = scaler is not None and scaler.is_enabled()
         value, reasons = self._look(loss, model, look_at_gradients=not scaled)
-        bad = self._any(bool(reasons))
-        outcome = self._count.after(bad)
+        own = _WRONG if reasons else 0
+        if scaler is not None and scaled and (stuck := self._look_at_scale(scaler)):
+            reasons += stuck
+            own = own or _STUCK
+        bad = self._worst(own)
+        outcome = self._count.after(bool(bad))
         if not bad:
             if step is not None and at > self._furthest:
                 self._rollbacks = 0
             return True
         self._furthest = max(self._furthest, at)
-        if model is not None:
+        if model is not None and bad == _WRONG:  # else the gradients may be used, if the scaler takes them
             _drop(model, spoil=scaled)
         reasons = reasons or ["the result of another rank"]
         self._history.append(BadStep(step=at, reasons=reasons, loss=encode_loss(value), act=str(outcome.act)))
@@ -168,8 +179,16 @@ class NaNDetector:
             reasons += gradients.bad()
         return value, reasons
 
-    def _any(self, bad: bool) -> bool:
-        """Whether it was bad on any rank."""
+    def _look_at_scale(self, scaler: torch.amp.GradScaler) -> list[str]:
+        """What the scaler's last update has shown; nothing if there was none since the last look."""
+        if self._scale is None or self._scale[0]() is not scaler:
+            self._scale = weakref.ref(scaler), Scale(scaler.get_scale())
+        pair = scale_of(scaler)
+        scale = self._scale[1]
+        return [scale.why] if pair is not None and scale.observe(*read_pair(*pair)) else []
+
+    def _worst(self, bad: int) -> int:
+        """The worst that it was on any rank."""
         if self._group is None:
             if not self._lonely_told and dist.is_available() and dist.is_initialized():
                 self._lonely_told = True
@@ -183,9 +202,9 @@ class NaNDetector:
         if self._flag is None:
             on_host = "gloo" in str(dist.get_backend(self._group))
             self._flag = torch.zeros((), dtype=torch.int32, device="cpu" if on_host else "cuda")
-        self._flag.fill_(int(bad))
+        self._flag.fill_(bad)
         dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(self._flag)
+        return int(self._flag)
 
     def _act(self, step: int, reasons: list[str], outcome: Outcome) -> None:
         told = f"step {step} is dropped: {'; '.join(reasons)}"

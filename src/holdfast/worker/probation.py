@@ -21,7 +21,7 @@ import torch
 
 from holdfast.bounded import Look
 from holdfast.checkpoint.identity import CheckpointName, parse_name
-from holdfast.checkpoint.manifest import Manifest, Windows
+from holdfast.checkpoint.manifest import OF_THE_JOB, Manifest, Windows
 from holdfast.control.group import Group
 from holdfast.control.handover import LaunchInfo
 from holdfast.control.lineage import condemned_with, descendants, read_timeline
@@ -100,7 +100,10 @@ class Probation:
         counters: Mapping[str, int],
         settled: Sequence[Settled] = (),
     ) -> list[str]:
-        """What was loaded, as its manifest and its own counters say; the reasons of an immediate breach."""
+        """What was loaded, as its manifest and its own counters say; the reasons of an immediate breach.
+
+        `counters` are the job's where the manifest's are, else this rank's.
+        """
         named = manifest is not None and rung is not None and bool(rung.id)
         self._rung = rung if named else None  # a plain DCP directory has no standing
         self._first = (rung.step if rung is not None else 0) + 1
@@ -114,8 +117,10 @@ class Probation:
         if not self._watched:
             return []
         expected = {"step": manifest.step}
-        if manifest.world.size == self._group.world_size:  # else they were shared out anew
+        same_world = manifest.world.size == self._group.world_size
+        if same_world or manifest.counts == OF_THE_JOB:  # a rank's own were shared out anew
             expected |= {"samples": manifest.samples, "tokens": manifest.tokens}
+        if same_world:
             self._throughput.before = manifest.windows.step_seconds
         if not self._group.is_coordinator:
             return []

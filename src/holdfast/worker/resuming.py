@@ -154,8 +154,11 @@ def resume(
     schedule: SaveSchedule,
     places: LocalPlaces | None,
     versions: Versions,
-) -> None:
-    """Put this rank where the run goes on from. `insist`: no earlier attempt of this launch has trained."""
+) -> bool:
+    """Put this rank where the run goes on from; whether that is a checkpoint that this run has saved itself.
+
+    `insist`: no earlier attempt of this launch has trained.
+    """
     tracked.begin()
     resumer = make_resumer(
         settings,
@@ -177,6 +180,7 @@ def resume(
         tell_changes(state, group, member, versions)
         if state.own:
             meter.load_state_dict(state.own["counters"])
+            meter.others_told(resumer.counted, state.own["counters"])
             if feed is not None and "data" not in state.fresh:
                 feed.load_state_dict(state.own["data"])
             restore_rng(state.own["rng"])
@@ -224,6 +228,7 @@ def resume(
         timeout=settings.control.decision_timeout,
     )
     log.info("holdfast: attempt %d starts from %s", member.attempt, decision.chosen)
+    return manifest is not None and manifest.run == member.control.run_id
 
 
 def tell_changes(state: LoadedState, group: Group, member: Membership, versions: Versions) -> None:

@@ -44,6 +44,7 @@ from holdfast.errors import (
     LeaseLostError,
     SaveFailedError,
     SaveStorageError,
+    ValidationFailedError,
 )
 from holdfast.journal.events import (
     Decision,
@@ -58,6 +59,7 @@ from holdfast.journal.writer import JournalWriter
 from holdfast.policy.host_snapshot import HostChoice
 from holdfast.policy.snapshot import Choice
 from holdfast.settings import CheckpointSettings
+from holdfast.worker.meter import Meter
 from holdfast.worker.schedule import SaveSchedule
 
 log = logging.getLogger("holdfast")
@@ -90,6 +92,7 @@ class Saving:
         facts: Facts,
         schedule: SaveSchedule,
         step_seconds: Callable[[], float | None],
+        meter: Meter,
         retainer: Retainer | None,
         drain: Drain | None,
         read_back: ReadBack | None = None,
@@ -102,6 +105,7 @@ class Saving:
         self._own = own
         self._facts = facts
         self._schedule = schedule
+        self._meter = meter
         self._retainer = retainer
         self._drain = drain
         self._read_back = read_back
@@ -133,8 +137,8 @@ class Saving:
         self._failed = self._failed_locally = 0
         self._too_many: SaveFailedError | None = None
         """To be raised, unless a save is committed first: then they are no longer in a row."""
-        self._told_skip = ""
-        """Why the last local save was left out; told when it changes."""
+        self._told_doubt = self._told_skip = ""
+        """Why nothing is saved at the moment; why the last local save was left out; told when it changes."""
         self.head: CheckpointName | None = None
         """The newest checkpoint of this timeline that is known to be committed."""
         self.committed = 0
@@ -261,6 +265,7 @@ class Saving:
         facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
         self._write(SaveStarted(checkpoint=str(self._snapshots.next_name(facts.step)), step=facts.step))
         saved = self._foreground.save(self._tracked, self._own, facts, diagnostic=diagnostic)
+        self._meter.agreed(*self._snapshots.counted)
         self._failed, self._too_many = 0, None
         self._tell_doubts()
         seconds = time.monotonic() - started
@@ -308,6 +313,7 @@ class Saving:
         self._tell_skipped(saver.why_skipped, name, once=begun is not None or not globally)
         if begun is None:
             return None
+        self._meter.agreed(*self._snapshots.counted)
         if begun.waited > 0.0:
             told = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
             self._write(Warned(message=f"{told}; save less often, or use faster storage"))
@@ -438,8 +444,20 @@ class Saving:
 
     # --- the end --------------------------------------------------------------------------------------------
 
-    def finish(self, step: int) -> None:
-        """The last step is done: everything under way is committed, and so is the last state."""
+    def withheld(self, why: str) -> None:
+        """A save was due, and the state is in doubt. Told once, until it changes."""
+        if why != self._told_doubt:
+            self._told_doubt = why
+            step = self._facts(None, "").step
+            self._write(SaveSkipped(checkpoint=f"step_{step:08d}", step=step, reason=why))
+            if self._group.is_coordinator:
+                log.warning("holdfast: nothing is saved after step %d, because %s", step, why)
+
+    def finish(self, step: int, *, doubt: str = "") -> None:
+        """The last step is done: everything under way is committed, and so is the last state.
+
+        `doubt`: why it must not be saved as a good one, which is an error here.
+        """
         try:
             self.wait("a save that was under way")
         except SaveFailedError:
@@ -447,15 +465,30 @@ class Saving:
                 raise
             # It was reported; the last state is about to be saved anyway.
         # Rank 0 may know of a failure that the others do not, so whether to save is agreed.
-        if self._settings.save_at_end and add_up(self._group, [self.saved_step != step])[0]:
+        due, samples, tokens = add_up(
+            self._group, [self.saved_step != step, self._meter.samples, self._meter.tokens]
+        )
+        self._meter.agreed(samples, tokens)
+        if doubt:
+            raise ValidationFailedError(
+                f"the run has reached its last step, {step}, and that is not saved: {doubt}. The newest good "
+                f"checkpoint: {self.head or 'none'}. Look at the data and the learning rate, then start again"
+            )
+        if self._settings.save_at_end and due:
             self.save("final")
 
-    def stop(self, step: int) -> Kept:
-        """The run stops after this step: it is in the checkpoint root when this returns, saved once."""
+    def stop(self, step: int, *, doubt: str = "") -> Kept:
+        """The run stops after this step: it is in the checkpoint root when this returns, saved once.
+
+        `doubt`: why it must not be saved as a good one. What was saved before is what it goes on from then.
+        """
         with contextlib.suppress(SaveFailedError):  # it was reported, and the state is about to be saved
             self.wait("a save that was under way")
         if step == 0 and self.head is None:
             return Kept(None)
+        if doubt:
+            self.withheld(doubt)
+            return Kept(self.head)
         started = time.monotonic()
         if not add_up(self._group, [self._rooted != step])[0]:
             return Kept(self.head, already=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from holdfast.checkpoint.identity import CheckpointName
-from holdfast.checkpoint.manifest import Manifest
+from holdfast.checkpoint.manifest import OF_THE_JOB, Manifest
 from holdfast.checkpoint.state import Tracked
 from holdfast.control.directory import ControlDirectory
 from holdfast.errors import UsageError, ValidationFailedError
@@ -25,7 +25,7 @@ from holdfast.journal.events import Verdict
 from holdfast.policy.rejection import Place
 from holdfast.policy.replay import Finding
 from holdfast.settings_validation import ValidationSettings
-from holdfast.worker.agreement import NOTHING_WRONG, Agreed, Agreement, Severity
+from holdfast.worker.agreement import Agreed, Agreement, Severity
 from holdfast.worker.checking import Checks, Look, single_number
 from holdfast.worker.corruption_watch import CorruptionWatch
 from holdfast.worker.deferring import Deferred
@@ -40,9 +40,16 @@ from holdfast.worker.rejecting import Rejecting, Report, in_words, summary
 from holdfast.worker.replayed import Replayed
 from holdfast.worker.rerun import Rewind
 from holdfast.worker.rng import Randomness
+from holdfast.worker.scaling import Scales
 
 DEFERRED_EVERY = 16
-"""Steps after which the ranks tell each other what deferred checks have found."""
+"""Steps after which the ranks tell each other what deferred checks, and gradient scalers, have shown."""
+DEFERRED = "an optimizer has used it by then, because validation.deferred is on"
+RECORDED = (
+    "an optimizer has used it by then, because it was only recorded: run.compute() and run.check() look at a "
+    "result before that"
+)
+SCALED = "the scaler has left its optimizer's steps out"
 
 Diagnose = Callable[[], str]
 """Make a diagnostic save of the state as it is; its name, or why there is none. On all ranks together."""
@@ -94,6 +101,17 @@ class Validation:
         self._diagnose = diagnose
         self._on_rerun = on_rerun
         self._deferred = Deferred(checks) if chosen.deferred else None
+        self._recorded = self._deferred or Deferred(checks)
+        """What looks at losses that are recorded, and at nothing else of their steps."""
+        self._scales: Scales | None = None
+        self.scaled = False
+        """Whether some rank has a gradient scaler to look at; the same on every rank."""
+        self._heard = self._heard_here = False
+        """Whether a call of this step gave a loss, on any rank; and on this one."""
+        self._still = Severity.FINE
+        self._settled = -1
+        """The step up to which every rank knows all results."""
+        self._doubts: list[str] = []
         self._reruns = chosen.rerun_mode == "validate_results"
         self._measures = chosen.rerun_mode == "report_determinism_stats"
         self._draws = Draws(Randomness(tracked))
@@ -112,6 +130,15 @@ class Validation:
         """Whether the present step was dropped."""
         return self._dropping.dropped
 
+    def doubt(self, least: Severity) -> str:
+        """Why the state as it is must not be saved as a good one; empty if it may. The same on every rank.
+
+        `least`: what is less than that is no reason.
+        """
+        if self._still < least:
+            return ""
+        return f"the last result that is known is bad: {in_words(self._doubts)}"
+
     @property
     def tolerance(self) -> float:
         """Up to which relative difference two runs of a step count as equal."""
@@ -123,6 +150,7 @@ class Validation:
     def begin_step(self) -> None:
         self._calls = 0
         self._dropping.dropped = self._was_rejected = False
+        self._heard = self._heard_here = False
 
     def compute(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The function's result, once it is accepted; a dropped step's own, with nothing left of it."""
@@ -136,6 +164,7 @@ class Validation:
         if self._deferred is not None:
             result = function(*args, **kwargs)
             self._deferred.note(self._step, result)
+            self._heard_here = self._heard_here or single_number(result) is not None
             return result
         rewinds = self._reruns or self._measures
         if not (rewinds or self._is_watched()):
@@ -159,6 +188,7 @@ class Validation:
             self._dropping.drop()
         elif self._wanted() and self._deferred is not None:
             self._deferred.note(self._step, loss)
+            self._heard_here = self._heard_here or single_number(loss) is not None
         elif self._wanted():
             done = Done(loss, self._checks.look(self._injected(loss, again=False)))
             agreed = self._agree(done)
@@ -170,18 +200,44 @@ class Validation:
 
     def completed(self, step: int) -> None:
         """The step is complete, and counted."""
-        if not self.dropped:
-            self._judging.count.after(bad=False)
+        self._note(step)
+        looks, found = self._looks_back(step), Severity.FINE
+        if looks and self._deferred is None:
+            found = self._look_back()
+        if not self.dropped and found is not Severity.NONFINITE:
+            if self._still is not Severity.NONFINITE:
+                self._judging.count.after(bad=False)
             self._probation.completed(step, self._meter.seconds)
             if not self._was_rejected:
                 self._replayed.passed(step)
-        if step % DEFERRED_EVERY == 0:
+        if looks and self._deferred is not None:
             self._look_back()
 
     def before_save(self) -> None:
         """The state is about to be saved: the steps that led to it are all judged first."""
-        self._look_back(wait=True)
+        if self._looks_back(None) and self._settled != self._meter.step:
+            self._look_back(wait=True)
         self._tell_measured()
+
+    def _note(self, step: int) -> None:
+        """What this step has shown that no call has looked at: a loss that was recorded, and the scales."""
+        if self._scales is None:
+            self._scales = Scales(self._tracked.scalers())
+        self._scales.note(step)
+        heard = self._heard_here if self._deferred is not None else self._heard
+        loss = self._meter.loss
+        if loss is not None and not heard and not self.dropped and self._checks.judges_losses:
+            self._recorded.note(step, loss, gradients=False)
+
+    def _looks_back(self, step: int | None) -> bool:
+        """Whether the ranks tell each other now what is known of complete steps; the same on every rank.
+
+        At the end of a step in which no call has told them anything, of every so many, and before a save.
+        """
+        if self._deferred is None and not self._heard and not self.dropped:
+            return self._checks.judges_losses or self._tells_breaches
+        seldom = self._deferred is not None or self.scaled
+        return seldom and (step is None or step % DEFERRED_EVERY == 0)
 
     def close(self) -> None:
         self._tell_measured()
@@ -217,6 +273,8 @@ class Validation:
             self._checks.begin_from(manifest.windows.loss)
         self._replayed.learn(control, timeout)
         counted = self._meter.state_dict()
+        if manifest is not None and manifest.counts == OF_THE_JOB:
+            counted["samples"], counted["tokens"] = self._meter.of_the_job()
         self._probation.begin(name, manifest, counted, self._replayed.settled)  # a breach is told in a step
 
     # --- one call -------------------------------------------------------------------------------------------
@@ -289,8 +347,12 @@ class Validation:
 
     def _agree(self, done: Done, *, again: bool = False) -> Agreed:
         breach = not again and bool(self._probation.observe())
-        own = Agreed(done.severity, breach) if breach or done.look.reasons else NOTHING_WRONG
-        return self.agreement.agree(own, self._step, self._calls, again=again)
+        heard = done.look.loss is not None
+        agreed = self.agreement.agree(
+            Agreed(done.severity, breach, heard), self._step, self._calls, again=again
+        )
+        self._heard = self._heard or agreed.heard
+        return agreed
 
     def _accept(self, done: Done, agreed: Agreed) -> None:
         if agreed.breach:
@@ -390,25 +452,36 @@ class Validation:
 
     # --- later ----------------------------------------------------------------------------------------------
 
-    def _look_back(self, *, wait: bool = False) -> None:
-        """With deferred checks: tell each other what was found by now, in steps that are complete."""
-        if self._deferred is None:
-            return
-        found = self._deferred.settle() if wait else self._deferred.bad()
+    def _look_back(self, *, wait: bool = False) -> Severity:
+        """Tell each other what was found by now, in steps that are complete; the worst of it."""
+        found = self._recorded.settle() if wait else self._recorded.bad()
+        used = DEFERRED if self._deferred is not None else RECORDED
+        still = severity_of(self._recorded.last)
+        stuck = self._scales.found(wait=wait) if self._scales is not None else []
+        if self._scales is not None and (why := self._scales.why()):
+            look = Look(reasons=why, finite=False)
+            found += [(step, look) for step in stuck]
+            used, still = SCALED, Severity.NONFINITE
         worst = max(found, key=lambda one: severity_of(one[1]), default=None)
         own = Agreed(
             severity_of(worst[1]) if worst is not None else Severity.FINE,
             bool(self._probation.observe()),
+            bad=sum(not look.finite for _, look in found),
+            still=still,
+            pending=bool(self._recorded.pending or (self._scales is not None and self._scales.pending)),
         )
         agreed = self.agreement.agree(own, self._meter.step, 0, again=wait)
+        self._still = agreed.still
+        self._settled = -1 if agreed.pending else self._meter.step
         if agreed.severity:
             self._was_rejected = True
             step, look = worst if worst is not None else (0, Look())
             steps = [int(text) for text in self._rejecting.exchange_texts(str(step))]
             first = min(number for number in steps if number)
-            self._judging.judge_used(look, agreed.severity, first)
+            self._doubts = self._judging.judge_used(look, agreed.severity, first, bad=agreed.bad, used=used)
         if agreed.breach:
             self._judging.breached()
+        return agreed.severity
 
     def _measure(self, call: _Call, done: Done) -> None:
         """Run it once more and compare; training goes on with the first result, as if there was no second."""
