@@ -128,10 +128,10 @@ def in_a_save(run_dir: Path, **settings: object) -> None:
 
 def callbacks(run_dir: Path, between: Callable[[holdfast.Run], None], **settings: object) -> None:
     """The shape of frameworks that own the loop."""
-    model, optimizer, _, loader = build()
+    model, optimizer, schedule, loader = build()
     run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0, **settings)
     feed = run.feed(loader)
-    run.track(model=model, optimizer=optimizer)
+    run.track(model=model, optimizer=optimizer, schedule=schedule)
     run.start()
     for _batch in feed:
         run.begin_step()
@@ -178,9 +178,9 @@ def in_a_section_after_the_loop(run_dir: Path, **settings: object) -> None:
 
 
 def left_by_break(run_dir: Path, **settings: object) -> None:
-    model, optimizer, _, loader = build()
+    model, optimizer, schedule, loader = build()
     run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0, **settings)
-    run.track(model=model, optimizer=optimizer)
+    run.track(model=model, optimizer=optimizer, schedule=schedule)
     for step, _batch in run.steps(loader, until=9):
         if step == 3:
             break
