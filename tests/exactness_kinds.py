@@ -826,7 +826,7 @@ for _name, _schedule in {
 
 
 @kind(
-    "a schedule that is not tracked", outcome="refused", words="a CosineAnnealingLR of a SGD: add run.track("
+    "a schedule that is not tracked", outcome="refused", words="a CosineAnnealingLR of an SGD: add run.track("
 )
 def untracked_schedule(place: Place) -> Parts:
     model = mlp().to(place.device)

@@ -17,6 +17,7 @@ import holdfast
 from holdfast.errors import IncompleteStateError, UsageError
 from holdfast.journal.events import Warned
 from holdfast.journal.reader import read_journal
+from holdfast.worker import forgotten
 from tiny import Numbers, checkpoints
 from together import together
 
@@ -252,3 +253,11 @@ def test_what_one_rank_alone_forgets_ends_all_of_them_with_the_same_words(tmp_pa
     assert first == second
     assert "rank 1: an Adagrad of no tracked model steps: add run.track(optimizer_2=extra)" in first
     assert not checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("Adam", "an Adam"), ("SGD", "an SGD"), ("RAdam", "an RAdam"), ("DataLoader", "a DataLoader")],
+)
+def test_things_are_named_as_one_says_them(kind: str, said: str) -> None:
+    assert forgotten._a(type(kind, (), {})()) == said

@@ -29,12 +29,8 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
 
 def mounts(table: Path = MOUNTS) -> list[Mount]:
     """Everything that is mounted, in the order in which it was; none if the kernel does not tell."""
-    try:
-        lines = table.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
     found = []
-    for line in lines:
+    for line in _lines(table):
         left, _, right = line.partition(" - ")
         fields, more = left.split(" "), right.split(" ")
         if len(fields) < 6 or len(more) < 3:
@@ -79,14 +75,17 @@ def why_not_first(path: Path, *, requeued: int = 0, table: Path = MOUNTS, planne
     return ""
 
 
-def _planned(table: Path) -> list[str]:
-    """Where something is mounted at every boot."""
+def _lines(table: Path) -> list[str]:
     try:
-        lines = table.read_text(errors="replace").splitlines()
+        return table.read_text(errors="replace").splitlines()
     except OSError:
         return []
+
+
+def _planned(table: Path) -> list[str]:
+    """Where something is mounted at every boot."""
     found = []
-    for line in lines:
+    for line in _lines(table):
         fields = line.split()
         if len(fields) < 4 or fields[0].startswith("#") or not fields[1].startswith("/") or fields[1] == "/":
             continue

@@ -319,8 +319,10 @@ def _loaders_of(*held: dict[int, object]) -> list[DataLoader[Any]]:
 
 
 def _a(thing: object) -> str:
+    """As one says it: an Adam, a Linear, an SGD, an RAdam."""
     name = type(thing).__name__
-    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
+    spelt = name[:2].isupper() and len(name) > 1  # letter by letter: es, ar, en
+    return f"{'an' if name[:1] in ('AEFHILMNORSX' if spelt else 'AEIOU') else 'a'} {name}"
 
 
 class _Script:
