@@ -317,11 +317,36 @@ def test_a_parameter_that_was_exchanged_is_looked_at() -> None:
     assert (gradients.norms(), gradients.soundings()) == ([5.0], [7.0])
 
 
-def test_one_bad_element_among_many_small_gradients_is_found() -> None:
+def test_parameters_that_only_an_optimizer_or_only_a_module_holds_are_looked_at() -> None:
+    """They are read from the optimizers; what those do not hold is read from the modules all the same."""
+    model = nn.Sequential(*(nn.LayerNorm(8) for _ in range(6)))
+    optimizer = torch.optim.SGD([model[at].weight for at in range(4)])
+    gradients = Gradients([("m", model)], [optimizer])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert gradients.soundings() == [12 * 8]
+    later = nn.LayerNorm(8)
+    model.append(later)
+    optimizer.add_param_group({"params": [later.weight]})
+    later.weight.grad = torch.full((8,), NAN)
+    assert not math.isfinite(*gradients.soundings()), "added to the optimizer a moment ago"
+    later.weight.grad = None
+    for parameter in [*model[0].parameters(), model[5].bias]:
+        parameter.grad = torch.full((8,), NAN)
+        assert not math.isfinite(*gradients.soundings())
+        parameter.grad = None
+    replaced = nn.Parameter(torch.zeros(8))
+    optimizer.param_groups[0]["params"][1] = model[1].weight = replaced
+    replaced.grad = torch.full((8,), NAN)
+    assert not math.isfinite(*gradients.soundings()), "replaced in both"
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_one_bad_element_among_many_small_gradients_is_found(held: bool) -> None:
     """They are looked at together; each still counts, whatever else is there, is not, or comes later."""
     layers = [nn.LayerNorm(256) for _ in range(700)] + [nn.Linear(5, 3, bias=False) for _ in range(4)]
     model = nn.Sequential(*layers, nn.Linear(200, 200))
-    gradients = Gradients([("m", model)])
+    gradients = Gradients([("m", model)], [torch.optim.SGD(model.parameters())] if held else [])
     parameters = list(model.parameters())
     for at, parameter in enumerate(parameters):
         parameter.grad = torch.ones_like(parameter) if at % 7 else None
@@ -338,7 +363,8 @@ def test_one_bad_element_among_many_small_gradients_is_found() -> None:
         parameter.grad = before
     model[3].weight = nn.Parameter(torch.zeros(256))  # exchanged, and of another type: looked at all the same
     model[3].weight.grad = torch.full((256,), NAN)
-    assert math.isnan(*gradients.soundings())
+    looks = LOOKED_UP_EVERY if held else 1  # an optimizer that does not know it does not use it either
+    assert any(math.isnan(*gradients.soundings()) for _ in range(looks))
     model[3].weight = nn.Parameter(torch.zeros(256, dtype=torch.float64))
     model[3].weight.grad = torch.full((256,), 1e100, dtype=torch.float64)
     assert all(map(math.isfinite, gradients.soundings()))

@@ -107,7 +107,7 @@ class Checks:
 
     def gradients(self) -> Gradients:
         if self._gradients is None:
-            self._gradients = Gradients(self._tracked.models())
+            self._gradients = Gradients(self._tracked.models(), self._tracked.optimizers())
         return self._gradients
 
     def begin_from(self, losses: Iterable[float | None]) -> None:

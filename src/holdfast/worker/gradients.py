@@ -6,7 +6,10 @@ sharded is seen as far as this rank holds it; nothing here is a collective, and 
 `bad`.
 
 With many small gradients it is Python that takes the time, so where they lie is found out once (`_Look`),
-and then nothing of Python's runs for each of them.
+and then nothing of Python's runs for each of them. Reading thousands of modules is a good part of that, so
+parameters are read from their optimizers where these are known: what an optimizer holds at that moment is
+always looked at, and a parameter that was put into a module since, and into no optimizer, within the next
+`LOOKED_UP_EVERY` looks.
 """
 
 from __future__ import annotations
@@ -47,8 +50,11 @@ _USUAL = (torch.Tensor, torch.strided, torch.float32, HOST)
 class Gradients:
     """The gradients of these models, whichever are there at the moment."""
 
-    def __init__(self, models: Iterable[tuple[str, nn.Module]]) -> None:
+    def __init__(
+        self, models: Iterable[tuple[str, nn.Module]], optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> None:
         self._models = list(models)
+        self._optimizers = list(optimizers)
         self._places: list[tuple[dict[str, Any], str]] = []
         self._usual: _Look | None = None
         self._looks = 0
@@ -62,6 +68,9 @@ class Gradients:
             self._there()
         usual = None if self._placeholders else self._usual
         total = usual.total() if usual is not None else None
+        if usual is not None and usual.outgrown:
+            self._looks = 0
+            self._look_up()
         return [*total] if total is not None else self._norms()
 
     def norms(self) -> list[torch.Tensor | float]:
@@ -99,9 +108,10 @@ class Gradients:
         if self._looks % LOOKED_UP_EVERY == 0:
             modules = dict.fromkeys(module for _, model in self._models for module in model.modules())
             kept = [module._parameters for module in modules if module._parameters]
-            if self._usual is None or not self._usual.is_of(kept):
+            sources = _Sources(self._optimizers, kept)
+            if self._usual is None or not self._usual.is_of(sources):
                 self._places = list(_places(kept))
-                self._usual = _Look.at(kept)
+                self._usual = _Look.at(sources)
         self._looks += 1
 
     def _there(self) -> list[torch.Tensor]:
@@ -118,15 +128,37 @@ class Gradients:
         return found
 
 
+class _Sources:
+    """Where parameters are read from: their optimizers, then the modules whose parameters have none."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], kept: list[dict[str, Any]]) -> None:
+        self._optimizers = optimizers
+        self._modules: list[dict[str, Any]] = []
+        held = set(map(id, self.parameters()))
+        self._modules = [
+            parameters for parameters in kept if not held.issuperset(map(id, parameters.values()))
+        ]
+
+    def parameters(self) -> list[Any]:
+        """All of them as they are now; None where a module has set one to that."""
+        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
+        return list(itertools.chain(*groups, *map(dict.values, self._modules)))
+
+    def is_same(self, other: _Sources) -> bool:
+        return list(map(id, self._modules)) == list(map(id, other._modules))
+
+
 class _Look:
     """The usual case: all parameters are plain float32 on the host. Whatever is not so is noticed."""
 
-    def __init__(self, kept: list[dict[str, Any]]) -> None:
-        self._kept = kept
-        self._form = _form(kept)
+    def __init__(self, sources: _Sources) -> None:
+        self._sources = sources
+        self.outgrown = False
+        """Whether there are more or fewer parameters than there were, or another kind of thing in a place."""
+        self._form = _form(sources.parameters())
         alone: list[int] = []
         alike: dict[tuple[int, ...], list[int]] = {}
-        parameters = [_NONE if parameter is None else parameter for parameter in _all(kept)]
+        parameters = [_NONE if parameter is None else parameter for parameter in sources.parameters()]
         for at, parameter in enumerate(parameters):
             if isinstance(self._form[at], int):
                 continue
@@ -146,63 +178,62 @@ class _Look:
         self._batches = [_items(batch) for batch in batches if len(batch) > 1]
 
     @classmethod
-    def at(cls, kept: list[dict[str, Any]]) -> _Look | None:
+    def at(cls, sources: _Sources) -> _Look | None:
         """None if it is not the usual case."""
         usual = all(
             parameter is None or (type(parameter) is nn.Parameter and _kind(parameter)[1:] == _USUAL[1:])
-            for parameter in _all(kept)
+            for parameter in sources.parameters()
         )
-        return cls(kept) if usual else None
+        return cls(sources) if usual else None
 
-    def is_of(self, kept: list[dict[str, Any]]) -> bool:
+    def is_of(self, sources: _Sources) -> bool:
         """Whether these are the places, with parameters of the same shapes."""
-        return list(map(id, kept)) == list(map(id, self._kept)) and _form(kept) == self._form
+        return self._sources.is_same(sources) and _form(sources.parameters()) == self._form
 
     def total(self) -> list[float] | None:
         """The sum of all gradients, if there are any; None if it is the usual case no more."""
-        parameters = _all(self._kept)
+        parameters = self._sources.parameters()
         if len(parameters) != len(self._form):
+            self.outgrown = True
             return None
-        kinds = set(map(type, parameters))
-        if kinds == {nn.Parameter}:
-            gradients = list(map(_grad, parameters))
-        else:
-            gradients = [None if parameter is None else parameter.grad for parameter in parameters]
-        there = set(map(type, gradients))
-        if not there <= {torch.Tensor, type(None)}:
+        total, found = 0.0, False
+        try:
+            for at in self._alone:
+                if (parameter := parameters[at]) is not None and (gradient := parameter.grad) is not None:
+                    if _kind(gradient) != _USUAL:
+                        return None
+                    total += gradient.sum().item()
+                    found = True
+            for pick in self._batches:
+                # Read and summed up batch by batch: what a gradient's reading brought is still in the cache.
+                together = _together(list(map(_grad, pick(parameters))))
+                if together is not None:
+                    if _kind(together) != _USUAL:
+                        return None
+                    total += together.sum().item()
+                    found = True
+        except AttributeError:  # a parameter that is None by now
+            self.outgrown = True
             return None
-        total = 0.0
-        for at in self._alone:
-            if (gradient := gradients[at]) is not None:
-                if _kind(gradient) != _USUAL:
-                    return None
-                total += gradient.sum().item()
-        for pick in self._batches:
-            batch = pick(gradients)
-            if len(there) > 1:
-                batch = [gradient for gradient in batch if gradient is not None]
-                if not batch:
-                    continue
-            try:
-                together = torch.cat(batch)
-            except RuntimeError:
-                return None  # of several devices or layouts
-            if _kind(together) != _USUAL:
-                return None
-            total += together.sum().item()
-        return [total] if torch.Tensor in there else []
+        except RuntimeError:  # gradients of several devices or layouts
+            return None
+        return [total] if found else []
 
 
-def _all(kept: list[dict[str, Any]]) -> list[Any]:
-    """What is kept in these places; None where a module has set a parameter to that."""
-    return list(itertools.chain.from_iterable(map(dict.values, kept)))
+def _together(gradients: list[Any]) -> torch.Tensor | None:
+    """All of them as one tensor; None if there are none."""
+    try:
+        return torch.cat(gradients)
+    except TypeError:  # looking for None in each of them would cost as much as reading them
+        there = [gradient for gradient in gradients if gradient is not None]
+        return torch.cat(there) if there else None
 
 
-def _form(kept: list[dict[str, Any]]) -> list[torch.Size | int | None]:
+def _form(parameters: list[Any]) -> list[torch.Size | int | None]:
     """For each parameter its shape; of one that was there before, under another name, where that was."""
     found: list[torch.Size | int | None] = []
     first: dict[int, int] = {}
-    for at, parameter in enumerate(_all(kept)):
+    for at, parameter in enumerate(parameters):
         if parameter is None:
             found.append(None)
         else:
@@ -212,7 +243,10 @@ def _form(kept: list[dict[str, Any]]) -> list[torch.Size | int | None]:
 
 
 def _items(positions: list[int]) -> Callable[[Sequence[Any]], Any]:
-    """What picks these out of a sequence, two or more."""
+    """What picks these out of a sequence, two or more; at equal distances a slice is several times faster."""
+    apart = positions[1] - positions[0]
+    if positions == list(range(positions[0], positions[-1] + 1, apart)):
+        return operator.itemgetter(slice(positions[0], positions[-1] + 1, apart))
     return operator.itemgetter(*positions)
 
 
