@@ -237,6 +237,13 @@ def small_saved(work: Path, size_mib: int, repeat: int) -> Samples:
     return found["ours"], found["dcp"]
 
 
+def small_saved_first(work: Path, size_mib: int, repeat: int) -> Samples:
+    """The same for the first save of a run, and `dcp.save`."""
+    del size_mib
+    found = _small_saves(work, repeat)
+    return found["first"], found["dcp"]
+
+
 def small_saved_torch(work: Path, size_mib: int, repeat: int) -> Samples:
     """The same, and `torch.save` with an fsync."""
     del size_mib

@@ -189,6 +189,14 @@ BENCHMARKS = {
         1.0,
         "ratio",
     ),
+    "small-save-first": Benchmark(
+        "the first save of a run: planned, and proven to resume",
+        measures.small_saved_first,
+        "torch.distributed.checkpoint.save",
+        "s",
+        None,
+        "ratio",
+    ),
     "small-save-torch": Benchmark(
         "the same", measures.small_saved_torch, "torch.save into one file, with fsync", "s", None, "ratio"
     ),

@@ -57,4 +57,6 @@ class Problem(msgspec.Struct, frozen=True):
 def printable(text: str, limit: int = 200) -> str:
     """`text` without control characters or lone surrogates, cut to `limit`: safe to print and to encode."""
     cut = text if len(text) <= limit else text[:limit] + "…"
+    if cut.isprintable():
+        return cut
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
