@@ -938,8 +938,10 @@ def scaled(place: Place) -> Parts:
     )
 
     def forward_backward(x: Tensor) -> Tensor:
-        with torch.autocast(place.device, torch.bfloat16 if place.device == "cpu" else torch.float16):
-            value = loss_of(model, x * 1e3)
+        # With float16 the same inputs would overflow at any scale.
+        dtype, factor = (torch.bfloat16, 1e3) if place.device == "cpu" else (torch.float16, 1.0)
+        with torch.autocast(place.device, dtype):
+            value = loss_of(model, x * factor)
         scaler.scale(value).backward()
         return value.detach()
 

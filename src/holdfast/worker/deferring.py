@@ -11,12 +11,16 @@ made once. Where nothing is on a CUDA device a step is judged at once.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
+import weakref
 from collections import deque
 from typing import Any
 
 import torch
 
+from holdfast.checkpoint.pinned import Pinned, pin
 from holdfast.worker.checking import Checks, Look, read_together, single_number
 
 DEPTH = 64
@@ -32,10 +36,14 @@ class Ring:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._there = torch.zeros(DEPTH, COLUMNS, dtype=torch.float64, device=device)
-        self._here = torch.zeros(DEPTH, COLUMNS, dtype=torch.float64, pin_memory=True)
+        # Memory of our own, because torch ends the process when it frees its page-locked memory after the
+        # device has failed: a script whose kernel asserts is to end with its own error.
+        memory = mmap.mmap(-1, self._there.nbytes)
+        self._here = torch.frombuffer(memory, dtype=torch.float64).view(DEPTH, COLUMNS)
         self._rows = [(self._there[at], self._here[at]) for at in range(DEPTH)]
         self._cells = [(self._there[at, LOSS], self._there[at, SOUNDING]) for at in range(DEPTH)]
         self._events: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(DEPTH)]  # type: ignore[no-untyped-call]
+        weakref.finalize(self, _unlock, pin(self._here), self._events)
 
     def put(self, at: int, loss: torch.Tensor | float, sounding: torch.Tensor | float) -> None:
         with torch.cuda.device(self.device):
@@ -57,6 +65,14 @@ class Ring:
     def read(self, at: int) -> tuple[float, float]:
         loss, sounding = self._here[at].tolist()
         return loss, sounding
+
+
+def _unlock(pinned: Pinned, events: list[torch.cuda.Event]) -> None:
+    """Once nothing is on its way there any more; on a device that has failed nothing is."""
+    with contextlib.suppress(RuntimeError):
+        for event in events:
+            event.synchronize()
+    pinned.release()
 
 
 class Deferred:
