@@ -55,7 +55,7 @@ class Small(nn.Module):
 
 
 def saved(work: Path, repeat: int) -> dict[str, list[float]]:
-    """Seconds of a run's first committed save and of a later one, of `dcp.save`, of `torch.save` with an fsync.
+    """Seconds of a first committed save and of a later one, of `dcp.save`, and of `torch.save` with fsync.
 
     A run's first save also makes the plan that the later ones reuse, and proves that it would resume.
     """
