@@ -18,6 +18,7 @@ ROOMS = [
     "recover",
     "observe",
     "launch",
+    "account",
     "run",
     "inprocess",
     "worker",

@@ -115,8 +115,9 @@ def test_an_xid_during_the_attempt_accuses_the_device(tmp_path: Path, xid: int) 
     log = tmp_path / "kmsg"
     log.write_text("3,1,1000000,-;NVRM: Xid (PCI:0000:5e:00): 79, an old one, of the other device\n")
     command = holdfast(
-        "run", "--run-dir", "run", "--no-preload", "--set", "launch.node_name=here", XID_RANK, str(log),
-        "log", str(xid),
+        "run", "--run-dir", "run", "--no-preload", "--set", "launch.node_name=here",
+        "--set", "health.gate=warn",  # a torch that was built for CUDA cannot compute on made-up devices
+        XID_RANK, str(log), "log", str(xid),
     )  # fmt: skip
     with_log = inside_mounts(f"mount --bind {log} /dev/kmsg", command)
     result = finish(with_log, cwd=tmp_path, env=smi | {"CUDA_VISIBLE_DEVICES": "0,1"}, timeout=150)
@@ -237,6 +238,13 @@ def test_a_node_alone_ends_at_once_but_waits_between_attempts(tmp_path: Path) ->
         gate.insist()
 
 
+@pytest.fixture
+def made_up_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that only a made-up nvidia-smi knows: a torch built for CUDA cannot compute on them."""
+    monkeypatch.setattr(gate_module, "check_compute", lambda *_, **__: [])
+
+
+@pytest.mark.usefixtures("made_up_devices")
 def test_a_rise_of_uncorrectable_errors_is_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     control, _ = ControlDirectory.open_or_create(tmp_path / "run")
     settings = load(keywords={"run_dir": str(tmp_path / "run")}).settings
@@ -281,6 +289,7 @@ def test_a_device_that_fell_off_the_bus_is_named_though_nobody_lists_it_any_more
     assert "fallen off the bus" in error.message
 
 
+@pytest.mark.usefixtures("made_up_devices")
 def test_an_excluded_device_does_not_keep_its_node_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.control.attempts import FailureRecord
-from holdfast.launch.incident import Incident
 from holdfast.launch.incident_line import Decided, one_line
-from holdfast.launch.summary import one_line as line_of
 from holdfast.policy.recovery import Action, Decision
 
 
@@ -22,9 +20,11 @@ def failure(exit_code: int, message: str = "", node: str = "node-b") -> FailureR
 
 
 def test_a_kill_and_its_restart() -> None:
-    decision = Decision(action=Action.RESTART, exit_code=0, reason="why", evidence=[], restarts_left=2)
-    incident = Incident(attempt=3, cause="infrastructure", root=failure(-9), decision=decision)
-    assert line_of(incident, step=412, max_restarts=3) == (
+    decided = Decided(action="restart", reason="why", restarts_left=2)
+    line = one_line(
+        attempt=3, cause="infrastructure", root=failure(-9), decision=decided, step=412, max_restarts=3
+    )
+    assert line == (
         "attempt 3: rank 1 on node-b killed by SIGKILL (infrastructure) at step 412 → restart, 2 of 3 left"
     )
 

@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from holdfast.account.incidents import incidents
+from holdfast.account.ledger import accounting
+from holdfast.account.steps import steps_done
 from holdfast.journal.events import (
     AttemptEnded,
     AttemptStarted,
@@ -20,10 +23,7 @@ from holdfast.journal.events import (
     SaveCommitted,
     StepsDone,
 )
-from holdfast.observe.incidents import incidents
-from holdfast.observe.ledger import accounting
 from holdfast.observe.losses import losses
-from holdfast.observe.steps import steps_done
 from holdfast.observe.tables import incident_table
 from journals import ALTERED, START, Journal, killed_and_corrupted, loss_of, name_of
 

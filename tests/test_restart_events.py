@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.account.incidents import incidents
+from holdfast.account.ledger import accounting
 from holdfast.inprocess.journalled import faulted, handed_over, planned
 from holdfast.inprocess.messages import Over, OverKind, Plan
 from holdfast.journal.render import condense, render
 from holdfast.journal.render_restarts import restart_fault
 from holdfast.journal.restart_events import FunctionRestarted, RestartFaulted, RestartPlanned
-from holdfast.observe.incidents import incidents
-from holdfast.observe.ledger import accounting
 from holdfast.policy.classify import is_symptom
 from holdfast.policy.faults import Fault, FaultKind
 from journals import Journal, name_of

@@ -163,7 +163,7 @@ def test_a_run_with_asynchronous_saves_tells_each_of_them(tmp_path: Path) -> Non
     flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     result = finish(holdfast("run", "--run-dir", "run", *flags, str(script)), cwd=tmp_path, timeout=120)
     assert result.code == 0, result.text
-    told = re.findall(r"^holdfast: save (\w+): step (\d+), step_\d{8}-\w+", result.err, re.MULTILINE)
+    told = re.findall(r"^[\d:]{8} holdfast: save (\w+): step (\d+), step_\d{8}-\w+", result.err, re.MULTILINE)
     assert told, result.text
     for what in ("scheduled", "committed", "drained"):
         assert [step for kind, step in told if kind == what] == ["3", "6"], result.text

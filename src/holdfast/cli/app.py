@@ -24,6 +24,7 @@ from holdfast.cli import (
     run,
     slurm,
     status,
+    why,
 )
 from holdfast.errors import HoldfastError
 from holdfast.exit_codes import ExitCode
@@ -42,6 +43,7 @@ app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(control.app, name="control")
 app.add_typer(slurm.app, name="slurm")
 app.command(name="status")(status.status)
+app.command(name="why")(why.why)
 app.command(name="journal")(journal.journal)
 app.command(name="recover")(recover.recover)
 app.command(name="clean")(clean.clean)

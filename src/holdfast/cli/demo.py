@@ -82,9 +82,9 @@ def _show(result: DemoResult, view: DemoView, directory: Path) -> None:
     from rich.markup import escape
     from rich.text import Text
 
+    from holdfast.account.incidents import incidents
     from holdfast.journal.reader import read_journal
     from holdfast.journal.render import duration
-    from holdfast.observe.incidents import incidents
     from holdfast.observe.tables import incident_table
 
     out = view.console

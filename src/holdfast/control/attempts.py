@@ -27,6 +27,10 @@ CRASHED = "crashed.json"
 _FAILURE_NAME = re.compile(r"rank_[0-9]{6,}\.json")
 
 
+ACCOUNT = "account.json"
+"""In an attempt's directory: what was told of its end."""
+
+
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     epoch: int

@@ -22,6 +22,7 @@ from typing import IO
 import msgspec
 
 from holdfast._version import __version__
+from holdfast.account.incidents import Incident, incidents
 from holdfast.drill import compare, demo_checks
 from holdfast.drill.compare import Comparison
 from holdfast.drill.demo_checks import Check
@@ -31,7 +32,6 @@ from holdfast.drill.training import Training, TrainingFailedError, training
 from holdfast.errors import UsageError
 from holdfast.journal.events import Line, StepsDone
 from holdfast.journal.render import duration, number
-from holdfast.observe.incidents import Incident, incidents
 
 MARKER = ".holdfast-demo"
 OWN_NAMES = ("run", "reference", "run.log", "reference.log", "report.html", MARKER)

@@ -44,7 +44,7 @@ def mounts(table: Path = MOUNTS) -> list[Mount]:
 
 def mount_of(path: Path, table: Path = MOUNTS) -> Mount | None:
     """What a path lies on; None if that is not known. The path need not be there."""
-    where = str(path.resolve())
+    where = os.path.realpath(path)  # a loop of links is no error to it
     over = [one for one in mounts(table) if _is_below(where, one.point)]
     # The longest counts, and of the same the last: it covers what was mounted there before.
     return max(enumerate(over), key=lambda one: (len(one[1].point), one[0]))[1] if over else None
@@ -55,7 +55,7 @@ def why_not_first(path: Path, *, requeued: int = 0, table: Path = MOUNTS, planne
 
     `requeued`: how often the scheduler has started this job again.
     """
-    where = str(path.resolve())
+    where = os.path.realpath(path)  # a loop of links is no error to it
     there = {one.point for one in mounts(table)}
     for point in _planned(planned):
         if there and point not in there and _is_below(where, point):

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.journal.account_events import Account
 from holdfast.journal.base import Event as Event
 from holdfast.journal.cluster_events import (
     HealthFailed,
@@ -495,6 +496,7 @@ AnyEvent = (
     | RestartPlanned
     | RestartHandedOver
     | FunctionRestarted
+    | Account
     | RunFinished
     | OperatorActed
     | Warned

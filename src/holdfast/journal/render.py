@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterable
 from itertools import zip_longest
 
+from holdfast.journal.account_events import Account
 from holdfast.journal.events import (
     AnyEvent,
     AttemptEnded,
@@ -182,6 +183,10 @@ def render(body: AnyEvent | Unknown) -> Rendered:
             return Rendered(f"attempt {printable(body.outcome)}{code}{step}", style)
         case Decision():
             return _decision(body)
+        case Account():
+            details = [f"because {printable(item)}" for item in body.why]
+            details += [f"done: {printable(body.done)}", f"next: {printable(body.next)}"]
+            return Rendered(printable(f"{body.who} {body.what}"), "fault", details)
         case RungRejected():
             reasons = "; ".join(printable(reason) for reason in body.reasons)
             return Rendered(f"rung rejected: {printable(body.checkpoint)}: {reasons}", "warning")

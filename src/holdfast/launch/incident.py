@@ -15,12 +15,14 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.account.answers import answers
 from holdfast.bounded import Look
 from holdfast.checkpoint.identity import CheckpointRoot, parse_name
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.checkpoint.suspicion import situation_of, write_down
 from holdfast.config import Settings
 from holdfast.control.attempts import (
+    ACCOUNT,
     AttemptRecord,
     EndRecord,
     FailureRecord,
@@ -33,7 +35,7 @@ from holdfast.control.attempts import (
 )
 from holdfast.control.decisions import RECOVERY, decision_path
 from holdfast.control.device_errors import device_errors_of
-from holdfast.control.directory import ControlDirectory, create_record, read_record
+from holdfast.control.directory import ControlDirectory, create_record, list_names, read_record
 from holdfast.control.history import own_measure, past_attempts, rung_of
 from holdfast.control.lease import Claim, Fence
 from holdfast.control.rejections import rejection_of
@@ -41,6 +43,8 @@ from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
 from holdfast.health.storage import try_storage
 from holdfast.journal import events
+from holdfast.journal.account_events import Account
+from holdfast.journal.tails import last_step
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.policy.budgets import PastAttempt
@@ -91,10 +95,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     root: FailureRecord | None
     decision: Decision
-    detail: str = ""
-    """What happened, where no worker ended by itself, or where it left with 0."""
-    diagnostic: str = ""
-    """Where the state is that the rejected step began from; empty unless it was saved."""
+    account: Account | None = None
+    """What is told of it; None on a node that only learnt the decision."""
 
 
 def is_starting(attempt: Attempt) -> bool:
@@ -185,7 +187,9 @@ def decide(
     else:
         cause = failed.cause
         attempt.end("failed", exit_code=failed.exit_code, cause=cause, highest_step=failed.highest_step)
-    return _incident(failed, root, decision, failures, saved)
+    account = _tell(situation, root, decision, failures, known, saved)
+    _keep(control, attempt.journal, account)
+    return Incident(attempt=failed.number, cause=failed.cause, root=root, decision=decision, account=account)
 
 
 def _root(failed: PastAttempt, failures: list[FailureRecord]) -> FailureRecord | None:
@@ -206,25 +210,30 @@ def _diagnostic(settings: Settings, failed: PastAttempt) -> str:
     return str(path) if path is not None and path.is_dir() else ""
 
 
-def _incident(
-    failed: PastAttempt,
+def _tell(
+    situation: Situation,
     root: FailureRecord | None,
     decision: Decision,
     failures: list[FailureRecord],
-    diagnostic: str,
-) -> Incident:
+    known: Circumstances,
+    saved: str,
+) -> Account:
     """With the worker that it came from, unless it came from none: then the others only followed."""
-    detail = "" if root is not None else failed.message
+    detail = "" if root is not None else situation.attempt.message
     if root is not None and root.left:
         detail = _left_first(root, failures)
-    return Incident(
-        attempt=failed.number,
-        cause=failed.cause,
-        root=root,
-        decision=decision,
-        detail=detail,
-        diagnostic=diagnostic,
+    return answers(
+        situation, decision, root, failures, hangs=known.hangs, lost=known.lost, detail=detail, saved=saved
     )
+
+
+def _keep(control: ControlDirectory, journal: JournalWriter, account: Account) -> None:
+    """Beside the decision, which stands: an account that cannot be kept is told all the same."""
+    journal.write(account)
+    try:
+        create_record(control.attempt(account.attempt) / ACCOUNT, account)
+    except ControlError as error:
+        journal.write(events.Warned(message=f"the account of attempt {account.attempt} is not kept: {error}"))
 
 
 def decide_lost(
@@ -264,7 +273,9 @@ def decide_lost(
         end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
         end_attempt(control, fence, lost.number, end)
         journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
-    return _incident(failed, None, decision, failures, _diagnostic(settings, failed))
+        account = _tell(situation, None, decision, failures, known, _diagnostic(settings, failed))
+        _keep(control, journal, account)
+    return Incident(attempt=failed.number, cause=failed.cause, root=None, decision=decision, account=account)
 
 
 def learn(attempt: Attempt, timeout: float) -> Incident:
@@ -286,6 +297,7 @@ def _judge(
 ) -> PastAttempt:
     """What the attempt's end was, as recovery and every later decision see it."""
     head = read_record(control.attempt(record.number) / "head.json", HeadRecord)
+    known.last_step = _last_step(control, record.number, known.last_step)
     steps = known.last_step - head.step if head is not None and known.last_step is not None else None
     evidence = Evidence(
         ends=[end_of(failure) for failure in failures],
@@ -324,6 +336,12 @@ def _judge(
         **msgspec.structs.asdict(found),
     )
     return own_measure(control, failed)
+
+
+def _last_step(control: ControlDirectory, attempt: int, told: int | None) -> int | None:
+    """The last complete step: a rank tells its agent now and then, and journals each of them at its end."""
+    journalled = last_step(control.journal, list_names(control.journal), attempt)
+    return max((one for one in (told, journalled) if one is not None), default=None)
 
 
 def _situation(

@@ -140,7 +140,10 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
         _keep_together(context)
         keep_launch(context, argv, config.nproc_per_node, tell)
         try:
-            return _live(config, command, context, tell)
+            code = _live(config, command, context, tell)
+            if code == ExitCode.OK:
+                context.saves.finished(str(control.path))
+            return code
         finally:
             context.saves.close()
             context.alerts.close()

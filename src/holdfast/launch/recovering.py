@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
+from holdfast.account.wording import on_the_terminal, one_line
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.config import Settings
 from holdfast.control.attempts import attempt_numbers, record_failure
@@ -31,7 +32,7 @@ from holdfast.launch.incident import (
 )
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.restart_evidence import Faulted
-from holdfast.launch.summary import describe, one_line, say
+from holdfast.launch.summary import say
 from holdfast.policy.capacity import Cluster, Exclusion
 from holdfast.policy.evidence import LostNode
 from holdfast.policy.recovery import Action
@@ -139,10 +140,7 @@ class Recovery:
         raise StopRun(ExitCode.BUDGET_SPENT, why)
 
     def tell(self, incident: Incident) -> None:
-        """One line and the details on the terminal, an alert to those who asked for one, and a last word.
-
-        That is for the scheduler, where the job is to be queued again.
-        """
+        """On the terminal, as an alert to those who asked for one, and as a last word to the scheduler."""
         control = self._context.control
         if incident.decision.action is Action.REQUEUE:
             nodes = {one.node for one in incident.decision.exclude if one.device is None}
@@ -152,10 +150,13 @@ class Recovery:
                 highest_committed_step(self._settings.checkpoint_root(), control),
                 sorted({*self._context.excluded_nodes(), *nodes}),
             )
-        step = self.last_step or None  # 0: no step of its own, whatever it came from
-        line = one_line(incident, step=step, max_restarts=self._settings.launch.max_restarts)
-        say(f"{line}{describe(incident, str(control.path))}")
-        payload = {"text": line, "attempt": incident.attempt, "cause": incident.cause}
+        account = incident.account
+        if account is None:
+            return  # learnt, and told by whoever decided
+        self._context.saves.catch_up()
+        say(on_the_terminal(account, str(control.path)))
+        self._context.saves.fell(account)
+        payload = {"text": one_line(account), "attempt": incident.attempt, "cause": incident.cause}
         stops = incident.decision.action in (Action.STOP, Action.REQUEUE)
         if stops:
             self._context.alerts.send(STOP, {**payload, "exit_code": int(incident.decision.exit_code)})

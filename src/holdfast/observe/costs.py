@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median, mode
 
+from holdfast.account.history import Attempt, attempts
+from holdfast.account.incidents import incidents
 from holdfast.journal.events import CadenceChosen, Line, SaveCommitted, StepsDone
 from holdfast.journal.render import REPORTER
-from holdfast.observe.history import Attempt, attempts
-from holdfast.observe.incidents import incidents
 
 
 @dataclass(frozen=True)

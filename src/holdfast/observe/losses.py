@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from holdfast.account.steps import steps_done
 from holdfast.journal.events import Line
-from holdfast.observe.steps import steps_done
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast._version import __version__
+from holdfast.account.history import Attempt, attempts
+from holdfast.account.incidents import Incident, incidents
+from holdfast.account.ledger import Ledger, accounting
+from holdfast.account.wording import five
 from holdfast.checkpoint.identity import parse_name
 from holdfast.files import check_output, replace_atomic
 from holdfast.journal.events import Decision, Line, RunCreated, StandingChanged
 from holdfast.journal.render import condense, duration, plural, printable, render, size
 from holdfast.observe.chart import Chart, Fault, draw
-from holdfast.observe.history import Attempt, attempts
-from holdfast.observe.incidents import Incident, incidents
-from holdfast.observe.ledger import Ledger, accounting
 from holdfast.observe.losses import losses
 from holdfast.observe.markup import clock, table, text, when
 from holdfast.observe.report_results import BAD, judged, standing, standings
@@ -79,6 +80,7 @@ def report_html(
             f"<title>{head} – {MARK}\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
             f'<header><p class="eyebrow">Holdfast run report</p>\n<h1>{head}</h1>',
             f'<p class="lead">{_state(life, lines)}</p></header>',
+            _answers(found),
             _figures(life, found, ledger),
             _facts(lines, life, facts),
             _chart(lines, life, found, reference or []),
@@ -111,6 +113,31 @@ def _state(life: list[Attempt], lines: list[Line]) -> str:
     else:
         word, style = "Running, or lost without a word", ""
     return f'<span class="state{style}">{word}</span> · {clock(began)} · {duration(last - began)}'
+
+
+def _answers(found: list[Incident]) -> str:
+    """The five answers for how it ended or, if it goes on, for the incident that cost most."""
+    if not found:
+        return ""
+    ended = [one for one in found[-1:] if one.account is not None and one.account.ends]
+    worst = max(found, key=lambda one: one.seconds_lost)
+    told = [("How it ended", one) for one in ended]
+    if worst not in ended:
+        many = f"The costliest of {len(found)} incidents" if len(found) > 1 else "What happened"
+        told.append((many, worst))
+    return "".join(
+        f'<section class="answers card"><h2>{heading} '
+        f'<a class="badge" href="#incident-{one.number}">{one.number}</a></h2><dl>'
+        + "".join(f"<dt>{question}</dt><dd>{text(answer)}</dd>" for question, answer in _asked(one))
+        + "</dl></section>"
+        for heading, one in told
+    )
+
+
+def _asked(incident: Incident) -> list[tuple[str, str]]:
+    """Each question once, as a person would ask it."""
+    asked = {"who": "Who", "what": "What", "why": "Why", "done": "Done", "cost": "Cost", "next": "Next"}
+    return [(asked.get(question, ""), answer) for question, answer in five(incident)]
 
 
 def _figures(life: list[Attempt], found: list[Incident], ledger: Ledger) -> str:

@@ -49,6 +49,9 @@ code { font: 0.875em ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans
 .facts { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; margin: 0;
   font-size: 0.875rem; }
 .facts dt { color: var(--soft); } .facts dd { margin: 0; overflow-wrap: anywhere; }
+.answers { margin: 20px 0 0; } .answers h2 { margin: 0 0 10px; }
+.answers dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; margin: 0; }
+.answers dt { color: var(--soft); } .answers dd { margin: 0; overflow-wrap: anywhere; }
 .bar { display: flex; height: 22px; border-radius: 6px; overflow: hidden; gap: 1px; background: var(--rule); }
 .bar span { min-width: 2px; }
 .parts { list-style: none; margin: 14px 0 0; padding: 0; display: grid; gap: 6px 24px; font-size: 0.875rem;

@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from holdfast.account.wording import one_line as account_line
 from holdfast.checkpoint import local_manifest
 from holdfast.checkpoint.identity import MANIFEST, CheckpointName
 from holdfast.checkpoint.suspicion import still_open
 from holdfast.control.attempts import (
+    ACCOUNT,
     AttemptRecord,
     EndRecord,
     FailureRecord,
@@ -39,10 +41,11 @@ from holdfast.control.operator import Controls, Pin, Request, in_force
 from holdfast.control.standing import StandingBook
 from holdfast.errors import ControlError
 from holdfast.exit_codes import MEANINGS, ExitCode
+from holdfast.journal.account_events import Account
 from holdfast.journal.render import printable
+from holdfast.journal.tails import batches, last_loss, last_step, nodes_started, rate
 from holdfast.launch.incident_line import Decided, one_line, shown_decision
 from holdfast.observe.stops import StopState, outcome, progress, stop_of
-from holdfast.observe.tails import batches, last_loss, last_step, nodes_started, rate
 from holdfast.policy.budgets import restarts_left, restarts_without_progress
 from holdfast.policy.classify import root_cause
 from holdfast.policy.runbook import LIVE
@@ -66,6 +69,8 @@ class LastIncident(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     text: str
     at: float | None = None
+    account: Account | None = None
+    """The answers to who, what, why, what was done and what to do, where the launcher gave them."""
 
 
 class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,6 +316,9 @@ def _last_incident(
             )
             return LastIncident(attempt=number, text=text)
         if end is not None and end.outcome == "failed":
+            told = read_record(control.attempt(number) / ACCOUNT, Account)
+            if told is not None:
+                return LastIncident(attempt=number, text=account_line(told), at=end.at, account=told)
             known = _known(control, number)
             text = one_line(
                 attempt=number,

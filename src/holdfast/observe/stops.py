@@ -9,8 +9,8 @@ import msgspec
 from holdfast.exit_codes import MEANINGS, ExitCode
 from holdfast.journal.cluster_events import StopAgreed, StopAsked, StopForced, StopHastened, StopSaved
 from holdfast.journal.render import REPORTER
+from holdfast.journal.tails import tails
 from holdfast.journal.text import duration, printable
-from holdfast.observe.tails import tails
 
 
 class StopState(msgspec.Struct, frozen=True, kw_only=True):

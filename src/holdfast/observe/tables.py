@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.account.incidents import Incident
 from holdfast.journal.render import duration, plural
-from holdfast.observe.incidents import Incident
 
 if TYPE_CHECKING:
     from rich.table import Table

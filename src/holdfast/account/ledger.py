@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from holdfast.account.history import attempts
+from holdfast.account.steps import Span, blocked_spans
 from holdfast.journal.events import Line
-from holdfast.observe.history import attempts
-from holdfast.observe.steps import Span, blocked_spans
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from holdfast.account.steps import Step, steps_done
+from holdfast.journal.account_events import Account
 from holdfast.journal.events import (
     AnyEvent,
     AttemptEnded,
@@ -24,7 +26,6 @@ from holdfast.journal.events import (
     WorkerFailed,
 )
 from holdfast.journal.restart_events import RestartFaulted, RestartPlanned
-from holdfast.observe.steps import Step, steps_done
 
 RECOVERY = "recovery"
 RESUME = "resume"
@@ -51,6 +52,8 @@ class Attempt:
     """What befell processes of which others went on in place."""
     planned: RestartPlanned | None = None
     """The restart in place that followed."""
+    account: Account | None = None
+    """What was told of its end."""
     recovery: Decision | None = None
     recovery_at: float | None = None
     resume: Decision | None = None
@@ -70,6 +73,8 @@ class Attempt:
         """The highest step it came to, by what it loaded or did. (What an agent records as the last step is
         the highest one ever committed; that may be another attempt's.)"""
         known = [step.step for step in self.steps[-1:]]
+        if self.account is not None and self.account.step is not None:
+            known.append(self.account.step)  # rank 0 may have ended before it could journal its last steps
         if self.resumed is not None:
             known.append(self.resumed.step)
         return max(known, default=None)
@@ -82,6 +87,8 @@ def attempts(lines: list[Line]) -> list[Attempt]:
         number = line.attempt
         if isinstance(line.body, RestartFaulted | RestartPlanned):
             number = line.body.ended or line.attempt
+        elif isinstance(line.body, Account):
+            number = line.body.attempt
         elif line.attempt not in found and found and _about_an_earlier_one(line.body):
             number = max(found)
         attempt = found.get(number)
@@ -95,8 +102,10 @@ def attempts(lines: list[Line]) -> list[Attempt]:
 
 def _about_an_earlier_one(body: AnyEvent | Unknown) -> bool:
     """Whether this may be somebody else's word about an attempt that is over."""
-    return (isinstance(body, AttemptEnded) and body.outcome == "lost") or (
-        isinstance(body, Decision) and body.about == RECOVERY
+    return (
+        isinstance(body, Account)
+        or (isinstance(body, AttemptEnded) and body.outcome == "lost")
+        or (isinstance(body, Decision) and body.about == RECOVERY)
     )
 
 
@@ -124,6 +133,8 @@ def _add(attempt: Attempt, line: Line) -> None:
             attempt.faults.append((min(body.at or line.at, line.at), body))
         case RestartPlanned() if body.ended:
             attempt.planned = body
+        case Account():
+            attempt.account = body
         case Decision(about=about) if about == RECOVERY:
             attempt.recovery, attempt.recovery_at = body, line.at
         case Decision(about=about) if about == RESUME:

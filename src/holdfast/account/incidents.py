@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.account.history import Attempt, attempts
 from holdfast.checkpoint.identity import parse_name
+from holdfast.journal.account_events import Account
 from holdfast.journal.events import Decision, Line, WorkerFailed
 from holdfast.journal.render import plural, printable, worker_end
 from holdfast.journal.render_restarts import restart_fault
 from holdfast.journal.restart_events import RestartFaulted
-from holdfast.observe.history import Attempt, attempts
 from holdfast.policy.classify import is_symptom
 
 MAX_OTHERS = 8
@@ -51,6 +52,11 @@ class Incident:
     overtaken_by: int | None
     """The incident that began before this one was over."""
     open: bool
+    account: Account | None = None
+    """What was told of it, where the launcher decided."""
+    refused: tuple[str, ...] = ()
+    """Checkpoints that the resume after it could not use, with the reasons."""
+    resumed_step: int | None = None
 
 
 def incidents(lines: list[Line]) -> list[Incident]:
@@ -77,14 +83,20 @@ def _fault(life: list[Attempt], index: int) -> _Fault | None:
     outcome = attempt.ended.outcome if attempt.ended else ""
     # Workers that end badly because the run was asked to stop are no fault, unless it was treated as one.
     if attempt.failed_at is not None and (outcome != "stopped" or attempt.recovery):
-        return _Fault(attempt.failed_at, attempt.failed_at)
+        return _Fault(_since(attempt, attempt.failed_at), attempt.failed_at)
     if outcome == "failed" and attempt.ended_at is not None:
-        return _Fault(attempt.ended_at, attempt.ended_at)
+        return _Fault(_since(attempt, attempt.ended_at), attempt.ended_at)
     if outcome == "lost" and attempt.ended_at is not None:
         return _Fault(attempt.last_at, attempt.ended_at)
     if attempt.ended is None and attempt.finished_at is None and index + 1 < len(life):
         return _Fault(attempt.last_at, life[index + 1].first_at)
     return None
+
+
+def _since(attempt: Attempt, seen: float) -> float:
+    """When it began to cost time: a rank that stood still did so before it was seen."""
+    began = attempt.account.began if attempt.account is not None else None
+    return min(seen, began) if began is not None else seen
 
 
 def _incident(
@@ -114,7 +126,13 @@ def _incident(
         number=number,
         attempt=failed.number,
         at=fault.at,
-        what=_what(failed),
+        what=f"{failed.account.who} {failed.account.what}" if failed.account else _what(failed),
+        account=failed.account,
+        refused=tuple(
+            printable(f"{name}: {'; '.join(why) or 'rejected'}")
+            for name, why in (_passed_over(resumed or later[0]) if later else [])
+        ),
+        resumed_step=resumed.resumed.step if resumed is not None and resumed.resumed is not None else None,
         evidence=_evidence(failed, later[0] if later else None),
         decision=_decision(failed, resumed or (later[0] if later else None)),
         detected_at=fault.detected_at,
@@ -210,6 +228,8 @@ def _passed_over(attempt: Attempt) -> list[tuple[str, list[str]]]:
 
 def _decision(failed: Attempt, after: Attempt | None) -> str:
     parts = [failed.recovery.chosen] if failed.recovery is not None else []
+    if failed.account is not None:
+        parts = [failed.account.done]
     if failed.planned is not None:
         parts.append(f"in place, with {plural(failed.planned.world_size, 'rank')}")
     if after is not None:

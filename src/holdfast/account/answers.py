@@ -1,0 +1,264 @@
+"""The five answers about a failed attempt, from what the decision rested on. Pure.
+
+Guarantee: every answer is a sentence that a person can act on without knowing Holdfast. Numbers are those of
+the records: the last complete step, the step that the newest usable checkpoint has, and the restarts that the
+budget counts; nothing is estimated.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+
+from holdfast.checkpoint.identity import parse_name
+from holdfast.control.attempts import FailureRecord
+from holdfast.exit_codes import MEANINGS, ExitCode
+from holdfast.journal.account_events import Account
+from holdfast.journal.text import plural, printable
+from holdfast.policy.actions import Action
+from holdfast.policy.budgets import PastAttempt
+from holdfast.policy.classify import KERNEL_OOM, is_symptom
+from holdfast.policy.evidence import Hang, LostNode
+from holdfast.policy.recovery import Decision, Situation
+from holdfast.policy.signs import Cause
+
+MESSAGE_LIMIT = 300
+MOST_WHY = 12
+_POINTS_TO = {
+    Cause.PREEMPTION: "somebody or something asked this job to end",
+    Cause.INFRASTRUCTURE: "this points to the machine or the network, not to the training script",
+    Cause.DEVICE: "this points to the device, not to the training script",
+    Cause.JOB: "this points to the training script",
+    Cause.DATA: "this points to the data",
+    Cause.CHECKPOINT: "this points to the checkpoint that was loaded",
+    Cause.HANG: "it gave no sign of life for longer than it may",
+    Cause.UNKNOWN: "neither exit code, error file, last output, kernel log nor devices say why",
+}
+_SAID = re.compile(
+    r"^cause: |^rank \d+ on \S+ \(pid \d+\) failed: |restarts? without progress (was|were) left$"
+)
+"""Evidence that is said in other words here."""
+
+
+def answers(
+    situation: Situation,
+    decision: Decision,
+    root: FailureRecord | None,
+    failures: Sequence[FailureRecord],
+    *,
+    hangs: Sequence[Hang] = (),
+    lost: Sequence[LostNode] = (),
+    detail: str = "",
+    saved: str = "",
+) -> Account:
+    """What is told of an attempt that failed, and of the decision about it.
+
+    `detail`: what happened, where no worker ended by itself; `saved`: where a diagnostic save is.
+    """
+    failed = situation.attempt
+    hang = hangs[0] if root is None and hangs else None
+    return Account(
+        attempt=failed.number,
+        cause=failed.cause,
+        who=_who(failed, root, hang, lost),
+        what=_what(failed, root, hang, lost, detail) + _when(failed),
+        why=_why(failed, root, failures, decision, detail)[:MOST_WHY],
+        done=_done(situation, decision),
+        next=_next(failed, root, decision),
+        step=failed.last_step,
+        saved=resumes_from(situation, decision),
+        began=hang.at - hang.seconds if hang is not None and hang.at else None,
+        exit_code=decision.exit_code if decision.action in (Action.STOP, Action.REQUEUE) else 0,
+        files=_files(root, saved),
+    )
+
+
+# --- who, and what ------------------------------------------------------------------------------------------
+
+
+def _who(failed: PastAttempt, root: FailureRecord | None, hang: Hang | None, lost: Sequence[LostNode]) -> str:
+    if root is not None:
+        return f"rank {root.rank} on {printable(root.node)}"
+    if lost:
+        return f"node {printable(lost[0].node)}"
+    if hang is not None:
+        culprits = hang.missing or [hang.rank]
+        where = hang.missing_nodes if hang.missing else [hang.node]
+        named = ", ".join(map(str, culprits[:8]))
+        on = f" on {printable(where[0])}" if len(where) == 1 and where[0] else ""
+        return f"{'rank' if len(culprits) == 1 else 'ranks'} {named}{on}"
+    if failed.culprit_device:
+        return f"device {printable(failed.culprit_device)} of {printable(failed.culprit_node)}"
+    return f"node {printable(failed.culprit_node)}" if failed.culprit_node else "the job"
+
+
+def _what(
+    failed: PastAttempt,
+    root: FailureRecord | None,
+    hang: Hang | None,
+    lost: Sequence[LostNode],
+    detail: str,
+) -> str:
+    if root is not None:
+        return _ended(root)
+    if lost:
+        return f"was lost: {printable(lost[0].detail, MESSAGE_LIMIT)}" if lost[0].detail else "was lost"
+    if hang is not None:
+        inside = f" in the section {printable(hang.section)!r}" if hang.section else ""
+        still = f"stood still for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)"
+        waits = f"; rank {hang.rank} waited for it" if hang.missing and hang.rank not in hang.missing else ""
+        return still + waits
+    return printable(detail or failed.message, MESSAGE_LIMIT) or "failed"
+
+
+def _ended(root: FailureRecord) -> str:
+    if root.left:
+        return "left with exit code 0 before its peers were done"
+    if root.message.startswith(KERNEL_OOM):
+        return "was killed by the kernel: the memory of this machine or of the job's group was used up"
+    where = _where(root)
+    if root.exit_code < 0:
+        said = f": {printable(root.message, MESSAGE_LIMIT)}" if root.message else ""
+        return f"was killed by {_signal(-root.exit_code)}{said}"
+    if root.message:
+        return f"failed with {printable(root.message, MESSAGE_LIMIT)}{f' at {where}' if where else ''}"
+    return f"ended with exit code {root.exit_code} and said nothing"
+
+
+def _where(root: FailureRecord) -> str:
+    """The line of the user's own that raised it, the innermost of the chain that has one."""
+    places = [str(getattr(one, "where", "")) for one in root.errors]
+    return printable(next((place for place in reversed(places) if place), ""))
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _when(failed: PastAttempt) -> str:
+    if not failed.began:
+        return " before its first step" if failed.last_step is None else ""
+    return f" in step {failed.last_step + 1}" if failed.last_step is not None else ""
+
+
+# --- why ----------------------------------------------------------------------------------------------------
+
+
+def _why(
+    failed: PastAttempt,
+    root: FailureRecord | None,
+    failures: Sequence[FailureRecord],
+    decision: Decision,
+    detail: str,
+) -> list[str]:
+    found: list[str] = []
+    if root is not None and not root.left:
+        found += _of_the_end(root)
+    cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
+    found.append(_POINTS_TO[cause])
+    found += [text for text in (decision.verdict and f"verdict: {decision.verdict}", detail) if text]
+    found += [text for text in decision.evidence if not _SAID.search(text)]
+    followed = [one for one in failures if root is not None and one.rank != root.rank and not one.left]
+    consequences = [one.rank for one in followed if is_symptom(one.exit_code, one.message)]
+    if consequences and not any("then lost" in text for text in found):
+        found.append(f"ranks {', '.join(map(str, consequences[:8]))} ended only because they lost it")
+    return [printable(text) for text in dict.fromkeys(found)]
+
+
+def _of_the_end(root: FailureRecord) -> list[str]:
+    if root.message.startswith(KERNEL_OOM):
+        return ["the kernel's out-of-memory counter of this job rose when it was killed"]
+    if root.exit_code == -signal.SIGKILL:
+        return [
+            "SIGKILL always comes from outside: Holdfast did not send it, and the kernel counts no "
+            "out-of-memory kill here. The scheduler, an administrator or a container limit may have"
+        ]
+    where = _where(root)
+    return [f"raised at {where}"] if where else []
+
+
+# --- what was done, and what is left to do ------------------------------------------------------------------
+
+
+def _done(situation: Situation, decision: Decision) -> str:
+    reason = printable(decision.reason, MESSAGE_LIMIT)
+    if decision.action is Action.STOP:
+        return f"stopped: {reason}"
+    if decision.action is Action.REQUEUE:
+        return f"gave the job back to its scheduler: {reason}"
+    if decision.action is Action.WAIT:
+        return f"waiting up to {decision.wait_seconds:.0f} s for nodes: {reason}"
+    how = {
+        Action.ROTATE: "restarting on other devices",
+        Action.SHRINK: "restarting with fewer nodes",
+        Action.LOWER_RUNG: "restarting from an older checkpoint",
+    }.get(decision.action, "restarting")
+    out = [
+        one.node if one.device is None else f"device {one.device} of {one.node}" for one in decision.exclude
+    ]
+    if out:
+        how += f" without {printable(', '.join(out))}"
+    if decision.spares:
+        how += f" on the spare {printable(', '.join(decision.spares))}"
+    if decision.skip is not None:
+        how += f" without batches {decision.skip.first} to {decision.skip.last}"
+    return f"{how} {_from(situation, decision)}{_budget(situation, decision)}"
+
+
+def resumes_from(situation: Situation, decision: Decision) -> int | None:
+    """The step of the newest checkpoint that the next attempt may use; None for a fresh start."""
+    usable = (parse_name(name) for name in situation.rungs if name not in decision.avoid)
+    return next((name.step for name in usable if name is not None), None)
+
+
+def _from(situation: Situation, decision: Decision) -> str:
+    step, last = resumes_from(situation, decision), situation.attempt.last_step
+    where = "from the beginning, as nothing was saved yet" if step is None else f"from step {step}"
+    if last is None:
+        return where
+    redo = max(0, last - (step or 0))
+    return f"{where}: {plural(redo, 'step')} to redo" if redo else f"{where}: nothing to redo"
+
+
+def _budget(situation: Situation, decision: Decision) -> str:
+    number = situation.max_restarts - decision.restarts_left
+    return f" (restart {number} of {situation.max_restarts})" if 0 < number <= situation.max_restarts else ""
+
+
+def _next(failed: PastAttempt, root: FailureRecord | None, decision: Decision) -> str:
+    if decision.action is Action.WAIT:
+        return "bring nodes, or let it wait"
+    if decision.action not in (Action.STOP, Action.REQUEUE):
+        out = sorted({one.node for one in decision.exclude})
+        if not out:
+            own = failed.cause == Cause.JOB and root is not None and root.exit_code > 0
+            return f"nothing to do, unless it comes back: {_to_mend(root)}" if own else "nothing to do"
+        named = printable(", ".join(out))
+        return f"nothing to do now; have {named} looked at, then `holdfast control readmit`"
+    if root is not None and root.message.startswith(KERNEL_OOM):
+        return "use less memory (batch, workers, prefetching) or a larger machine, then run the same command"
+    if _to_mend(root) and failed.cause in _OWN and decision.exit_code in _BY_CAUSE:
+        return f"{_to_mend(root)}, then run the same command"
+    code = decision.exit_code
+    return MEANINGS[ExitCode(code)][1] if code in set(ExitCode) else MEANINGS[ExitCode.FAILED][1]
+
+
+_OWN = (Cause.JOB, Cause.DATA, Cause.UNKNOWN)
+_BY_CAUSE = (ExitCode.FAILED, ExitCode.BUDGET_SPENT, ExitCode.NOTHING_LEFT)
+"""Codes that say how often something was tried; what is to be done about it is the cause's matter."""
+
+
+def _to_mend(root: FailureRecord | None) -> str:
+    """What of the user's own is to blame; empty if nothing is known to be."""
+    if root is None or root.exit_code <= 0 or not root.message:
+        return ""
+    return f"mend {_where(root) or printable(root.message.partition(':')[0]) + ' (see above)'}"
+
+
+def _files(root: FailureRecord | None, saved: str) -> list[str]:
+    found = [] if root is None else [root.error_file, root.stderr_file]
+    return [*filter(None, found), *([saved] if saved else [])]

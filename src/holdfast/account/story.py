@@ -1,0 +1,91 @@
+"""What is told on the terminal between an incident and its end: refusals, the resume, being back. Pure.
+
+Fed with the journal's lines as they are written; each gives a line for people, or None. What it says of time
+and steps comes from `incidents`, which every other page uses too.
+"""
+
+from __future__ import annotations
+
+from holdfast.account.incidents import Incident
+from holdfast.checkpoint.identity import parse_name
+from holdfast.journal.account_events import Account
+from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
+from holdfast.journal.text import duration, plural, printable
+
+MOST_REFUSED = 20
+"""Refused checkpoints that are told of one by one, in one attempt."""
+
+
+class Story:
+    """One for a launch. `fell` is called when an incident is told."""
+
+    def __init__(self) -> None:
+        self._open: Account | None = None
+        self.target = 0
+        """The step at which the run is back."""
+        self._refused: set[str] = set()
+
+    def fell(self, account: Account) -> None:
+        """An incident was told; if the run goes on, it is followed until it is back."""
+        self._open = None if account.ends else account
+        self.target = max(self.target, account.step or 0)
+        self._refused = set()
+
+    def line(self, line: Line) -> str | None:
+        """What to print for this line; None for nothing."""
+        body = line.body
+        if isinstance(body, RungRejected):
+            return self._refuses(body)
+        if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
+            return _resumed(body, bool(self._refused))
+        return None
+
+    def is_back(self, line: Line) -> Account | None:
+        """The incident that this line ends: the run has done again what it had done before it."""
+        told, body = self._open, line.body
+        if told is None or not isinstance(body, StepsDone) or line.attempt <= told.attempt:
+            return None
+        last = body.first + max(len(body.seconds), len(body.loss), 1) - 1
+        if last < self.target:
+            return None
+        self._open = None
+        return told
+
+    def _refuses(self, body: RungRejected) -> str | None:
+        if body.checkpoint in self._refused or len(self._refused) >= MOST_REFUSED:
+            return None
+        self._refused.add(body.checkpoint)
+        name = parse_name(body.checkpoint)
+        which = f"at step {name.step} ({printable(body.checkpoint)})" if name else printable(body.checkpoint)
+        why = "; ".join(printable(reason) for reason in body.reasons) or "it may not be used"
+        return f"the checkpoint {which} was refused: {why}"
+
+
+def _resumed(body: Resumed, refused: bool) -> str:
+    if body.checkpoint is None:
+        return "begins anew: there is no checkpoint to go on from"
+    below = ", the newest that is sound" if refused else ""
+    return f"goes on from step {body.step}{below} ({printable(body.checkpoint)}, verified)"
+
+
+def back(incident: Incident, step: int) -> str:
+    """Said once the run has caught up."""
+    redone = f", {plural(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
+    told = incident.account
+    left = told.next if told is not None and told.next else "nothing to do"
+    return f"back at step {step} after {duration(incident.seconds_lost)}{redone}: {left}"
+
+
+def closing(found: list[Incident], steps: int, run_dir: str) -> str:
+    """The last line of a run that finished."""
+    if not found:
+        return f"finished: {plural(steps, 'step')}, no incident"
+    restarts = sum(one.account is None or not one.account.ends for one in found)
+    redone = sum(one.steps_lost for one in found)
+    lost = duration(sum(one.seconds_lost for one in found))
+    what = [plural(steps, "step"), plural(restarts, "restart")]
+    what += [f"{plural(redone, 'step')} done again"] if redone else []
+    return (
+        f"finished: {', '.join(what)}, {lost} lost, nothing to do; "
+        f"report: holdfast journal {printable(run_dir, 4096)} --report report.html"
+    )

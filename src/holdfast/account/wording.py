@@ -1,0 +1,92 @@
+"""An account in words: one line, the lines of a terminal, and the five answers. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast.account.incidents import Incident
+from holdfast.journal.account_events import Account
+from holdfast.journal.text import duration, plural, printable
+
+
+class Answer(NamedTuple):
+    """One of the five, for a person who has seen nothing else."""
+
+    question: str
+    text: str
+
+
+def headline(account: Account) -> str:
+    """`rank 1 on node-b was killed by SIGKILL in step 25`."""
+    return printable(f"{account.who} {account.what}")
+
+
+def one_line(account: Account) -> str:
+    """An incident and what was decided about it, for alerts and `holdfast status`."""
+    return f"{headline(account)} → {printable(account.done)}"
+
+
+def on_the_terminal(account: Account, run_dir: str) -> str:
+    """At the moment it happens: three or four lines if the run goes on, a few more if it does not."""
+    lines = [headline(account)]
+    if account.why:
+        lines.append(f"why:  {printable(account.why[0])}")
+    if not account.ends:
+        lines.append(f"done: {printable(account.done)}")
+        if account.next != "nothing to do":
+            lines.append(f"next: {printable(account.next)}")
+        return "\n  ".join(lines)
+    lines += [f"      {printable(text)}" for text in account.why[1:]]
+    lines.append(f"done: {printable(account.done)} (code {account.exit_code}){_unsaved(account)}")
+    lines.append(f"next: {printable(account.next)}")
+    lines += [f"file: {printable(name, 4096)}" for name in account.files]
+    lines.append(f"more: holdfast why {printable(run_dir, 4096)}")
+    return "\n  ".join(lines)
+
+
+def cost_of(incident: Incident) -> str:
+    """What it cost, by the numbers that every page shows."""
+    lost = duration(incident.seconds_lost)
+    steps = f"{plural(incident.steps_lost, 'step')} done again" if incident.steps_lost else "no step lost"
+    told = incident.account
+    if told is not None and told.ends and incident.open:
+        return f"the run ended{_unsaved(told)}"
+    if incident.open:
+        return f"{lost} so far, {plural(incident.steps_lost, 'step')} to do again"
+    down = f"{duration(incident.seconds_down)} until the first step after it"
+    return f"{lost} ({down}), {steps}"
+
+
+def _unsaved(account: Account) -> str:
+    """What the next start has to do again."""
+    saved, last = account.saved, account.step
+    if last is None or last <= (saved or 0):
+        return "" if saved is None else f"; everything up to step {saved} is saved"
+    lost = f"step {last} is" if last == (saved or 0) + 1 else f"steps {(saved or 0) + 1}–{last} are"
+    kept = f"saved up to step {saved}" if saved is not None else "nothing was saved"
+    return f"; {kept}, {lost} lost"
+
+
+def five(incident: Incident) -> list[Answer]:
+    """Who failed first, what happened, why, what was done and what it cost, what to do now."""
+    told = incident.account
+    if told is None:  # of an older release, or of a run that nobody watched
+        return [
+            Answer("what", incident.what),
+            Answer("why", "; ".join(incident.evidence[:3]) or "not recorded"),
+            Answer("done", incident.decision),
+            Answer("cost", cost_of(incident)),
+        ]
+    found = [
+        Answer("who", printable(told.who)),
+        Answer("what", printable(told.what)),
+        *(Answer("why" if not at else "", printable(text)) for at, text in enumerate(told.why)),
+        Answer("done", printable(told.done)),
+    ]
+    if incident.refused:
+        found += [Answer("", f"refused {text}") for text in incident.refused]
+    if incident.resumed_step is not None:
+        found.append(Answer("", f"resumed from step {incident.resumed_step}"))
+    found.append(Answer("cost", cost_of(incident)))
+    now = told.next if told.ends or not incident.open else "wait: it is not back yet"
+    return [*found, Answer("next", printable(now))]

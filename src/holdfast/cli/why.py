@@ -1,0 +1,79 @@
+"""`holdfast why`: the five answers about a run's last incident, or about one that is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.output import print_json, show_time
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.account.incidents import Incident
+
+
+def why(
+    run_dir: Annotated[Path, typer.Argument(help="The run's directory (run.dir, --run-dir).")],
+    attempt: Annotated[
+        int | None, typer.Option(min=1, help="The attempt that failed; without it, the last one that did.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Say who failed first, what happened, why, what was done and what it cost, and what to do now.
+
+    Exits with 0, or with 2 if there is no such run, or if the attempt did not fail.
+    Changes nothing.
+    """
+    from holdfast.account.incidents import incidents
+    from holdfast.journal.reader import read_journal
+
+    if not (run_dir / "run.json").is_file():
+        raise UsageError(f"{run_dir} is not a run directory: it has no run.json. Give the run's --run-dir")
+    found = incidents(read_journal(run_dir / "journal"))
+    if attempt is None:
+        chosen = found[-1] if found else None
+    else:
+        chosen = next((one for one in found if one.attempt == attempt), None)
+        if chosen is None:
+            failed = ", ".join(str(one.attempt) for one in found) or "none"
+            raise UsageError(f"--attempt {attempt} did not fail in {run_dir}; attempts that did: {failed}")
+    if as_json:
+        print_json(_as_json(chosen))
+    elif chosen is None:
+        typer.echo("no incident: nothing in this run's journal has failed")
+    else:
+        _show(chosen, len(found))
+
+
+def _show(incident: Incident, count: int) -> None:
+    from holdfast.account.wording import five
+
+    typer.echo(f"incident {incident.number} of {count}, attempt {incident.attempt}, {show_time(incident.at)}")
+    for question, text in five(incident):
+        typer.echo(f"  {question:<5} {text}")
+    for name in incident.account.files if incident.account is not None else []:
+        typer.echo(f"  file  {name}")
+
+
+def _as_json(incident: Incident | None) -> dict[str, object] | None:
+    import msgspec
+
+    if incident is None:
+        return None
+    told = msgspec.to_builtins(incident.account) if incident.account is not None else None
+    return {
+        "incident": incident.number,
+        "attempt": incident.attempt,
+        "at": incident.at,
+        "account": told,
+        "what": incident.what,
+        "refused": list(incident.refused),
+        "resumed_step": incident.resumed_step,
+        "seconds_lost": incident.seconds_lost,
+        "seconds_down": incident.seconds_down,
+        "steps_lost": incident.steps_lost,
+        "failed_at_step": incident.failed_at_step,
+        "open": incident.open,
+    }
