@@ -105,7 +105,7 @@ def _what(
     if lost:
         return f"was lost: {printable(lost[0].detail, MESSAGE_LIMIT)}" if lost[0].detail else "was lost"
     if hang is not None:
-        inside = f" in the section {printable(hang.section)!r}" if hang.section else ""
+        inside = f" in {printable(hang.section)!r}" if hang.section not in ("", "step") else ""
         still = f"stood still for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)"
         waits = f"; rank {hang.rank} waited for it" if hang.missing and hang.rank not in hang.missing else ""
         return still + waits
@@ -159,6 +159,8 @@ def _why(
     if root is not None and not root.left:
         found += _of_the_end(root)
     cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
+    if cause is Cause.HANG:
+        found += [text for text in decision.evidence if " hangs " in text or "stands still" in text]
     found.append(_POINTS_TO[cause])
     found += [text for text in (decision.verdict and f"verdict: {decision.verdict}", detail) if text]
     found += [text for text in decision.evidence if not _SAID.search(text)]

@@ -7,6 +7,7 @@ and steps comes from `incidents`, which every other page uses too.
 from __future__ import annotations
 
 from holdfast.account.incidents import Incident
+from holdfast.account.remarks import Remark
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
 from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
@@ -76,16 +77,28 @@ def back(incident: Incident, step: int) -> str:
     return f"back at step {step} after {duration(incident.seconds_lost)}{redone}: {left}"
 
 
-def closing(found: list[Incident], steps: int, run_dir: str) -> str:
+def closing(found: list[Incident], others: list[Remark], steps: int, run_dir: str) -> str:
     """The last line of a run that finished."""
-    if not found:
+    if not found and not others:
         return f"finished: {plural(steps, 'step')}, no incident"
+    report = f"report: holdfast journal {printable(run_dir, 4096)} --report report.html"
+    met = [f"; {plural(one.count, _KINDS[one.kind])}" for one in others]
+    if not found:
+        return f"finished: {plural(steps, 'step')}, no restart{''.join(met)}; {report}"
     restarts = sum(one.account is None or not one.account.ends for one in found)
     redone = sum(one.steps_lost for one in found)
     lost = duration(sum(one.seconds_lost for one in found))
     what = [plural(steps, "step"), plural(restarts, "restart")]
     what += [f"{plural(redone, 'step')} done again"] if redone else []
-    return (
-        f"finished: {', '.join(what)}, {lost} lost, nothing to do; "
-        f"report: holdfast journal {printable(run_dir, 4096)} --report report.html"
-    )
+    left = "" if others else ", nothing to do"
+    return f"finished: {', '.join(what)}, {lost} lost{left}{''.join(met)}; {report}"
+
+
+_KINDS = {
+    "dropped": "dropped step",
+    "stop": "stop",
+    "slow": "slow rank",
+    "refused": "refused checkpoint",
+    "save": "failed save",
+    "copy": "copy not made",
+}

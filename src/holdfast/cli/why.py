@@ -26,12 +26,17 @@ def why(
     Exits with 0, or with 2 if there is no such run, or if the attempt did not fail.
     Changes nothing.
     """
+    from dataclasses import asdict
+
     from holdfast.account.incidents import incidents
+    from holdfast.account.remarks import remarks
     from holdfast.journal.reader import read_journal
 
     if not (run_dir / "run.json").is_file():
         raise UsageError(f"{run_dir} is not a run directory: it has no run.json. Give the run's --run-dir")
-    found = incidents(read_journal(run_dir / "journal"))
+    lines = read_journal(run_dir / "journal")
+    found = incidents(lines)
+    others = remarks(lines, found)
     if attempt is None:
         chosen = found[-1] if found else None
     else:
@@ -40,11 +45,15 @@ def why(
             failed = ", ".join(str(one.attempt) for one in found) or "none"
             raise UsageError(f"--attempt {attempt} did not fail in {run_dir}; attempts that did: {failed}")
     if as_json:
-        print_json(_as_json(chosen))
-    elif chosen is None:
-        typer.echo("no incident: nothing in this run's journal has failed")
-    else:
+        print_json({"incident": _as_json(chosen), "others": [asdict(one) for one in others]})
+        return
+    if chosen is not None:
         _show(chosen, len(found))
+    elif not others:
+        typer.echo("no incident: nothing in this run's journal has failed")
+    for one in others if attempt is None else []:
+        times = f" ({one.count} times)" if one.count > 1 and one.kind != "dropped" else ""
+        typer.echo(f"also, {show_time(one.at)}: {one.what}{times}\n  next  {one.next}")
 
 
 def _show(incident: Incident, count: int) -> None:
@@ -64,7 +73,7 @@ def _as_json(incident: Incident | None) -> dict[str, object] | None:
         return None
     told = msgspec.to_builtins(incident.account) if incident.account is not None else None
     return {
-        "incident": incident.number,
+        "number": incident.number,
         "attempt": incident.attempt,
         "at": incident.at,
         "account": told,

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.account.incidents import Incident, incidents
+from holdfast.account.incidents import incidents
+from holdfast.account.remarks import remarks
 from holdfast.account.story import Story, back, closing
 from holdfast.journal.account_events import Account
 from holdfast.journal.events import Line, StepsDone
@@ -49,7 +50,7 @@ class SavesTold:
         self._lock = threading.Lock()
         self._step = 0
         """The last step that was journalled."""
-        self._leads = False
+        self._leads, self._attempt = False, 0
         self._ending = False
         self._wanted, self._looked = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -59,7 +60,7 @@ class SavesTold:
 
     def follow(self, attempt: int, *, leads: bool) -> None:
         """An attempt begins: its saves are told here if this agent leads it, and elsewhere if not."""
-        self._leads = leads
+        self._leads, self._attempt = leads, attempt
         if not leads or self._thread is not None or self._ending:
             return
         reader = JournalReader(self._journal, since=attempt, writers=WRITERS)
@@ -86,7 +87,9 @@ class SavesTold:
         """The run is done: the last line, with what all its incidents came to."""
         self.close()
         if self._leads and self._thread is not None:
-            self._say(closing(self._incidents(0), self._step, run_dir))
+            lines = self._read(0)
+            found = incidents(lines)
+            self._say(closing(found, remarks(lines, found), self._step, run_dir))
 
     def close(self) -> None:
         """Tell what has been journalled by now, and no more."""
@@ -128,15 +131,16 @@ class SavesTold:
         if text is not None and self._leads:
             self._say(text)
         if over is not None and self._leads:
-            mine = [one for one in self._incidents(over.attempt) if one.attempt == over.attempt]
+            mine = [one for one in incidents(self._read(over.attempt)) if one.attempt == over.attempt]
             for incident in mine[-1:]:
                 self._say(back(incident, target))
 
-    def _incidents(self, since: int) -> list[Incident]:
-        """Those of the run; of a long journal only those of the attempts from `since` on."""
+    def _read(self, since: int) -> list[Line]:
+        """The run's journal; of a long one only the attempts from `since` on."""
         try:
             whole = sum(path.stat().st_size for path in self._journal.iterdir()) <= MOST_READ
-            return incidents(JournalReader(self._journal, since=0 if whole else since).poll())
+            newest = max(since, self._attempt - 1)
+            return JournalReader(self._journal, since=0 if whole else newest).poll()
         except OSError:
             return []
 

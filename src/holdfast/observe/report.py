@@ -13,6 +13,7 @@ from holdfast._version import __version__
 from holdfast.account.history import Attempt, attempts
 from holdfast.account.incidents import Incident, incidents
 from holdfast.account.ledger import Ledger, accounting
+from holdfast.account.remarks import Remark, remarks
 from holdfast.account.wording import five
 from holdfast.checkpoint.identity import parse_name
 from holdfast.files import check_output, replace_atomic
@@ -81,6 +82,7 @@ def report_html(
             f'<header><p class="eyebrow">Holdfast run report</p>\n<h1>{head}</h1>',
             f'<p class="lead">{_state(life, lines)}</p></header>',
             _answers(found),
+            _remarks(remarks(lines, found)),
             _figures(life, found, ledger),
             _facts(lines, life, facts),
             _chart(lines, life, found, reference or []),
@@ -132,6 +134,18 @@ def _answers(found: list[Incident]) -> str:
         + "</dl></section>"
         for heading, one in told
     )
+
+
+def _remarks(others: list[Remark]) -> str:
+    """What the run met without failing."""
+    if not others:
+        return ""
+    rows = "".join(
+        f"<dt>{'' if one.count == 1 else f'{one.count} ×'}</dt>"
+        f"<dd>{text(one.what)} <span class='soft'>{text(one.next)}</span></dd>"
+        for one in others
+    )
+    return f'<section class="answers card"><h2>Also</h2><dl>{rows}</dl></section>'
 
 
 def _asked(incident: Incident) -> list[tuple[str, str]]:
