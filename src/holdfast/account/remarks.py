@@ -1,4 +1,4 @@
-"""What a run met without failing: dropped steps, stops, slow ranks, refused checkpoints, missing copies. Pure.
+"""What a run met without failing: dropped steps, stops, slow ranks, refusals, missing copies. Pure.
 
 None of these ends an attempt, and each of them is something that its owner wants to know of: a run whose page
 says "no incident" has met none of them either.
