@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.errors import HoldfastError
+from holdfast.policy.frames import MOST_TOLD, Frame, where_of
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -61,17 +62,20 @@ def chain_of(error: BaseException, longest: int = MOST_TEXT) -> list[dict[str, A
     found: list[dict[str, Any]] = []
     waiting: list[BaseException] = [error]
     seen: set[int] = set()
+    here = _directory()
     while waiting and len(found) < MOST_RAISED:
         one = waiting.pop(0)
         if id(one) in seen:
             continue
         seen.add(id(one))
+        said = _said(one)
         number = getattr(one, "errno", None) if isinstance(one, OSError) else None
         found.append(
             {
                 "types": _types(type(one)),
-                "message": text_of(one)[:longest],
+                "message": said[: min(longest, MOST_TEXT)],
                 "errno": number if isinstance(number, int) else None,
+                "where": where_of(_frames(one), said, here),
             }
         )
         if isinstance(one, BaseExceptionGroup):
@@ -93,13 +97,38 @@ def _name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _frames(error: BaseException) -> list[Frame]:
+    """Where it was raised, the innermost last; a line that cannot be compiled is the innermost one."""
+    found = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found.append(Frame(code.co_filename, trace.tb_lineno or 0, code.co_name))
+        trace = trace.tb_next
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.lineno, int):
+        found.append(Frame(error.filename, error.lineno))
+    return found
+
+
+def _directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was removed meanwhile
+        return ""
+
+
 def text_of(error: BaseException) -> str:
     """Its message, whatever its class makes of that, within bounds."""
+    return _said(error)[:MOST_TEXT]
+
+
+def _said(error: BaseException) -> str:
+    """Its message, with as much of another process's traceback as one may have to look at."""
     try:
         text = str(error)
     except Exception as problem:  # noqa: BLE001 - the user's own class; its name must do
         text = f"(its text cannot be had: {type(problem).__name__})"
-    return text[:MOST_TEXT].encode(errors="replace").decode()
+    return text[:MOST_TOLD].encode(errors="replace").decode()
 
 
 def write_error_file(error: BaseException) -> None:
