@@ -3,7 +3,8 @@
 torch's launcher names an error file for each rank but only functions wrapped with its decorator write one,
 with times in whole seconds. This hook writes it for any uncaught exception, before anything else can hang, in
 the same form, with the exact time, and with the classes and numbers of the exception and of all that led to
-it. An error raised on purpose also becomes its own exit code.
+it. An error raised on purpose also becomes its own exit code. Where all that ended a rank is the loss of
+another, its traceback goes to a file (`folding`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from holdfast.errors import HoldfastError
+from holdfast.policy.evidence import Raised
 from holdfast.policy.frames import MOST_TOLD, Frame, where_of
+from holdfast.worker.folding import fold, put_away, show_all
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -35,6 +40,9 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 class CrashHook:
     """Goes before the present excepthook; `on_crash` is told, if given, once the error file is written."""
 
+    _folding: BaseException | None = None
+    """What any of them has put away: there may be one of a run inside of one of a restartable function."""
+
     def __init__(self, on_crash: Callable[[BaseException], None] | None = None) -> None:
         self._on_crash = on_crash
         self._previous: Hook = sys.excepthook
@@ -45,10 +53,24 @@ class CrashHook:
         write_error_file(error)
         if self._on_crash is not None:
             self._on_crash(error)
-        self._previous(kind, error, trace)
+        self._show(kind, error, trace)
         if isinstance(error, HoldfastError):
+            if CrashHook._folding is not error:
+                show_all()
             sys.stderr.flush()
             raise SystemExit(int(error.exit_code))
+
+    def _show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """The hooks before this one are told in any case; what is only a consequence they do not print."""
+        folded = None
+        if CrashHook._folding is not error:  # else a later one has seen to it
+            folded = fold(error, msgspec.convert(chain_of(error), list[Raised]))
+        if folded is None:
+            self._previous(kind, error, trace)
+            return
+        CrashHook._folding = error
+        with put_away(folded):
+            self._previous(kind, error, trace)
 
     def remove(self) -> None:
         """Nobody is told any more; unless another hook was put before it, it is gone."""
