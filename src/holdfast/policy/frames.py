@@ -18,7 +18,6 @@ MOST_WHERE = 200
 MOST_TOLD = 65_536
 """Characters of a message in which another process's traceback is looked for."""
 
-_ORIGINAL = f"Original {TRACEBACK}"
 _FRAME = re.compile(
     r'^[ \t|+]*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<function>[^\n]+))?$', re.MULTILINE
 )
@@ -88,12 +87,8 @@ def _last_of_user(frames: Sequence[Frame]) -> Frame | None:
 
 def _told_in(message: str) -> list[Frame]:
     """The frames of the first error in another process's traceback: what followed from it comes below it."""
-    begin = message.rfind(_ORIGINAL)  # one that was handed on twice holds the first one last
-    if begin < 0:
-        begin = message.find(TRACEBACK)
-    if begin < 0:
-        return []
-    lines = message[begin:].splitlines()
+    begin = message.find(TRACEBACK)  # torch writes "Original Traceback (…"
+    lines = message[begin:].splitlines() if begin >= 0 else []
     end = next((number for number, line in enumerate(lines) if LINKED.match(line)), len(lines))
     return frames_in("\n".join(lines[:end]))
 
