@@ -70,6 +70,8 @@ from holdfast.settings_validation import (
     ValidationSettings,
     parse_ranks,
 )
+from holdfast.verbosity import VARIABLE as VERBOSITY
+from holdfast.verbosity import Verbosity, is_known
 
 __all__ = [
     "FIELDS",
@@ -97,9 +99,16 @@ log = logging.getLogger("holdfast")
 ENVIRONMENT_PREFIX = "HOLDFAST_"
 COMMAND_LINE = "command line"
 NOT_SETTINGS = frozenset(
-    {"HOLDFAST_LAUNCH", "HOLDFAST_RESTART", "HOLDFAST_AGENT", "HOLDFAST_OUTLIVES", "HOLDFAST_PROGRESS"}
+    {
+        "HOLDFAST_LAUNCH",
+        "HOLDFAST_RESTART",
+        "HOLDFAST_AGENT",
+        "HOLDFAST_OUTLIVES",
+        "HOLDFAST_PROGRESS",
+        VERBOSITY,
+    }
 )
-"""Names with the prefix that are no settings: the launcher's hand-over to its workers."""
+"""Names with the prefix that are no settings: what the launcher hands over, and how much is printed."""
 ALERT_PREFIX = "HOLDFAST_ALERT_"
 """Of what an alert command finds in its environment; it may well call `holdfast`."""
 
@@ -449,6 +458,9 @@ def load(
     into = _Collector()
     if file is not None:
         _take_file(into, file)
+    if not is_known(asked := environ.get(VERBOSITY, "")):
+        allowed = ", ".join(Verbosity)
+        into.problems.append(f"{VERBOSITY} = {_show(asked)} (environment): allowed is {allowed}")
     by_environment = {field.environment: field for field in FIELDS.values()}
     for name in sorted(environ):
         ours = name.startswith(ENVIRONMENT_PREFIX) and not name.startswith(ALERT_PREFIX)

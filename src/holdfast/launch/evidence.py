@@ -23,6 +23,7 @@ from holdfast.files import read_regular
 from holdfast.launch.workers import Workers
 from holdfast.policy.classify import KERNEL_OOM, is_symptom, tells
 from holdfast.policy.evidence import MOST_RAISED, Raised, told_by_traceback
+from holdfast.policy.frames import clipped
 from holdfast.policy.signs import LOADER_KILLED, in_words
 
 SETTLE = 1.0
@@ -63,15 +64,28 @@ def errors_of(path: Path) -> list[Raised]:
     with contextlib.suppress(msgspec.ValidationError, KeyError):
         return _clipped(msgspec.convert(extra["chain"], list[Raised]))
     stack = extra.get("py_callstack")
-    return _clipped(told_by_traceback(stack)) if isinstance(stack, str) else []
+    return _clipped(told_by_traceback(stack, _here())) if isinstance(stack, str) else []
 
 
 def _clipped(errors: list[Raised]) -> list[Raised]:
     """Whoever decides reads those of all ranks."""
     return [
-        Raised(types=one.types[:MOST_RAISED], message=one.message[: 2 * MESSAGE_LIMIT], errno=one.errno)
+        Raised(
+            types=one.types[:MOST_RAISED],
+            message=one.message[: 2 * MESSAGE_LIMIT],
+            errno=one.errno,
+            where=clipped(one.where),
+        )
         for one in errors[:MOST_RAISED]
     ]
+
+
+def _here() -> str:
+    """The directory that this agent is in, which its workers were started in; empty if it is gone."""
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return ""
 
 
 def code_of(path: Path) -> int:
@@ -94,7 +108,8 @@ def heard_in(
     if exit_code == 0 or -exit_code in _SAYS_NOTHING:
         return [], ""
     lines = [line.strip() for line in last_lines.splitlines() if line.strip()]
-    if exit_code > 0 and (errors := told_by_traceback("\n".join(last_lines.splitlines()[-LAST_LINES:]))):
+    last = "\n".join(last_lines.splitlines()[-LAST_LINES:])
+    if exit_code > 0 and (errors := told_by_traceback(last, _here())):
         return _clipped(errors), _on_one_line(in_words(errors[0]))
     near = lines[: -LAST_LINES - 1 : -1]
     own = (line for line in near if any(re.search(one, line, re.IGNORECASE) for _, one in added))

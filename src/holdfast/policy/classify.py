@@ -25,6 +25,7 @@ import msgspec
 
 from holdfast.exit_codes import ExitCode
 from holdfast.policy.evidence import (
+    MOST_RAISED,
     DeviceError,
     Evidence,
     Hang,
@@ -87,6 +88,15 @@ _CLASS = re.compile(r"^(?:\w+\.)*(\w+)(?=:|$)")
 _AT_IMPORT = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
 """Errors of a script's first lines, which all ranks share."""
 
+_OF_TORCH = re.compile(r"\b(gloo|nccl|c10d|tcpstore)\b|\.(cc|cpp|cu|h|hpp):\d+\]", re.IGNORECASE)
+"""What stands in a RuntimeError that torch raised about its peers, and hardly in one of the script."""
+_NO_PEERS = re.compile(
+    r"traceback \(most recent|failed to (listen|bind)|eaddrinuse|address already in use|name resolution"
+    r"|service not known|could not be resolved",
+    re.IGNORECASE,
+)
+"""What another process of this rank met, and what is wrong with this machine's own socket or its names."""
+
 _ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2}
 
 _BY_CODE = {
@@ -139,6 +149,29 @@ def end_of(failure: Failure) -> WorkerEnd:
 def is_symptom(exit_code: int, message: str) -> bool:
     """Whether a failure only says that a peer was lost, or that a restart in place was given up."""
     return exit_code in _SYMPTOMS or is_of_lost_peer(message)
+
+
+def loss_of_peer(errors: Sequence[Raised]) -> Raised | None:
+    """The exception by which a rank lost a peer, if what ended it began with that; None if it did not.
+
+    Stricter than `is_symptom`, which weighs one rank's end against the others': here the words alone decide
+    that nobody need read on. So they must be torch's own, of a group or a store, and nothing of this rank's
+    may have come before them. `errors`: from the outermost on, as `Raised` has them.
+    """
+    if len(errors) >= MOST_RAISED or any("Group" in name for one in errors for name in one.types[:1]):
+        return None  # what came first may be missing, or be one of several
+    first = next((number for number, one in enumerate(errors) if _lost_peer(one)), len(errors))
+    return errors[first] if errors[first:] and all(map(_lost_peer, errors[first:])) else None
+
+
+def _lost_peer(raised: Raised) -> bool:
+    text = in_words(raised)
+    sign = sign_in(text)
+    if sign is None or not sign.symptom or is_of_hardware(text) or _NO_PEERS.search(text):
+        return False
+    kind = raised.types[0] if raised.types else ""
+    ours = kind.startswith("torch.") or kind == "holdfast.errors.DecisionTimeoutError"
+    return ours or (kind == "RuntimeError" and _OF_TORCH.search(raised.message) is not None)
 
 
 def tells(line: str) -> bool:

@@ -7,9 +7,12 @@ an older release, or of a node that could not say more, is evidence too.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
+
+from holdfast.policy.frames import LINKED, TRACEBACK, frames_in, is_users_place, where_of
 
 
 class Raised(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +23,9 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True):
     its own first; those of Python itself without a module, and without `Exception` and what is above it."""
     message: str = ""
     errno: int | None = None
+    where: str = ""
+    """The user's own line that it came from, as `train.py:44 in __getitem__`; see `frames.where_of`. Empty if
+    that is not known."""
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,51 +122,73 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Causes and the patterns of messages that have them, as the configuration adds them."""
 
 
-_TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]:[ \t]?", re.MULTILINE)
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
-_LINKED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
 MOST_RAISED = 8
 """Exceptions of one chain that are kept."""
 MOST_LINES = 12
 """Lines of one exception's message that are read from a traceback."""
+MOST_HANDED_ON = 200
+"""Lines below an exception in which the traceback of another process is looked for."""
 
 
-def told_by_traceback(text: str) -> list[Raised]:
+def blamed(errors: Sequence[Raised]) -> str:
+    """The line to look at first: the user's own that the innermost exception came from, else the outermost's.
+
+    Empty if none is known.
+    """
+    theirs = (one.where for one in reversed(errors) if is_users_place(one.where))
+    return next(theirs, "") or next((one.where for one in errors if one.where), "")
+
+
+def told_by_traceback(text: str, directory: str = "") -> list[Raised]:
     """The exceptions in the last traceback of a text, the outermost first; none if it has no traceback.
 
     torch puts the rank before each line. What follows the message cannot be told from its further lines.
+    `directory`: the one that paths below it are shown from.
     """
     lines = _RANK.sub("", text).splitlines()
     found: list[Raised] = []
     begin = None
     for number, line in enumerate(lines):
-        if line.startswith(_TRACEBACK):
+        if line.startswith(TRACEBACK):
             if begin is None:
                 found = []
             begin = number
-        elif _LINKED.match(line):
+        elif LINKED.match(line):
             begin = number
         elif begin is not None and (raised := _RAISED.match(line)) and _follows_frames(lines, number):
             further = []
             for more in lines[number + 1 : number + MOST_LINES]:
-                if not more.strip() or more.startswith(_TRACEBACK):
+                if not more.strip() or more.startswith(TRACEBACK):
                     break
                 further.append(more.strip())
             message = "\n".join([raised["message"] or "", *further])
             errno = _ERRNO.search(raised["message"] or "")
             link = Raised(
-                types=[raised["type"]], message=message, errno=int(errno[1]) if errno is not None else None
+                types=[raised["type"]],
+                message=message,
+                errno=int(errno[1]) if errno is not None else None,
+                where=where_of(
+                    frames_in("\n".join(lines[begin:number])), _handed_on(lines, number), directory
+                ),
             )
             found.append(link)
             begin = None
     return found[: -MOST_RAISED - 1 : -1]
 
 
+def _handed_on(lines: list[str], number: int) -> str:
+    """The message of the exception in that line, with another process's traceback if it holds one."""
+    below = lines[number + 1 : number + MOST_HANDED_ON]
+    end = next((at for at, line in enumerate(below) if line.startswith(TRACEBACK)), len(below))
+    return "\n".join(below[:end])
+
+
 def _follows_frames(lines: list[str], number: int) -> bool:
     """Whether a line comes right after a traceback's frames, which are indented."""
-    return number > 0 and (lines[number - 1].startswith((" ", "\t", _TRACEBACK)))
+    return number > 0 and (lines[number - 1].startswith((" ", "\t", TRACEBACK)))
 
 
 _PASSING = re.compile(
