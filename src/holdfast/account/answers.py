@@ -19,7 +19,7 @@ from holdfast.journal.text import plural, printable
 from holdfast.policy.actions import Action
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.classify import KERNEL_OOM, is_symptom
-from holdfast.policy.evidence import Hang, LostNode
+from holdfast.policy.evidence import Hang, LostNode, blamed
 from holdfast.policy.recovery import Decision, Situation
 from holdfast.policy.signs import Cause
 
@@ -62,12 +62,12 @@ def answers(
         attempt=failed.number,
         cause=failed.cause,
         who=_who(failed, root, hang, lost),
-        what=_what(failed, root, hang, lost, detail) + _when(failed),
+        what=_what(failed, root, hang, lost, detail),
         why=_why(failed, root, failures, decision, detail)[:MOST_WHY],
         done=_done(situation, decision),
         next=_next(failed, root, decision),
         step=failed.last_step,
-        saved=resumes_from(situation, decision),
+        saved=None if failed.exit_code == ExitCode.NO_VALID_RUNG else resumes_from(situation, decision),
         began=hang.at - hang.seconds if hang is not None and hang.at else None,
         exit_code=decision.exit_code if decision.action in (Action.STOP, Action.REQUEUE) else 0,
         files=_files(root, saved),
@@ -78,6 +78,8 @@ def answers(
 
 
 def _who(failed: PastAttempt, root: FailureRecord | None, hang: Hang | None, lost: Sequence[LostNode]) -> str:
+    if root is not None and failed.alike and failed.world_size > 1:
+        return f"all {failed.world_size} ranks"
     if root is not None:
         return f"rank {root.rank} on {printable(root.node)}"
     if lost:
@@ -100,36 +102,46 @@ def _what(
     lost: Sequence[LostNode],
     detail: str,
 ) -> str:
+    when = _when(failed)
     if root is not None:
-        return _ended(root)
+        return _ended(root, when)
     if lost:
-        return f"was lost: {printable(lost[0].detail, MESSAGE_LIMIT)}" if lost[0].detail else "was lost"
+        how = f": {printable(lost[0].detail, MESSAGE_LIMIT)}" if lost[0].detail else ""
+        return f"was lost{when}{how}"
     if hang is not None:
         inside = f" in {printable(hang.section)!r}" if hang.section not in ("", "step") else ""
-        still = f"stood still for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)"
+        still = f"stood still{when} for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)"
         waits = f"; rank {hang.rank} waited for it" if hang.missing and hang.rank not in hang.missing else ""
         return still + waits
-    return printable(detail or failed.message, MESSAGE_LIMIT) or "failed"
+    how = printable(detail or failed.message, MESSAGE_LIMIT)
+    return f"failed{when}{f': {how}' if how else ''}"
 
 
-def _ended(root: FailureRecord) -> str:
+def _ended(root: FailureRecord, when: str) -> str:
     if root.left:
         return "left with exit code 0 before its peers were done"
     if root.message.startswith(KERNEL_OOM):
-        return "was killed by the kernel: the memory of this machine or of the job's group was used up"
+        return f"was killed by the kernel{when}: the memory of the machine or of the job's group was used up"
+    if _is_own(root):
+        meaning = MEANINGS[ExitCode(root.exit_code)][0].rstrip(".")
+        return f"could not go on{when}: {meaning[0].lower()}{meaning[1:]}"
     where = _where(root)
     if root.exit_code < 0:
         said = f": {printable(root.message, MESSAGE_LIMIT)}" if root.message else ""
-        return f"was killed by {_signal(-root.exit_code)}{said}"
+        return f"was killed by {_signal(-root.exit_code)}{when}{said}"
     if root.message:
-        return f"failed with {printable(root.message, MESSAGE_LIMIT)}{f' at {where}' if where else ''}"
-    return f"ended with exit code {root.exit_code} and said nothing"
+        return f"failed{when} with {printable(root.message, MESSAGE_LIMIT)}{f' at {where}' if where else ''}"
+    return f"ended{when} with exit code {root.exit_code} and said nothing"
+
+
+def _is_own(root: FailureRecord) -> bool:
+    """Whether it ended with a code of Holdfast's: no line of the user's raised that."""
+    return root.exit_code in set(ExitCode) and root.exit_code not in (0, ExitCode.FAILED, ExitCode.USAGE)
 
 
 def _where(root: FailureRecord) -> str:
-    """The line of the user's own that raised it, the innermost of the chain that has one."""
-    places = [str(getattr(one, "where", "")) for one in root.errors]
-    return printable(next((place for place in reversed(places) if place), ""))
+    """The line of the user's own that raised it."""
+    return printable(blamed(root.errors))
 
 
 def _signal(number: int) -> str:
@@ -179,6 +191,8 @@ def _of_the_end(root: FailureRecord) -> list[str]:
             "SIGKILL always comes from outside: Holdfast did not send it, and the kernel counts no "
             "out-of-memory kill here. The scheduler, an administrator or a container limit may have"
         ]
+    if _is_own(root):
+        return [printable(root.message)] if root.message else []
     where = _where(root)
     return [f"raised at {where}"] if where else []
 
@@ -197,7 +211,6 @@ def _done(situation: Situation, decision: Decision) -> str:
     how = {
         Action.ROTATE: "restarting on other devices",
         Action.SHRINK: "restarting with fewer nodes",
-        Action.LOWER_RUNG: "restarting from an older checkpoint",
     }.get(decision.action, "restarting")
     out = [
         one.node if one.device is None else f"device {one.device} of {one.node}" for one in decision.exclude
@@ -219,7 +232,8 @@ def resumes_from(situation: Situation, decision: Decision) -> int | None:
 
 def _from(situation: Situation, decision: Decision) -> str:
     step, last = resumes_from(situation, decision), situation.attempt.last_step
-    where = "from the beginning, as nothing was saved yet" if step is None else f"from step {step}"
+    older = "the older checkpoint at " if decision.action is Action.LOWER_RUNG else ""
+    where = "from the beginning, as nothing was saved yet" if step is None else f"from {older}step {step}"
     if last is None:
         return where
     redo = max(0, last - (step or 0))
@@ -256,7 +270,7 @@ _BY_CAUSE = (ExitCode.FAILED, ExitCode.BUDGET_SPENT, ExitCode.NOTHING_LEFT)
 
 def _to_mend(root: FailureRecord | None) -> str:
     """What of the user's own is to blame; empty if nothing is known to be."""
-    if root is None or root.exit_code <= 0 or not root.message:
+    if root is None or root.exit_code <= 0 or not root.message or _is_own(root):
         return ""
     return f"mend {_where(root) or printable(root.message.partition(':')[0]) + ' (see above)'}"
 

@@ -69,7 +69,7 @@ def _dropped(dropped: dict[int, StepRejected], at: float) -> Remark:
     return Remark(
         "dropped",
         at,
-        f"{plural(len(steps), 'step')} dropped ({named}): what they computed was not used: {why}",
+        f"{plural(len(steps), 'step')} dropped ({named}), as the result must not be used: {why}",
         "look at those batches if it goes on; validation.rerun_mode = validate_results names the culprit",
         len(steps),
     )

@@ -13,6 +13,8 @@ from holdfast.journal.account_events import Account
 from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
 from holdfast.journal.text import duration, plural, printable
 
+AVOIDED = "avoided:"
+"""How the reason begins of a checkpoint that may be sound, and that the next attempt is to do without."""
 MOST_REFUSED = 20
 """Refused checkpoints that are told of one by one, in one attempt."""
 
@@ -25,12 +27,14 @@ class Story:
         self.target = 0
         """The step at which the run is back."""
         self._refused: set[str] = set()
+        self._unsound = False
+        """Whether one of them was no good."""
 
     def fell(self, account: Account) -> None:
         """An incident was told; if the run goes on, it is followed until it is back."""
         self._open = None if account.ends else account
         self.target = max(self.target, account.step or 0)
-        self._refused = set()
+        self._refused, self._unsound = set(), False
 
     def line(self, line: Line) -> str | None:
         """What to print for this line; None for nothing."""
@@ -38,7 +42,7 @@ class Story:
         if isinstance(body, RungRejected):
             return self._refuses(body)
         if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
-            return _resumed(body, bool(self._refused))
+            return _resumed(body, self._unsound)
         return None
 
     def is_back(self, line: Line) -> Account | None:
@@ -55,10 +59,14 @@ class Story:
     def _refuses(self, body: RungRejected) -> str | None:
         if body.checkpoint in self._refused or len(self._refused) >= MOST_REFUSED:
             return None
+        passed_over = all(reason.startswith(AVOIDED) for reason in body.reasons) and bool(body.reasons)
         self._refused.add(body.checkpoint)
+        self._unsound = self._unsound or not passed_over
         name = parse_name(body.checkpoint)
         which = f"at step {name.step} ({printable(body.checkpoint)})" if name else printable(body.checkpoint)
         why = "; ".join(printable(reason) for reason in body.reasons) or "it may not be used"
+        if passed_over:
+            return f"the checkpoint {which} is passed over: what failed may come from it"
         return f"the checkpoint {which} was refused: {why}"
 
 

@@ -61,7 +61,7 @@ def _unsaved(account: Account) -> str:
     """What the next start has to do again."""
     saved, last = account.saved, account.step
     if last is None or last <= (saved or 0):
-        return "" if saved is None else f"; everything up to step {saved} is saved"
+        return "" if saved is None else f"; saved up to step {saved}"
     lost = f"step {last} is" if last == (saved or 0) + 1 else f"steps {(saved or 0) + 1}–{last} are"
     kept = f"saved up to step {saved}" if saved is not None else "nothing was saved"
     return f"; {kept}, {lost} lost"

@@ -1,0 +1,269 @@
+"""The account of an incident: five answers, made once, and the same numbers wherever they are shown."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.account.answers import answers
+from holdfast.account.incidents import incidents
+from holdfast.account.remarks import remarks
+from holdfast.account.story import Story, back, closing
+from holdfast.account.wording import five, headline, on_the_terminal, one_line
+from holdfast.control.attempts import FailureRecord
+from holdfast.exit_codes import ExitCode
+from holdfast.journal.account_events import Account
+from holdfast.journal.cluster_events import StopAsked
+from holdfast.journal.events import Resumed, RungRejected, StepRejected, StepsDone
+from holdfast.journal.straggler_events import StragglerFound
+from holdfast.policy.budgets import PastAttempt
+from holdfast.policy.capacity import Exclusion
+from holdfast.policy.classify import KERNEL_OOM, Cause
+from holdfast.policy.evidence import Hang, Loss, LostNode, Raised
+from holdfast.policy.recovery import Action, Decision, Situation
+from journals import ALTERED, Journal, killed_and_corrupted, name_of
+
+GLOO = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
+
+
+def ended(rank: int, code: int, message: str = "", where: str = "", **more: Any) -> FailureRecord:
+    errors = [Raised(types=[message.partition(":")[0]], message=message, where=where)] if code > 0 else []
+    return FailureRecord(
+        rank=rank, node="node-b", pid=7, exit_code=code, at=1.0, message=message, errors=errors, **more
+    )
+
+
+def told(
+    root: FailureRecord | None,
+    cause: Cause = Cause.INFRASTRUCTURE,
+    *,
+    action: Action = Action.RESTART,
+    code: int = 0,
+    last: int | None = 24,
+    rungs: tuple[int, ...] = (20, 10),
+    others: tuple[FailureRecord, ...] = (),
+    decided: dict[str, Any] | None = None,
+    **more: Any,
+) -> Account:
+    failed = PastAttempt(number=1, launch="l", outcome="failed", cause=cause, last_step=last)
+    situation = Situation(attempt=failed, max_restarts=3, rungs=[name_of(step) for step in rungs])
+    decision = Decision(
+        action=action, exit_code=code, reason="why not", evidence=["cause: x", "seen"], restarts_left=2,
+        **(decided or {}),
+    )  # fmt: skip
+    failures = [*others] if root is None else [root, *others]
+    return answers(situation, decision, root, failures, **more)
+
+
+# --- the answers --------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank() -> None:
+    account = told(ended(1, -9), others=(ended(0, 1, GLOO),))
+    assert headline(account) == "rank 1 on node-b was killed by SIGKILL in step 25"
+    assert "comes from outside" in account.why[0]
+    assert account.done == "restarting from step 20: 4 steps to redo (restart 1 of 3)"
+    assert account.next == "nothing to do"
+    assert any("ranks 0 ended only because they lost it" in text for text in account.why)
+    assert not account.ends
+
+
+def test_a_script_that_raises_is_told_by_its_own_line() -> None:
+    root = ended(1, 1, "ValueError: no luck", "train.py:44 in __getitem__")
+    account = told(root, Cause.JOB, action=Action.STOP, code=ExitCode.BUDGET_SPENT)
+    assert account.what == "failed in step 25 with ValueError: no luck at train.py:44 in __getitem__"
+    assert account.next == "mend train.py:44 in __getitem__, then run the same command"
+    assert account.ends
+    text = on_the_terminal(account, "runs/a")
+    assert "saved up to step 20, steps 21–24 are lost" in text
+    assert "more: holdfast why runs/a" in text
+    going_on = told(root, Cause.JOB)
+    assert going_on.next == "nothing to do, unless it comes back: mend train.py:44 in __getitem__"
+
+
+def test_out_of_memory_is_the_kernels_word() -> None:
+    account = told(ended(1, -9, KERNEL_OOM), Cause.JOB, action=Action.STOP, code=1)
+    assert "was killed by the kernel" in account.what
+    assert "out-of-memory counter" in account.why[0]
+    assert account.next.startswith("use less memory")
+
+
+def test_a_rank_that_stands_still_and_not_the_one_that_waits() -> None:
+    waiting = Hang(
+        rank=0, at=100.0, node="a", section="step", seconds=10, limit=5, missing=[3], missing_nodes=["b"]
+    )
+    account = told(None, Cause.HANG, hangs=[waiting])
+    assert headline(account) == (
+        "rank 3 on b stood still in step 25 for 10 s (5 s are allowed); rank 0 waited for it"
+    )
+    assert account.began == 90.0, "the time that it stood still counts as lost"
+
+
+def test_a_lost_node_and_what_is_kept_out() -> None:
+    lost = LostNode(node="b", how=Loss.CLOSED, detail="its connection was closed")
+    excluded = {"exclude": [Exclusion("b", None, "lost")], "spares": ["c"]}
+    account = told(None, action=Action.EXCLUDE, lost=[lost], decided=excluded)
+    assert headline(account) == "node b was lost in step 25: its connection was closed"
+    assert account.done.startswith("restarting without b on the spare c from step 20")
+    assert "have b looked at" in account.next
+
+
+@pytest.mark.parametrize(
+    ("rungs", "last", "avoid", "expected"),
+    [
+        ((), 24, [], "restarting from the beginning, as nothing was saved yet: 24 steps to redo"),
+        ((), None, [], "restarting from the beginning, as nothing was saved yet"),
+        ((20,), 20, [], "restarting from step 20: nothing to redo"),
+        ((20, 10), 24, [name_of(20)], "restarting from step 10: 14 steps to redo"),
+    ],
+)
+def test_where_it_goes_on(rungs: tuple[int, ...], last: int | None, avoid: list[str], expected: str) -> None:
+    account = told(ended(1, -9), rungs=rungs, last=last, decided={"avoid": avoid})
+    assert account.done == f"{expected} (restart 1 of 3)"
+
+
+@given(
+    cause=st.sampled_from(Cause),
+    action=st.sampled_from(Action),
+    code=st.integers(-70, 300),
+    message=st.text(max_size=600),
+    where=st.text(max_size=40),
+    last=st.none() | st.integers(0, 10**9),
+    rungs=st.lists(st.integers(0, 10**7), max_size=3),
+    root=st.booleans(),
+    left=st.booleans(),
+)
+def test_every_answer_is_there_and_no_terminal_obeys_any(
+    cause: Cause, action: Action, code: int, message: str, where: str, last: int | None, rungs: list[int],
+    root: bool, left: bool,
+) -> None:  # fmt: skip
+    record = ended(1, code, message, where, left=left) if root else None
+    account = told(record, cause, action=action, code=22, last=last, rungs=tuple(rungs), detail=message)
+    assert all([account.who, account.what, account.why, account.done, account.next])
+    lines = [headline(account), one_line(account), *on_the_terminal(account, "r").split("\n")]
+    assert all(line.isprintable() for line in lines)
+    assert sum(map(len, lines)) < 20_000
+
+
+# --- one set of numbers -------------------------------------------------------------------------------------
+
+
+def account_of(attempt: int, **more: Any) -> Account:
+    return Account(
+        attempt=attempt,
+        cause="hang",
+        who="rank 1 on a",
+        what="stood still",
+        why=["because"],
+        done="restarting from step 20",
+        next="nothing to do",
+        **more,
+    )
+
+
+def test_a_hang_costs_the_time_in_which_nothing_moved() -> None:
+    journal = Journal().start().steps(1, 20)
+    journal.save(20)
+    journal.steps(21, 24)
+    stood = journal.now
+    journal.pass_time(10.0)
+    journal.write(account_of(1, step=24, began=stood), "agent-a")
+    journal.end("failed").start(resume=(name_of(20), 20)).steps(21, 30)
+    (incident,) = incidents(journal.lines)
+    assert incident.at == stood
+    assert incident.seconds_lost > 10.0
+    assert incident.steps_lost == 4
+    assert ("cost", f"{incident.seconds_lost:.1f} s") == (
+        five(incident)[-2].question,
+        five(incident)[-2].text.partition(" (")[0],
+    )
+
+
+def test_steps_that_rank_0_could_not_journal_count_too() -> None:
+    journal = Journal().start().steps(1, 20)
+    journal.save(20)
+    journal.steps(21, 22)
+    journal.write(account_of(1, step=24), "agent-a")
+    journal.end("failed").start(resume=(name_of(20), 20)).steps(21, 30)
+    (incident,) = incidents(journal.lines)
+    assert (incident.failed_at_step, incident.steps_lost) == (24, 4)
+
+
+# --- the story ----------------------------------------------------------------------------------------------
+
+
+def test_refusals_the_resume_and_being_back_are_told_once() -> None:
+    story, journal = Story(), Journal().start().steps(1, 24)
+    assert [story.line(line) for line in journal.lines if story.line(line)] == [], "a first start is no story"
+    story.fell(account_of(1, step=24))
+    again = Journal()
+    again.attempt = 2
+    refusal = again.write(RungRejected(checkpoint=name_of(20), step=20, reasons=[ALTERED]))
+    text = story.line(refusal)
+    assert text == f"the checkpoint at step 20 ({name_of(20)}) was refused: {ALTERED}"
+    assert story.line(refusal) is None
+    resumed = again.write(Resumed(checkpoint=name_of(10), step=10, seconds=0.1))
+    assert story.line(resumed) == f"goes on from step 10, the newest that is sound ({name_of(10)}, verified)"
+    assert story.is_back(again.write(StepsDone(first=11, seconds=[0.1] * 13))) is None
+    assert story.is_back(again.write(StepsDone(first=24, seconds=[0.1]))) is not None
+    assert story.is_back(again.write(StepsDone(first=25, seconds=[0.1]))) is None, "only once"
+
+
+def test_an_end_is_not_followed() -> None:
+    story = Story()
+    story.fell(account_of(1, step=24, exit_code=22))
+    later = Journal()
+    later.attempt = 2
+    assert story.is_back(later.write(StepsDone(first=1, seconds=[0.1] * 40))) is None
+
+
+def test_the_closing_line() -> None:
+    journal = killed_and_corrupted()
+    found = incidents(journal.lines)
+    text = closing(found, remarks(journal.lines, found), 60, "runs/a")
+    assert text.startswith("finished: 60 steps, ")
+    assert text.endswith("report: holdfast journal runs/a --report report.html")
+    assert "nothing to do" in text
+    assert closing([], [], 60, "runs/a") == "finished: 60 steps, no incident"
+    assert "nothing to do" in back(found[0], 24)
+
+
+# --- what did not fail --------------------------------------------------------------------------------------
+
+
+def test_dropped_steps_stops_and_slow_ranks_are_no_silence() -> None:
+    journal = Journal().start().steps(1, 24)
+    for step in (25, 25, 27):  # rank after rank journals the same one
+        journal.write(StepRejected(step=step, reasons=["the loss is NaN"], then="dropped"))
+    slow = StragglerFound(
+        step=30, kind="compute", section="step", why="1.9 times the others", rank=1, node="b", seconds=0.2
+    )
+    journal.write(slow)
+    journal.write(slow)
+    journal.write(StopAsked(source="signal", detail="SIGTERM to rank 0"))
+    found = {one.kind: one for one in remarks(journal.lines)}
+    assert set(found) == {"dropped", "slow", "stop"}
+    assert found["dropped"].what.startswith("2 steps dropped (25, 27)")
+    assert found["slow"].count == 2
+    assert "rank 1 on b slowed the others, 200 ms of every step" in found["slow"].what
+    text = closing([], list(found.values()), 40, "r")
+    assert text.startswith("finished: 40 steps, no restart; ")
+    assert "2 dropped steps" in text
+    assert "no incident" not in text
+
+
+def test_a_refusal_that_an_incident_tells_of_is_not_told_again() -> None:
+    journal = killed_and_corrupted()
+    found = incidents(journal.lines)
+    assert any(one.refused for one in found)
+    assert not [one for one in remarks(journal.lines, found) if one.kind == "refused"]
+    assert [one for one in remarks(journal.lines) if one.kind == "refused"]
+
+
+def test_every_signal_has_a_name() -> None:
+    assert "was killed by SIGSEGV" in told(ended(0, -signal.SIGSEGV)).what
+    assert "was killed by signal 70" in told(ended(0, -70)).what
