@@ -94,6 +94,7 @@ def test_the_loss_of_a_peer_is_known(error: BaseException) -> None:
         RuntimeError("Caught ApiError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
                      "last):\n  File \"/gloo.py\", line 1, in f\nApiError: connection refused (gloo)"),
         dist.DistBackendError("NCCL communicator was aborted: uncorrectable ECC error encountered"),
+        dist.DistBackendError("NCCL error in: x.cpp:1: CUDA out of memory; connection closed by peer"),
         RuntimeError("[gloo/x.cc:1] Timed out waiting 1800000ms for recv operation to complete"),
         HandedOverError("rank 1 on a: Connection reset by peer"),
         PingFailedError("rank 1 did not answer"),

@@ -87,8 +87,7 @@ def _last_of_user(frames: Sequence[Frame]) -> Frame | None:
 
 def _told_in(message: str) -> list[Frame]:
     """The frames of the first error in another process's traceback: what followed from it comes below it."""
-    begin = message.find(TRACEBACK)  # torch writes "Original Traceback (…"
-    lines = message[begin:].splitlines() if begin >= 0 else []
+    lines = message.partition(TRACEBACK)[2].splitlines()
     end = next((number for number, line in enumerate(lines) if LINKED.match(line)), len(lines))
     return frames_in("\n".join(lines[:end]))
 
