@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from holdfast.account.wording import on_the_terminal
 from holdfast.checkpoint import retention
 from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot, derive_id
 from holdfast.checkpoint.inventory import highest_committed_step, take_inventory
@@ -37,7 +38,6 @@ from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Place, lead
 from holdfast.launch.incident import Circumstances, decide_lost
-from holdfast.launch.summary import describe
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.evidence import Loss, LostNode
 from holdfast.policy.recovery import Action, Decision
@@ -317,10 +317,9 @@ def test_a_diagnostic_save_is_named_only_if_there_is_one(story: Story) -> None:
         settled = decide_lost(story.control, story.held, [], story.settings, known)
         assert settled is not None
         assert settled.decision.action is Action.STOP
-        assert settled.diagnostic == (str(path) if there else "")
-        text = describe(settled, "run")
-        assert (f"saved:      {path}" in text) is there
-        assert ("diagnostic" in text) is there
+        assert settled.account is not None
+        assert settled.account.files == ([str(path)] if there else [])
+        assert (f"file: {path}" in on_the_terminal(settled.account, "run")) is there
         if there:
             path.rmdir()
 

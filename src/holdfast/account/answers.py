@@ -21,6 +21,7 @@ from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.classify import KERNEL_OOM, is_symptom
 from holdfast.policy.evidence import Hang, LostNode, blamed
 from holdfast.policy.recovery import Decision, Situation
+from holdfast.policy.rejection import Rejection
 from holdfast.policy.signs import Cause
 
 MESSAGE_LIMIT = 300
@@ -34,6 +35,11 @@ _POINTS_TO = {
     Cause.CHECKPOINT: "this points to the checkpoint that was loaded",
     Cause.HANG: "it gave no sign of life for longer than it may",
     Cause.UNKNOWN: "neither exit code, error file, last output, kernel log nor devices say why",
+}
+_VERDICTS = {
+    "device": "the fault follows the device to whichever rank uses it",
+    "reproducible": "the same comes out on other devices: it is in the data, the state or the script",
+    "transient": "it did not come back when the step was run again",
 }
 _SAID = re.compile(
     r"^cause: |^rank \d+ on \S+ \(pid \d+\) failed: |restarts? without progress (was|were) left$"
@@ -78,6 +84,8 @@ def answers(
 
 
 def _who(failed: PastAttempt, root: FailureRecord | None, hang: Hang | None, lost: Sequence[LostNode]) -> str:
+    if failed.rejection is not None:
+        return _rejected_by(failed.rejection)
     if root is not None and failed.alike and failed.world_size > 1:
         return f"all {failed.world_size} ranks"
     if root is not None:
@@ -103,6 +111,10 @@ def _what(
     detail: str,
 ) -> str:
     when = _when(failed)
+    if failed.rejection is not None:
+        why = "; ".join(printable(reason) for reason in failed.rejection.reasons[:3]) or "it was rejected"
+        again = ", twice" if failed.rejection.rerun else ""
+        return f"gave a bad result in step {failed.rejection.step}{again}: {why}"
     if root is not None:
         return _ended(root, when)
     if lost:
@@ -115,6 +127,18 @@ def _what(
         return still + waits
     how = printable(detail or failed.message, MESSAGE_LIMIT)
     return f"failed{when}{f': {how}' if how else ''}"
+
+
+def _rejected_by(rejection: Rejection) -> str:
+    """Whose own result was bad; the accused device where there is one."""
+    if rejection.accused is not None and rejection.accused.node:
+        device = f"device {printable(rejection.accused.device)} of " if rejection.accused.device else ""
+        return f"{device}{printable(rejection.accused.node)}"
+    bad = rejection.bad
+    if len(bad) == 1:
+        on = f", device {printable(bad[0].device)}" if bad[0].device else ""
+        return f"rank {bad[0].rank} on {printable(bad[0].node)}{on}"
+    return f"ranks {', '.join(str(one.rank) for one in bad[:8])}" if bad else "the job"
 
 
 def _ended(root: FailureRecord, when: str) -> str:
@@ -153,7 +177,7 @@ def _signal(number: int) -> str:
 
 def _when(failed: PastAttempt) -> str:
     if not failed.began:
-        return " before its first step" if failed.last_step is None else ""
+        return " before the first step" if failed.last_step is None else ""
     return f" in step {failed.last_step + 1}" if failed.last_step is not None else ""
 
 
@@ -168,14 +192,18 @@ def _why(
     detail: str,
 ) -> list[str]:
     found: list[str] = []
-    if root is not None and not root.left:
+    if decision.verdict:
+        found += [_VERDICTS.get(decision.verdict, f"verdict: {decision.verdict}"), *decision.grounds]
+    if root is not None and not root.left and failed.rejection is None:
         found += _of_the_end(root)
     cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
     if cause is Cause.HANG:
         found += [text for text in decision.evidence if " hangs " in text or "stands still" in text]
     found.append(_POINTS_TO[cause])
-    found += [text for text in (decision.verdict and f"verdict: {decision.verdict}", detail) if text]
+    found += [detail] if detail else []
     found += [text for text in decision.evidence if not _SAID.search(text)]
+    if failed.alike:
+        found = [text for text in found if not text.endswith(" failed too")]
     followed = [one for one in failures if root is not None and one.rank != root.rank and not one.left]
     consequences = [one.rank for one in followed if is_symptom(one.exit_code, one.message)]
     if consequences and not any("then lost" in text for text in found):
@@ -215,6 +243,8 @@ def _done(situation: Situation, decision: Decision) -> str:
     out = [
         one.node if one.device is None else f"device {one.device} of {one.node}" for one in decision.exclude
     ]
+    if decision.suspect:
+        how += f", as {printable(decision.suspect[0])} may be the cause,"
     if out:
         how += f" without {printable(', '.join(out))}"
     if decision.spares:
