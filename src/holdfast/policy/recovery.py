@@ -66,6 +66,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a scheduler would start the job again."""
     stopping: str = ""
     """The request to stop the run that came before the failure, in words; empty if there was none."""
+    storage: str = ""
+    """Why no attempt can begin, in words: the run's storage takes nothing. Empty if it does."""
     capacity_wait: float = CAPACITY_WAIT
     waited: float = 0.0
     """Seconds that were spent waiting for capacity since it failed."""
@@ -194,6 +196,8 @@ class _Case:
             self._evidence.append(f"not decisive without a Run: {decision.reason}")
             self._left = self._left_here
             decision = self._too_few_nodes() or self._go(Action.RESTART, why, self._fit)
+        if self._now.storage and decision.action not in (Action.STOP, Action.REQUEUE):
+            decision = self._without_storage(decision)
         if self._failed.rejection is None and decision.action is not Action.STOP:
             told = {"rerun": self._now.rerun, "trial": self._now.trial}
             decision = msgspec.structs.replace(decision, **told)  # what another failure has interrupted
@@ -245,6 +249,19 @@ class _Case:
         if not self._may_repeat():
             return self._stop(code, f"{why} in {1 + self._tried.repeats} attempts without progress")
         return self._go(Action.RESTART, f"{why}, and may be well again", self._fit)
+
+    def _without_storage(self, wanted: Decision) -> Decision:
+        """No attempt could follow. What was to be varied is kept: the next launch begins with that."""
+        action = Action.REQUEUE if self._may_requeue() else Action.STOP
+        return msgspec.structs.replace(
+            wanted,
+            action=action,
+            exit_code=int(ExitCode.STORAGE_FAILED),
+            reason=self._now.storage,
+            evidence=[*self._evidence, f"once it takes what is written: {wanted.action}, {wanted.reason}"],
+            restarts_left=self._left,
+            wait_seconds=0.0,
+        )
 
     def _failed_at_import(self) -> Decision | None:
         failed = self._failed
