@@ -437,8 +437,13 @@ class _Case:
     def _repeat_last(self) -> Decision | None:
         if not self._may_repeat():
             return None
-        what = f"{self._end_in_words()} ({self._cause}) may not happen again"
-        return self._go(Action.RESTART, what, self._fit)
+        what = f"{self._end_in_words()} ({self._cause})"
+        before = self._tried.repeats
+        if before == 0:
+            return self._go(Action.RESTART, f"{what} may not happen again", self._fit)
+        times = "once" if before == 1 else f"{before} times"
+        why = f"{what}: the same failure came back {times}, and may still pass"
+        return self._go(Action.RESTART, why, self._fit)
 
     def _end_in_words(self) -> str:
         failed = self._failed
