@@ -55,6 +55,7 @@ from holdfast.policy.classify import (
 from holdfast.policy.evidence import Evidence, Hang, Loss, LostNode
 from holdfast.policy.lost_storage import Trouble
 from holdfast.policy.recovery import AT_IMPORT, Decision, Situation, describe_end, recover
+from holdfast.policy.signs import adapter_to_check, in_words
 from holdfast.settings import parse_failure_causes
 
 
@@ -340,7 +341,8 @@ def _facts(
         else:
             facts.append(_left_first(root, failures))
         if root.exit_code > 0 and at_import(root.errors):
-            facts.append(f"{1 + len(others)} of {attempt.place.world_size} ranks failed in their first lines")
+            too = sum(at_import(one.errors) for one in others)  # the rest may only have lost a peer
+            facts.append(f"{1 + too} of {attempt.place.world_size} ranks failed in their first lines")
         lost = [str(failure.rank) for failure in others if is_symptom(failure.exit_code, failure.message)]
         rest = [str(failure.rank) for failure in others if not is_symptom(failure.exit_code, failure.message)]
         if lost:
@@ -358,6 +360,8 @@ def _facts(
         for one in failures
         if one.left and one is not root
     ]
+    named = (adapter_to_check([one.message, *map(in_words, one.errors)], one.node) for one in failures)
+    facts += dict.fromkeys(filter(None, named))
     if reported < attempt.place.nodes:
         facts.append(f"{attempt.place.nodes - reported} of {attempt.place.nodes} nodes did not report")
     return facts

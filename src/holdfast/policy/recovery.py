@@ -35,7 +35,7 @@ from holdfast.policy.capacity import Cluster, Exclusion, Fit, devices_of, fit, l
 from holdfast.policy.classify import Cause
 from holdfast.policy.rejection import Rerun, Settled, Trial, Window
 from holdfast.policy.rotation import arrangements
-from holdfast.policy.signs import sign_in
+from holdfast.policy.signs import adapter_to_check, sign_in
 from holdfast.policy.variation import Tried
 from holdfast.policy.verdicts import Question, judge
 
@@ -138,6 +138,7 @@ it for reasons of their own."""
 
 _FOUND = ("verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial", "readmit")
 """What a judgement hands on to the decision as it is."""
+_DIFFERS = "the others run the same lines, so what differs is that node, or that rank's path"
 _FROM_OUTSIDE = frozenset({Cause.PREEMPTION, Cause.INFRASTRUCTURE})
 """Causes that another place or time may be free of."""
 
@@ -167,6 +168,11 @@ class _Case:
         self._wanted = failed.node_count or len(failed.nodes) or len(cluster.nodes)
         self._fit = Fit(nodes=[]) if situation.cluster is None else fit(cluster, self._wanted)
         self._evidence = [*situation.facts, f"cause: {failed.cause}", _progress(past, failed)]
+        check = adapter_to_check([failed.message], failed.culprit_node)
+        if check and not any(one.startswith(check) for one in situation.facts):
+            self._evidence.insert(len(situation.facts), check)
+        if alone := self._on_one_rank_only():
+            self._evidence.insert(len(situation.facts), f"it failed on {alone}: {_DIFFERS}")
 
     def decide(self) -> Decision:
         rules = (
@@ -220,11 +226,22 @@ class _Case:
         if any(attempt.began for attempt in self._all) or highest_step(self._all) > 0:
             return False
         failed = self._failed
-        kind = failed.message.partition(":")[0].rpartition(".")[2]
-        hopeless = kind in CANNOT_PASS if failed.message else failed.exit_code == ExitCode.USAGE
+        hopeless = self._at_import() if failed.message else failed.exit_code == ExitCode.USAGE
         if failed.exit_code in INCURABLE or (failed.alike and hopeless):
             return False
         return code in (ExitCode.FAILED, ExitCode.BUDGET_SPENT, ExitCode.NOTHING_LEFT)
+
+    def _at_import(self) -> bool:
+        return self._failed.message.partition(":")[0].rpartition(".")[2] in CANNOT_PASS
+
+    def _on_one_rank_only(self) -> str:
+        """Where an error is that all ranks would share if the script had it; empty if it is no such one."""
+        failed = self._failed
+        if failed.alike or not self._at_import() or failed.root_rank is None:
+            return ""
+        if failed.same_ranks != 1 or failed.world_size < 2:
+            return ""
+        return f"rank {failed.root_rank}{f' on {failed.culprit_node}' if failed.culprit_node else ''} only"
 
     # -- what a restart would not cure ----------------------------------------------------------------------
 
@@ -273,9 +290,14 @@ class _Case:
             return None
         if failed.seconds > AT_IMPORT or highest_step(self._all) > 0:
             return None
+        who = "on all ranks alike and "
+        if failed.world_size == 1:
+            who = ""  # one rank is alike to none
+        elif 0 < failed.same_ranks < failed.world_size:
+            who = f"on {failed.same_ranks} of {failed.world_size} ranks alike and "
         return self._stop(
             ExitCode.FAILED,
-            f"the script failed after {failed.seconds:.0f} s, on all ranks alike and before its first step: "
+            f"the script failed after {failed.seconds:.0f} s, {who}before its first step: "
             "a restart would end the same way",
         )
 
@@ -438,6 +460,7 @@ class _Case:
         if not self._may_repeat():
             return None
         what = f"{self._end_in_words()} ({self._cause})"
+        what += f" on {alone}" if (alone := self._on_one_rank_only()) else ""
         before = self._tried.repeats
         if before == 0:
             return self._go(Action.RESTART, f"{what} may not happen again", self._fit)
@@ -483,7 +506,10 @@ class _Case:
         times = 1 + self._tried.repeats
         if self._tried.told:
             self._evidence.append(f"tried since the last progress: {self._tried.told}")
-        why = f"the same failure came back {times} times, and nothing is left to vary against it"
+        alone = self._on_one_rank_only()
+        where = f" on {alone}" if alone else ""
+        why = f"the same failure came back {times} times{where}, and nothing is left to vary against it"
+        why += f": {_DIFFERS}" if alone else ""
         if self._guilty() and self._failed.culprit_node and self._may_requeue():
             node, reason = self._failed.culprit_node, self._accusation()
             return self._requeue(f"{why} on these nodes", [Exclusion(node, None, reason)])
