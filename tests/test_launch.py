@@ -678,6 +678,20 @@ def test_a_process_table_that_is_full_is_told_in_one_line_and_ends(
         assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
+@pytest.mark.parametrize("kind", ["14", "store", *(pytest.param(n, marks=drill) for n in ("17", "26", "32"))])
+def test_a_process_table_that_fills_up_later_is_told_in_one_line_too(tmp_path: Path, kind: str) -> None:
+    """Whatever it is that cannot be started then, a thread inside of torch too: no traceback of our own."""
+    injected = [sys.executable, str(REPO / "tests" / "scripts" / "no_more_processes.py"), kind]
+    flags = ("run", "--run-dir", "run", "--set", "health.gate=off")
+    result = finish([*injected, *flags, STEP, "ok", "log"], cwd=tmp_path, timeout=60)
+    assert result.code == ExitCode.NO_CAPACITY, result.text
+    told = [line for line in result.err.splitlines() if "no more processes or threads can be started" in line]
+    assert len(told) == 1, result.text
+    assert re.search(r"`ulimit -u` is \S+ for all that this user runs here \(now \d+\)", told[0])
+    assert "Traceback" not in result.text
+    assert "defect" not in result.text
+
+
 @pytest.mark.drill
 def test_nodes_that_do_not_see_the_same_run_directory_end_at_once(tmp_path: Path) -> None:
     """The control directory must be shared, and the random run id in it proves whether it is."""

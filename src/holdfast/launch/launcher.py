@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from holdfast.bounded import PATIENCE, Aside, Bounded
+from holdfast.bounded import PATIENCE, Aside, Bounded, is_table_full
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.cluster.node_name import node_name
 from holdfast.cluster.slurm import current_job
@@ -174,7 +174,12 @@ def _live(config: LaunchConfig, command: Sequence[str], context: LaunchContext, 
         code, why = _explain_rendezvous(error, config, context)
         tell.ended(code, why)
     except Exception as error:
-        _alert(context, config, int(ExitCode.FAILED), f"a defect of the launcher: {error!r}", itself=True)
+        if is_table_full(error):  # told by the caller, in one line; to alert somebody may need a process, too
+            with contextlib.suppress(RuntimeError, OSError):
+                why = f"no more processes or threads can be started: {error}"
+                _alert(context, config, int(ExitCode.NO_CAPACITY), why, itself=True)
+        else:
+            _alert(context, config, int(ExitCode.FAILED), f"a defect of the launcher: {error!r}", itself=True)
         raise
     _alert(context, config, code, why, itself=itself)
     return code
