@@ -43,7 +43,7 @@ PASSING = {
 }
 ERRORS = [
     "RuntimeError", "ValueError", "OSError", "FileNotFoundError", "KeyError", "torch.OutOfMemoryError",
-    "torch.distributed.DistBackendError", "Deadbeefdeadbeef", "a.b.Tmpabcdefgh",
+    "torch.distributed.DistBackendError", "Deadbeefdeadbeef", "Facadefacadefaca", "a.b.Tmpabcdefgh",
 ]  # fmt: skip
 
 
