@@ -51,10 +51,8 @@ def told(
 ) -> Account:
     failed = PastAttempt(number=1, launch="l", outcome="failed", cause=cause, last_step=last)
     situation = Situation(attempt=failed, max_restarts=3, rungs=[name_of(step) for step in rungs])
-    decision = Decision(
-        action=action, exit_code=code, reason="why not", evidence=["cause: x", "seen"], restarts_left=2,
-        **(decided or {}),
-    )  # fmt: skip
+    fields = {"evidence": ["cause: x", "seen"], **(decided or {})}
+    decision = Decision(action=action, exit_code=code, reason="why not", restarts_left=2, **fields)
     failures = [*others] if root is None else [root, *others]
     return answers(situation, decision, root, failures, **more)
 
@@ -147,6 +145,14 @@ def test_every_answer_is_there_and_no_terminal_obeys_any(
     lines = [headline(account), one_line(account), *on_the_terminal(account, "r").split("\n")]
     assert all(line.isprintable() for line in lines)
     assert sum(map(len, lines)) < 20_000
+
+
+def test_a_network_adapter_that_failed_is_what_to_look_at() -> None:
+    named = {"evidence": ["check the network adapter mlx5_3:1 on node-b"]}
+    account = told(ended(1, 1, "RuntimeError: ibv_poll_cq error"), decided=named)
+    assert account.next == "nothing to do now; check the network adapter mlx5_3:1 on node-b"
+    account = told(ended(1, 1, "RuntimeError: x"), action=Action.STOP, code=22, decided=named)
+    assert account.next == "check the network adapter mlx5_3:1 on node-b, then run the same command"
 
 
 # --- one set of numbers -------------------------------------------------------------------------------------

@@ -102,4 +102,5 @@ def test_a_process_table_that_is_full_for_a_moment_is_waited_out(monkeypatch: py
         Bounded(lambda: 7, "test")
     assert is_table_full(error.value)
     assert is_table_full(BlockingIOError(errno.EAGAIN, "fork"))
+    assert is_table_full(RuntimeError("Resource temporarily unavailable"))  # as C++ says it
     assert not is_table_full(RuntimeError("another"))

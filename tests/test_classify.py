@@ -39,7 +39,7 @@ from holdfast.policy.evidence import (
     WorkerEnd,
     told_by_traceback,
 )
-from holdfast.policy.signs import ERRNOS, OWN_CLASSES, SIGNS, TYPES, sign_in
+from holdfast.policy.signs import ERRNOS, OWN_CLASSES, SIGNS, TYPES, adapter_in, sign_in
 from holdfast.settings import FAILURE_CAUSES, parse_failure_causes
 from holdfast.worker.crash import chain_of
 
@@ -291,12 +291,15 @@ def test_each_text_is_found_by_its_own_row_and_is_in_the_docs() -> None:
     assert all(f"`{name}`" in page for name in OWN_CLASSES)
 
 
+HANGS = next(one for one in SIGNS if one.cause is Cause.HANG)
+
+
 def test_what_nothing_matches_is_unknown_and_its_last_words_do_not_make_it_another_failure() -> None:
     for code in (1, 3, -signal.SIGSEGV, -signal.SIGABRT):
         end = WorkerEnd(rank=0, exit_code=code, message="37%|###   | 12/32", heard=True)
         found = diagnose(Evidence(ends=[end]))
         assert (found.cause, found.message, found.exit_code) == (Cause.UNKNOWN, "", code)
-    watchdog = WorkerEnd(rank=0, exit_code=-signal.SIGABRT, message=SIGNS[4].example, heard=True)
+    watchdog = WorkerEnd(rank=0, exit_code=-signal.SIGABRT, message=HANGS.example, heard=True)
     assert diagnose(Evidence(ends=[watchdog])).cause is Cause.HANG
 
 
@@ -574,3 +577,55 @@ def test_a_failure_record_becomes_evidence_with_its_place() -> None:
     assert end_of(record) == WorkerEnd(
         rank=1, node="b", exit_code=-9, at=2.0, message=KERNEL_OOM, kernel_oom=True
     )
+
+
+# -- a network adapter ---------------------------------------------------------------------------------------
+
+COMPLETION = (
+    "NET/IB: Got completion from peer 10.0.0.7<54862> with status=12 opcode=0 len=0 vendor err 129 (mlx5_3:1)"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (COMPLETION, "mlx5_3:1"),
+        ("ibv_poll_cq error on mlx5_3:1", "mlx5_3:1"),
+        ("Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_bond_0:1", "mlx5_bond_0:1"),
+        ("NET/IB : mlx5_bond_0 Got async event: port error", "mlx5_bond_0"),
+        ("ibv_post_send failed on bnxt_re0", "bnxt_re0"),
+        ("NET/OFI error on rdmap0s6-rdm", "rdmap0s6"),
+        ("NET/OFI error on efa0", "efa0"),
+        ("Transport retry count exceeded on mlx5_0:1/IB (synd 0x15)", "mlx5_0:1"),
+        ("connection reset by peer on eth0", "eth0"),
+        ("[ib0] broken pipe", "ib0"),
+        ("connection reset by peer [10.0.0.7]:5123", ""),
+        ("ValueError: method0 of /data/eth0/x.bin", ""),
+    ],
+)
+def test_the_adapter_in_a_message_is_found(text: str, name: str) -> None:
+    assert adapter_in(text) == name
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        WorkerEnd(rank=1, exit_code=1, node="b", message=f"ValueError: {COMPLETION}"),
+        WorkerEnd(rank=1, exit_code=1, node="b", message="OSError: ibv_poll_cq error on mlx5_3:1"),
+        WorkerEnd(
+            rank=1,
+            exit_code=-6,
+            node="b",
+            message="Watchdog caught collective operation timeout",
+            errors=[
+                Raised(types=["RuntimeError"], message="Watchdog caught collective operation timeout"),
+                Raised(types=["ValueError"], message=COMPLETION),
+            ],
+        ),
+    ],
+)
+def test_an_adapter_that_fails_is_infrastructure_whatever_follows_from_it(end: WorkerEnd) -> None:
+    """The ranks that wait for it hang, and a library may wrap it in any class."""
+    hang = Hang(rank=0, at=0.0, node="a", section="step", missing=[1], missing_nodes=["b"])
+    found = diagnose(Evidence(ends=[end], hangs=[hang], rung="step_00000040-a", steps=1))
+    assert (found.cause, found.culprit_node) == (Cause.INFRASTRUCTURE, "b")

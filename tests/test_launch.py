@@ -231,7 +231,7 @@ def test_the_budget_is_durable_and_refunded_by_progress_only(tmp_path: Path) -> 
     first = finish(launch("--max-restarts", "2", args=(acts, "log")), cwd=tmp_path)
     assert first.code == ExitCode.BUDGET_SPENT, first.text
     assert "Traceback" not in first.err
-    assert "death by SIGKILL" in first.err
+    assert "was killed by SIGKILL" in first.err
     second = finish(launch("--max-restarts", "2", args=(acts, "log")), cwd=tmp_path)
     assert second.code == ExitCode.BUDGET_SPENT, second.text
     assert len(lines(tmp_path / "log")) == 3 + 1, "the asked-for attempt and no restart"
@@ -675,6 +675,20 @@ def test_a_process_table_that_is_full_is_told_in_one_line_and_ends(
     if limit < 15:
         assert result.err.splitlines() == told
         assert not (tmp_path / "run").exists(), "nothing was begun"
+
+
+@pytest.mark.parametrize("kind", ["14", "store", *(pytest.param(n, marks=drill) for n in ("17", "26", "32"))])
+def test_a_process_table_that_fills_up_later_is_told_in_one_line_too(tmp_path: Path, kind: str) -> None:
+    """Whatever it is that cannot be started then, a thread inside of torch too: no traceback of our own."""
+    injected = [sys.executable, str(REPO / "tests" / "scripts" / "no_more_processes.py"), kind]
+    flags = ("run", "--run-dir", "run", "--set", "health.gate=off")
+    result = finish([*injected, *flags, STEP, "ok", "log"], cwd=tmp_path, timeout=60)
+    assert result.code == ExitCode.NO_CAPACITY, result.text
+    told = [line for line in result.err.splitlines() if "no more processes or threads can be started" in line]
+    assert len(told) == 1, result.text
+    assert re.search(r"`ulimit -u` is \S+ for all that this user runs here \(now \d+\)", told[0])
+    assert "Traceback" not in result.text
+    assert "defect" not in result.text
 
 
 @pytest.mark.drill

@@ -494,6 +494,63 @@ def test_errors_of_the_fabric_and_of_nobody_are_tried_again_in_place_and_cost_no
     assert left.root_rank == 3, "who left is not to blame for the fabric"
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "NET/IB: Got completion from peer 10.0.0.7<54862> with status=12 opcode=0 vendor err 129 (mlx5_3:1)",
+        "ibv_poll_cq error on mlx5_3:1",
+    ],
+)
+def test_an_adapter_that_times_out_twice_is_named_and_no_checkpoint_is(said: str) -> None:
+    end = WorkerEnd(rank=3, node="b", exit_code=1, message=f"ValueError: {said}")
+    found = diagnose(Evidence(ends=[end], world_size=4, rung="step_120", steps=1))
+    first = failed(**msgspec.structs.asdict(found))
+    for attempts in ((first,), (first, again(first))):
+        decision = decide(*attempts, lower_rungs=2)
+        assert (decision.action, decision.avoid) == (Action.RESTART, [])
+        assert decision.evidence.count("check the network adapter mlx5_3:1 on b") == 1
+        assert "cause: infrastructure" in decision.evidence
+    told = decide(first, lower_rungs=2).evidence
+    situation = Situation(attempt=first, max_restarts=3, facts=told[:2])
+    assert recover([], situation).evidence.count("check the network adapter mlx5_3:1 on b") == 1
+
+
+def test_an_import_error_of_one_rank_is_told_as_its_own() -> None:
+    """All run the same lines: what differs is its node, or its path."""
+    end = WorkerEnd(rank=1, node="b", exit_code=1, message="ModuleNotFoundError: No module named 'data'")
+    peer = WorkerEnd(rank=0, node="a", exit_code=1, message=GLOO, at=1.0)
+    for ends in ([end], [end, peer]):
+        found = diagnose(Evidence(ends=ends, world_size=2))
+        first = failed(began=False, world_size=2, **msgspec.structs.asdict(found))
+        decision = decide(first)
+        assert (decision.action, decision.reason) == (
+            Action.RESTART,
+            "exit code 1 (unknown) on rank 1 on b only may not happen again",
+        )
+        [where] = [line for line in decision.evidence if "rank 1 on b only" in line]
+        assert where.endswith("what differs is that node, or that rank's path")
+        attempts = [first]
+        while (decision := decide(*attempts)).action is not Action.STOP:
+            attempts.append(again(attempts[-1]))
+        assert "on rank 1 on b only" in decision.reason
+        assert "that node, or that rank's path" in decision.reason
+        assert "alike" not in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world", "told"),
+    [(1, 1, "s, before its"), (2, 2, "s, on all ranks alike and"), (2, 3, "s, on 2 of 3 ranks alike and")],
+)
+def test_only_ranks_that_failed_so_are_said_to_be_alike(ranks: int, world: int, told: str) -> None:
+    """The others were stopped before they could show it."""
+    message = "ModuleNotFoundError: No module named 'data'"
+    ends = [WorkerEnd(rank=rank, exit_code=1, message=message) for rank in range(ranks)]
+    found = diagnose(Evidence(ends=ends, world_size=world))
+    decision = decide(failed(began=False, world_size=world, **msgspec.structs.asdict(found)))
+    assert stopped(decision) == ExitCode.FAILED
+    assert told in decision.reason
+
+
 def test_a_rank_that_leaves_early_is_tried_once_more_and_costs_no_rung() -> None:
     lost = WorkerEnd(rank=0, exit_code=1, message=GLOO)
     found = diagnose(

@@ -44,6 +44,7 @@ REPLACED = [
     (r"\d\d:\d\d:\d\d UTC", "TIME"),
     (r"\b\d+(\.\d+)? (KiB|MiB|GiB)\b", "SIZE"),
     (r"bytes \d+ to \d+", "bytes N to M"),
+    (r"errors/rank_00000\d\.", "errors/rank_N."),
     (r"#\d+ of", "#N of"),
     (r"stopped after step \d+", "stopped after step N"),
     (r"step_\d{8}-ID holds", "CHECKPOINT holds"),

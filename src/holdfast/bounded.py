@@ -21,7 +21,8 @@ T = TypeVar("T")
 TABLE_PATIENCE = 5.0
 """Seconds for which a process table that is full may have room again."""
 RETRY = 0.1
-_NO_THREAD = "can't start new thread"
+_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
+"""Of a RuntimeError: Python's own words, and those of a C++ library that wanted a thread, such as a store."""
 PATIENCE = 0.5
 """Seconds that a healthy file system may take before whoever asked it for something goes on without."""
 LINGER = 5.0
@@ -32,7 +33,7 @@ def is_table_full(error: BaseException) -> bool:
     """Whether an error means that no process or thread could be started for want of room."""
     if isinstance(error, OSError):
         return error.errno == errno.EAGAIN
-    return isinstance(error, RuntimeError) and _NO_THREAD in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_THREAD)
 
 
 class Bounded(Generic[T]):

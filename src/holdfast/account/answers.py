@@ -41,6 +41,8 @@ _VERDICTS = {
     "reproducible": "the same comes out on other devices: it is in the data, the state or the script",
     "transient": "it did not come back when the step was run again",
 }
+_UNDECIDED = "one bad result does not say yet whether the device, the data or the state is to blame"
+_ADAPTER = "check the network adapter "
 _SAID = re.compile(
     r"^cause: |^rank \d+ on \S+ \(pid \d+\) failed: |restarts? without progress (was|were) left$"
 )
@@ -199,7 +201,8 @@ def _why(
     cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
     if cause is Cause.HANG:
         found += [text for text in decision.evidence if " hangs " in text or "stands still" in text]
-    found.append(_POINTS_TO[cause])
+    undecided = failed.rejection is not None and not decision.verdict
+    found.append(_UNDECIDED if undecided else _POINTS_TO[cause])
     found += [detail] if detail else []
     found += [text for text in decision.evidence if not _SAID.search(text)]
     if failed.alike:
@@ -276,15 +279,20 @@ def _budget(situation: Situation, decision: Decision) -> str:
 
 
 def _next(failed: PastAttempt, root: FailureRecord | None, decision: Decision) -> str:
+    look_at = printable(next((text for text in decision.evidence if text.startswith(_ADAPTER)), ""))
     if decision.action is Action.WAIT:
         return "bring nodes, or let it wait"
     if decision.action not in (Action.STOP, Action.REQUEUE):
         out = sorted({one.node for one in decision.exclude})
+        if look_at and not out:
+            return f"nothing to do now; {look_at}"
         if not out:
             own = failed.cause == Cause.JOB and root is not None and root.exit_code > 0
             return f"nothing to do, unless it comes back: {_to_mend(root)}" if own else "nothing to do"
         named = printable(", ".join(out))
         return f"nothing to do now; have {named} looked at, then `holdfast control readmit`"
+    if look_at:
+        return f"{look_at}, then run the same command"
     if root is not None and root.message.startswith(KERNEL_OOM):
         return "use less memory (batch, workers, prefetching) or a larger machine, then run the same command"
     if _to_mend(root) and failed.cause in _OWN and decision.exit_code in _BY_CAUSE:

@@ -131,6 +131,7 @@ def situation_of(
     facts: list[str],
     cluster: Cluster | None,
     stopping: str = "",
+    storage: str = "",
     can_requeue: bool = False,
     forgiven: int = 0,
 ) -> Situation:
@@ -155,6 +156,7 @@ def situation_of(
         rerun=rerun,
         trial=trial,
         stopping=stopping,
+        storage=storage,
         can_requeue=can_requeue,
     )
 

@@ -30,6 +30,8 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
     problem: str = ""
     """Empty if it takes and gives back what is written."""
+    errno: int | None = None
+    """Of the system's error that it met."""
     seconds: float = 0.0
     slowest: str = ""
     """The step that took longest."""
@@ -69,7 +71,9 @@ def try_storage(directory: Path, size: int = SMALL) -> Tried:
     except OSError as error:
         where = error.filename or path
         return Tried(
-            problem=f"cannot {step}: {error.strerror or error} ({where})", seconds=time.monotonic() - began
+            problem=f"cannot {step}: {error.strerror or error} ({where})",
+            errno=error.errno,
+            seconds=time.monotonic() - began,
         )
     finally:
         for left in (path, moved):

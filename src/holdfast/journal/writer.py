@@ -109,7 +109,7 @@ class JournalWriter:
             self._lost += 1
             first = self._lost == 1
         if first:
-            log.error("holdfast: cannot write the journal %s: %s; training goes on", self._path, error)
+            log.error("holdfast: cannot write the journal %s: %s; it goes on without", self._path, error)
 
     def _open(self) -> None:
         if self._fd is not None:

@@ -58,12 +58,13 @@ from holdfast.launch.ends import Ends
 from holdfast.launch.evidence import count_oom_kills, gather, stop_and_see
 from holdfast.launch.hanging import look_at_hang
 from holdfast.launch.in_process import InProcess
-from holdfast.launch.incident import await_storage, is_starting, report
+from holdfast.launch.incident import is_starting, report
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.pause import wait_while_paused
 from holdfast.launch.recovering import Recovery
 from holdfast.launch.signals import Interrupted
 from holdfast.launch.stopping import FINE, Stopping
+from holdfast.launch.storage_wait import await_storage, least_space, shared_places
 from holdfast.launch.summary import say
 from holdfast.launch.upstream import launch_store, make_workers, unshared_store
 from holdfast.launch.vigil import Vigil
@@ -470,11 +471,13 @@ class HoldfastAgent(LocalElasticAgent):
         self._shutdown()
         if notice.kind == "lease_lost":
             failures = []  # the run is another's: nothing is recorded there, and nothing is waited for
+        self._recovery.storage = None
         if notice.kind in TO_DECIDE:
-            await_storage(
-                attempt.control.path,
+            self._recovery.storage = await_storage(
+                shared_places(self._settings),
                 check=self._signals.check if stopping.request is None else lambda: None,
                 tell=say,
+                least=least_space(self._settings),
             )
         if failures or notice.kind == "hang":
             self._context.gate.keep_device_errors(attempt.number)

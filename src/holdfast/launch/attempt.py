@@ -55,9 +55,11 @@ T = TypeVar("T")
 class StopRun(Exception):  # noqa: N818 - an end, not an error
     """The launcher ends with this code and message."""
 
-    def __init__(self, code: int, message: str) -> None:
+    def __init__(self, code: int, message: str, then: str = "") -> None:
+        """`then`: what to do next, where the code's own advice would be beside the point."""
         super().__init__(message)
         self.code = code
+        self.then = then
 
 
 class LeaderLostError(HoldfastError):
@@ -237,11 +239,13 @@ class Attempt:
 
     # -- the end ------------------------------------------------------------------------------------------
 
-    def end(self, outcome: str, *, exit_code: int, cause: str, highest_step: int) -> None:
+    def end(
+        self, outcome: str, *, exit_code: int, cause: str, highest_step: int, quiet: bool = False
+    ) -> None:
         """Write the attempt's end, once; only the leader does.
 
         A control directory that cannot be written, or that is gone, costs the record and not what it says:
-        nobody decides by it, and a job that has finished has finished.
+        nobody decides by it, and a job that has finished has finished. `quiet`: that is told already.
         """
         if not self.place.leads or self.ended:
             return
@@ -254,7 +258,8 @@ class Attempt:
         except ControlError as error:
             told = f"attempt {self.number} has no record of its end, which is {outcome}: {error}"
             self.journal.write(Warned(message=told))
-            log.error("holdfast: %s", told)
+            if not quiet:
+                log.error("holdfast: %s", told)
         self.journal.write(AttemptEnded(outcome=outcome, exit_code=exit_code, last_step=highest_step))
 
     def close(self) -> None:

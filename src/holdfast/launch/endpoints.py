@@ -13,6 +13,7 @@ import ipaddress
 import socket
 from typing import TYPE_CHECKING
 
+from holdfast.bounded import is_table_full
 from holdfast.control.hosted_store import HostedStore, can_bind, connect
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.exit_codes import ExitCode
@@ -106,6 +107,8 @@ class Endpoints:
             try:
                 return self._open(host, port)
             except (RuntimeError, TimeoutError, OSError) as error:
+                if is_table_full(error):
+                    raise  # it is this machine that has no room for a thread, whichever endpoint is next
                 first = str(error).partition("\n")[0]
                 self.failures.append(f"{host}:{port}: {first}")
         tried = "; ".join(self.failures) or f"{self.name} was the only one"

@@ -36,6 +36,10 @@ LEAVE = 5.0
 """Seconds to wait at the end for the other nodes to have read the decision: the store may live in here."""
 
 
+class EndedByStorageError(StorageError):
+    """The message is all that is left to say of a launch whose storage takes nothing."""
+
+
 class Ends:
     """One for all attempts of an agent."""
 
@@ -241,11 +245,14 @@ class Ends:
         """Something around the group broke (the store, the control directory): end what can be ended.
 
         The code to end with if the run was to stop anyway, and only its storage is what failed; else None.
+        EndedByStorageError in place of an error that only says which record could not be written.
         """
         self._shutdown()
         request = stopping.request if stopping is not None and stopping.of_all else None
         if request is None or not isinstance(error, StorageError):
             self._abandon(attempt, error)
+            if isinstance(error, StorageError) and self._recovery.storage is not None:
+                raise EndedByStorageError(self._recovery.storage_words()) from error
             return None
         code = ExitCode.STOPPED_UNSAVED
         told = f"the run was to stop ({request.detail}), and could not save: {error}"
@@ -283,7 +290,8 @@ class Ends:
         if attempt is None or attempt.ended:
             return
         try:
-            attempt.end("failed", exit_code=code, cause=Cause.INFRASTRUCTURE, highest_step=self._steps())
+            told, cause = self._recovery.storage is not None, Cause.INFRASTRUCTURE
+            attempt.end("failed", exit_code=code, cause=cause, highest_step=self._steps(), quiet=told)
         except HoldfastError as refused:
             attempt.journal.write(Warned(message=f"attempt {attempt.number} has no end: {refused}"))
         attempt.close()

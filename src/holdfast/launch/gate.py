@@ -62,6 +62,9 @@ AGAIN = 5.0
 EVIDENCE_TIMEOUT = 10.0
 """Seconds that the driver has, after an attempt, to say what its devices went through."""
 
+MEND = "mend what failed, then run the same command"
+"""What to do about a node that has nobody beside it: more nodes would not help it."""
+
 
 class Gate:
     """One for all attempts of an agent."""
@@ -111,14 +114,14 @@ class Gate:
         """
         answer = self._current()
         if answer.kept_out and self._alone and not self._attempts:
-            raise StopRun(ExitCode.NO_CAPACITY, f"{self.node} does not take part: {answer.why}")
+            raise StopRun(ExitCode.NO_CAPACITY, f"{self.node} does not take part: {answer.why}", MEND)
         return answer.why if answer.kept_out else ""
 
     def insist(self) -> None:
         """Where nodes cannot be parked (a static rendezvous): StopRun if this one may not take part."""
         answer = self._current()
         if answer.kept_out:
-            raise StopRun(ExitCode.NO_CAPACITY, f"{self.node} does not take part: {answer.why}")
+            raise StopRun(ExitCode.NO_CAPACITY, f"{self.node} does not take part: {answer.why}", MEND)
 
     def forget(self) -> None:
         """Something failed here: what was found before says nothing any more."""

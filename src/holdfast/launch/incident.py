@@ -11,12 +11,10 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from holdfast.account.answers import answers
-from holdfast.bounded import Look
 from holdfast.checkpoint.identity import CheckpointRoot, parse_name
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.checkpoint.suspicion import situation_of, write_down
@@ -41,7 +39,6 @@ from holdfast.control.lease import Claim, Fence
 from holdfast.control.rejections import rejection_of
 from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
-from holdfast.health.storage import try_storage
 from holdfast.journal import events
 from holdfast.journal.account_events import Account
 from holdfast.journal.tails import last_step
@@ -60,13 +57,10 @@ from holdfast.policy.classify import (
     root_cause,
 )
 from holdfast.policy.evidence import Evidence, Hang, Loss, LostNode
+from holdfast.policy.lost_storage import Trouble
 from holdfast.policy.recovery import AT_IMPORT, Decision, Situation, describe_end, recover
+from holdfast.policy.signs import adapter_to_check, in_words
 from holdfast.settings import parse_failure_causes
-
-STORAGE_PATIENCE = 30.0
-"""Seconds for which a failed attempt waits for its storage to take what is to be recorded: a disk that was
-full for a moment is no reason to give the job back."""
-STORAGE_LOOK = 1.0
 
 
 @dataclass(kw_only=True)
@@ -82,6 +76,8 @@ class Circumstances:
     """What else was seen, in words."""
     stopping: str = ""
     """The request to stop the run that came before the failure, in words."""
+    storage: Trouble | None = None
+    """What keeps the run's storage from taking anything, however long it was waited for."""
     restarts_chosen: bool = False
     """Whether somebody gave launch.max_restarts."""
     can_requeue: Callable[[], bool] = lambda: False
@@ -107,33 +103,6 @@ def is_starting(attempt: Attempt) -> bool:
     except (ControlError, OSError):
         return False
     return not begun and time.time() - record.started < AT_IMPORT
-
-
-def await_storage(
-    directory: Path,
-    *,
-    check: Callable[[], None],
-    tell: Callable[[str], None],
-    patience: float = STORAGE_PATIENCE,
-) -> None:
-    """Wait until something can be written there, at most `patience` seconds; then who writes meets the error.
-
-    `check` is called at every look, and raises if the launcher was told to stop.
-    """
-    look = Look(lambda: try_storage(directory).problem, "storage", patience=STORAGE_LOOK)
-    began, told = time.monotonic(), False
-    while True:
-        looked = look.take()
-        problem = "it does not answer" if looked is None else looked.result()
-        if not problem or time.monotonic() - began > patience:
-            break
-        if not told:
-            tell(f"the storage of {directory} takes nothing: {problem}. Waiting for it, up to {patience:g} s")
-            told = True
-        check()
-        time.sleep(min(STORAGE_LOOK, patience))
-    if told and not problem:
-        tell(f"the storage of {directory} works again, after {time.monotonic() - began:.0f} s")
 
 
 def report(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
@@ -177,6 +146,7 @@ def decide(
         for one in device_errors_of(control, attempt.number)
     ]
     history = past_attempts(control, before=attempt.number)
+    facts += [known.storage.describe()] if known.storage is not None else []
     saved = _diagnostic(settings, failed)
     facts += [f"the state that the rejected step began from: {saved}"] if saved else []
     situation = _situation(control, failed, history, settings, known, facts)
@@ -362,6 +332,7 @@ def _situation(
         facts=facts,
         cluster=known.cluster,
         stopping=known.stopping,
+        storage=known.storage.brief if known.storage is not None else "",
         can_requeue=not known.stopping and known.can_requeue(),
     )
 
@@ -388,7 +359,8 @@ def _facts(
         else:
             facts.append(_left_first(root, failures))
         if root.exit_code > 0 and at_import(root.errors):
-            facts.append(f"{1 + len(others)} of {attempt.place.world_size} ranks failed in their first lines")
+            too = sum(at_import(one.errors) for one in others)  # the rest may only have lost a peer
+            facts.append(f"{1 + too} of {attempt.place.world_size} ranks failed in their first lines")
         lost = [str(failure.rank) for failure in others if is_symptom(failure.exit_code, failure.message)]
         rest = [str(failure.rank) for failure in others if not is_symptom(failure.exit_code, failure.message)]
         if lost:
@@ -406,6 +378,8 @@ def _facts(
         for one in failures
         if one.left and one is not root
     ]
+    named = (adapter_to_check([one.message, *map(in_words, one.errors)], one.node) for one in failures)
+    facts += dict.fromkeys(filter(None, named))
     if reported < attempt.place.nodes:
         facts.append(f"{attempt.place.nodes - reported} of {attempt.place.nodes} nodes did not report")
     return facts

@@ -33,7 +33,8 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from holdfast.bounded import PATIENCE, Aside, Bounded
+from holdfast.bounded import PATIENCE, Aside, Bounded, is_table_full
+from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.cluster.node_name import node_name
 from holdfast.cluster.slurm import current_job
 from holdfast.control.attempts import attempt_numbers
@@ -55,6 +56,7 @@ from holdfast.launch.arrangement import usable_devices, why_unfit
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import Endpoints, parse_endpoints
+from holdfast.launch.ends import EndedByStorageError
 from holdfast.launch.gate import Gate
 from holdfast.launch.keeper import Keeper
 from holdfast.launch.kept_launch import keep_launch
@@ -69,7 +71,9 @@ from holdfast.launch.saves_told import SavesTold
 from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.starting import Starter
+from holdfast.launch.storage_wait import find_trouble, least_space, shared_places
 from holdfast.launch.summary import next_step, say
+from holdfast.policy.lost_storage import last_words
 from holdfast.torch_internals import get_addr_and_port
 from holdfast.worker.stop_file import refuse_stop_file
 
@@ -163,16 +167,22 @@ def _live(config: LaunchConfig, command: Sequence[str], context: LaunchContext, 
     except Interrupted:
         code, why, itself = int(ExitCode.STOPPED), "a signal asked for it", False
     except StopRun as stop:
-        say(f"stopped: {stop}\n  next:       {next_step(stop.code)}" if stop.code else str(stop))
+        then = stop.then or next_step(stop.code)
+        say(f"stopped: {stop}\n  next:       {then}" if stop.code else str(stop))
         code, why, itself = stop.code, str(stop), stop.code == ExitCode.CONTROL_UNUSABLE
     except HoldfastError as error:
-        say(f"error: {error}")
+        say(f"{'stopped' if isinstance(error, EndedByStorageError) else 'error'}: {error}")
         code, why = tell.ended(int(error.exit_code), str(error)), str(error)
     except (RendezvousError, DistError) as error:
-        code, why = _explain_rendezvous(error, config)
+        code, why = _explain_rendezvous(error, config, context)
         tell.ended(code, why)
     except Exception as error:
-        _alert(context, config, int(ExitCode.FAILED), f"a defect of the launcher: {error!r}", itself=True)
+        if is_table_full(error):  # told by the caller, in one line; to alert somebody may need a process, too
+            with contextlib.suppress(RuntimeError, OSError):
+                why = f"no more processes or threads can be started: {error}"
+                _alert(context, config, int(ExitCode.NO_CAPACITY), why, itself=True)
+        else:
+            _alert(context, config, int(ExitCode.FAILED), f"a defect of the launcher: {error!r}", itself=True)
         raise
     _alert(context, config, code, why, itself=itself)
     return code
@@ -364,9 +374,12 @@ def _make_handler(
     )
 
 
-def _explain_rendezvous(error: Exception, config: LaunchConfig) -> tuple[int, str]:
+def _explain_rendezvous(error: Exception, config: LaunchConfig, context: LaunchContext) -> tuple[int, str]:
     """The code to end with, and why, which is said here."""
     where = f"rendezvous {config.run_id}"
+    if isinstance(error, RendezvousTimeoutError) and (told := _storage_in_the_way(context)):
+        say(f"stopped: {told}")
+        return int(ExitCode.STORAGE_FAILED), told
     if isinstance(error, RendezvousTimeoutError):
         code, what = (
             ExitCode.NO_CAPACITY,
@@ -378,6 +391,17 @@ def _explain_rendezvous(error: Exception, config: LaunchConfig) -> tuple[int, st
         code, what = ExitCode.DECISION_TIMEOUT, f"lost the store of {where}: {error}"
     say(f"stopped: {what}\n  next:       {next_step(code)}")
     return int(code), what
+
+
+def _storage_in_the_way(context: LaunchContext) -> str:
+    """What keeps every node out, where that is the run's storage and not a lack of nodes; else empty."""
+    settings, control = context.settings, context.control
+    look = Bounded(lambda: find_trouble(shared_places(settings), least_space(settings)), "storage")
+    trouble = look.result() if look.ended(PATIENCE) else None
+    if trouble is None:
+        return ""
+    saved = Bounded(lambda: highest_committed_step(settings.checkpoint_root(), control), "saved-steps")
+    return last_words(trouble, saved=saved.result() if saved.ended(PATIENCE) else None, last=None)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from holdfast.account.wording import on_the_terminal, one_line
+from holdfast.account.wording import headline, on_the_terminal, one_line
+from holdfast.bounded import PATIENCE, Bounded
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.config import Settings
 from holdfast.control.attempts import attempt_numbers, record_failure
@@ -35,7 +36,8 @@ from holdfast.launch.restart_evidence import Faulted
 from holdfast.launch.summary import say
 from holdfast.policy.capacity import Cluster, Exclusion
 from holdfast.policy.evidence import LostNode
-from holdfast.policy.recovery import Action
+from holdfast.policy.lost_storage import Trouble, last_words
+from holdfast.policy.recovery import Action, Decision
 
 REPORT_SLACK = 10.0
 """Seconds beyond the stop grace for the other nodes to report."""
@@ -44,6 +46,11 @@ REPORT_SLACK = 10.0
 def report_timeout(settings: Settings) -> float:
     """Seconds within which every node has ended its workers and reported."""
     return settings.launch.stop_grace + REPORT_SLACK
+
+
+def by_storage(decision: Decision, storage: Trouble | None) -> bool:
+    """Whether a launch ends because its storage takes nothing."""
+    return storage is not None and decision.exit_code == ExitCode.STORAGE_FAILED
 
 
 class Recovery:
@@ -56,6 +63,8 @@ class Recovery:
         self._workers_per_node = workers_per_node
         self.last_step: int | None = None
         """The last step that a rank of this node completed in the attempt that ended."""
+        self.storage: Trouble | None = None
+        """What kept the storage from taking anything when the last attempt had ended, after a wait."""
         self.lost_leader: list[LostNode] = []
         """How the last attempt's leader was lost, for whoever decides about that."""
         self._faulted = Faulted()
@@ -102,6 +111,7 @@ class Recovery:
             last_step=self.last_step,
             facts=[*told, *faulted.facts],
             stopping=stopping,
+            storage=self.storage,
             restarts_chosen=self._context.restarts_chosen,
             can_requeue=self._can_requeue,
         )
@@ -154,7 +164,12 @@ class Recovery:
         if account is None:
             return  # learnt, and told by whoever decided
         self._context.saves.catch_up()
-        say(on_the_terminal(account, str(control.path)))
+        if by_storage(incident.decision, self.storage):
+            self._context.last_words = self.storage_words()
+            say(headline(account))
+            say(f"stopped: {self._context.last_words}")
+        else:
+            say(on_the_terminal(account, str(control.path)))
         self._context.saves.fell(account)
         payload = {"text": one_line(account), "attempt": incident.attempt, "cause": incident.cause}
         stops = incident.decision.action in (Action.STOP, Action.REQUEUE)
@@ -165,6 +180,19 @@ class Recovery:
         for one in incident.decision.exclude:
             what = one.node if one.device is None else f"device {one.device} of {one.node}"
             self._context.alerts.send(EXCLUSION, {**payload, "text": f"{what} is excluded: {one.reason}"})
+
+    def storage_words(self) -> str:
+        """The end of a launch whose storage takes nothing, in one line."""
+        assert self.storage is not None
+        saved, scheduler = self._saved(), self._context.scheduler
+        requeued = saved is not None and scheduler.can_requeue(saved)
+        return last_words(self.storage, saved=saved, last=self.last_step or None, requeued=requeued)
+
+    def _saved(self) -> int | None:
+        """The highest step that is saved; None while the storage does not answer."""
+        root, control = self._settings.checkpoint_root(), self._context.control
+        look = Bounded(lambda: highest_committed_step(root, control), "saved-steps")
+        return look.result() if look.ended(PATIENCE) else None
 
     def _can_requeue(self) -> bool:
         control = self._context.control

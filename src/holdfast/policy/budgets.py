@@ -142,6 +142,8 @@ class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the hardware itself accuses that device."""
     alike: bool = False
     """Whether the ranks failed with one and the same error of their own."""
+    same_ranks: int = 0
+    """How many of them ended with that very error; 0 if not known."""
     root_rank: int | None = None
     """The rank whose end it was; None if it was no worker's, or if that is not known."""
     began: bool = True

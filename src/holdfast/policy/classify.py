@@ -37,7 +37,16 @@ from holdfast.policy.evidence import (
 )
 from holdfast.policy.rejection import Kind, Place, Rejection
 from holdfast.policy.signs import Cause as Cause
-from holdfast.policy.signs import Found, found_in, in_words, is_of_hardware, is_of_lost_peer, is_own, sign_in
+from holdfast.policy.signs import (
+    Found,
+    found_in,
+    in_words,
+    is_of_fabric,
+    is_of_hardware,
+    is_of_lost_peer,
+    is_own,
+    sign_in,
+)
 from holdfast.policy.xids import proves_broken
 
 
@@ -73,6 +82,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the hardware itself accuses that device."""
     alike: bool = False
     """Whether the ranks failed with one and the same error of their own; see `_alike`."""
+    same_ranks: int = 0
+    """How many of them ended with that very error; 0 if not known."""
     root_rank: int | None = None
     """The rank whose end it was; None where the root cause is no worker's end."""
     rung: str = ""
@@ -273,10 +284,16 @@ def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
     for end in evidence.ends:
         if end.left and end.rank in waited_for:
             yield (0, end.at, _tie(end)), end
+    # An adapter that has failed leaves others waiting: neither they nor what they loaded are to blame.
+    follows = 3 if any(_tells_of_fabric(end) for end in evidence.ends) else 0
     for hang in evidence.hangs:
-        yield (0, hang.at, _tie(hang)), hang
+        yield (follows, hang.at, _tie(hang)), hang
     for lost in evidence.lost:
         yield (0, lost.at, _tie(lost)), lost
+
+
+def _tells_of_fabric(end: WorkerEnd) -> bool:
+    return any(map(is_of_fabric, (end.message, *map(in_words, end.errors))))
 
 
 def _is_broken(error: DeviceError) -> bool:
@@ -306,7 +323,8 @@ def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
     if end.left:
         told = f"rank {end.rank} left with exit code 0 before its peers"
         return Diagnosis(cause=Cause.JOB, message=told, root_rank=end.rank)
-    alike = _alike(end, evidence)
+    same = _same_ranks(end, evidence)
+    alike = _alike(end, evidence, same)
     found = _classify_end(end, evidence.causes)
     if found.cause is Cause.JOB and not alike and _error_class(end) in _AT_IMPORT:
         # The others run the same lines. What only some of them cannot import lies with their node, or with
@@ -321,11 +339,17 @@ def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
         culprit_device=end.device if placed else "",
         named=bool(placed and end.node and end.device and found.hardware),
         alike=alike,
+        same_ranks=same,
         root_rank=end.rank,
     )
 
 
-def _alike(root: WorkerEnd, evidence: Evidence) -> bool:
+def _same_ranks(root: WorkerEnd, evidence: Evidence) -> int:
+    told = (root.exit_code, comparable(root.message))
+    return sum((end.exit_code, comparable(end.message)) == told for end in evidence.ends)
+
+
+def _alike(root: WorkerEnd, evidence: Evidence, same: int) -> bool:
     """Whether no rank tells another story, and most tell this one.
 
     Not all: the agent stops the others as soon as it sees the first one fail. Exit code 2 without a word is
@@ -335,8 +359,6 @@ def _alike(root: WorkerEnd, evidence: Evidence) -> bool:
         return False
     if not root.message and root.exit_code != ExitCode.USAGE:
         return False
-    told = (root.exit_code, comparable(root.message))
-    same = sum((end.exit_code, comparable(end.message)) == told for end in evidence.ends)
     return same == len(evidence.ends) and 2 * same > evidence.world_size
 
 
@@ -376,6 +398,8 @@ def _classify_end(end: WorkerEnd, added: Sequence[tuple[str, str]]) -> Found:
             if re.search(pattern, text, re.IGNORECASE):
                 return Found(Cause(cause))
     told = [one for link in chain if (one := found_in(link)) is not None]
+    if any(is_of_fabric(in_words(link)) for link in chain):
+        return Found(Cause.INFRASTRUCTURE)
     if told:
         return next((one for one in told if one.cause is not Cause.UNKNOWN), told[0])
     raised = bool(end.errors) or bool(end.message and not end.heard)

@@ -191,11 +191,44 @@ def _follows_frames(lines: list[str], number: int) -> bool:
     return number > 0 and (lines[number - 1].startswith((" ", "\t", TRACEBACK)))
 
 
+_CLASS = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?=:|$)")
+"""The exception's class at the head of a message: what tells causes apart before all else."""
+_NAME = r"[^\s'\"`,;:()\[\]<>{}|/]+"
+_UNITS = r"[KMGT]i?B|bytes|[nuµm]?s|secs?|(?:milli)?seconds?|min|minutes?|hours?"
 _PASSING = re.compile(
-    r"0x[0-9a-fA-F]+|\b(pid|process)[ =:]*\d+|\d+(\.\d+)? ?([KMGT]i?B|bytes)\b", re.IGNORECASE
+    "|".join(
+        (
+            # A checkpoint's name: its step stays, what is drawn anew in every attempt goes.
+            r"(?P<step>step_\d+)(?:-[0-9a-f]{8,})?",
+            # Below a directory for temporary files; the name of a script that lies there stays.
+            rf"(?:/{_NAME})*?/(?:tmp|shm)(?:/{_NAME})+?(?P<script>/(?!tmp[a-z0-9_]{{8}}\b){_NAME}\.py\b)",
+            rf"(?:/{_NAME})*?/(?:tmp|shm)(?:/{_NAME})+",
+            r"(?<![A-Za-z0-9])tmp[a-z0-9_]{8}(?![A-Za-z0-9])",  # as Python's tempfile draws them
+            r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?)?(?:Z|[+-]\d\d:?\d\d)?",
+            r"\b\d\d:\d\d:\d\d(?:[.,]\d+)?",
+            r"(?<![0-9a-f])[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}(?![0-9a-f])",
+            rf"\b\d+(?:\.\d+)?(?:e[+-]?\d+)? ?(?:{_UNITS})\b",
+            r"0x[0-9a-f]+",
+            r"(?<![A-Za-z0-9])[0-9a-f]{8,}(?![A-Za-z0-9])",
+            r"\b(?:pids?|pid\(s\)|tids?|process|port)[ =:#]*\d+(?:, ?\d+)*",
+            r"(?<=[\w\]]:)\d{4,5}\b|(?<=\]:)\d+|<\d+>",  # ports; lines of that number in a file go too
+            r"(?<![A-Za-z0-9.])\d{6,}(?:\.\d+)?",
+        )
+    ),
+    re.IGNORECASE,
 )
 
 
 def comparable(message: str) -> str:
-    """A message without what differs between two runs of the same thing: addresses, pids, sizes of memory."""
-    return _PASSING.sub("…", message)
+    """A message without what differs between two runs of the same thing.
+
+    That is names and directories of temporary files, addresses, ids of processes, UUIDs, ports, times, sizes,
+    and long numbers. The class of the exception stays, and so do short numbers and names of other files.
+    """
+    kind = _CLASS.match(message)
+    head = kind.group() if kind is not None else ""
+    return head + _PASSING.sub(_kept, message[len(head) :])
+
+
+def _kept(passing: re.Match[str]) -> str:
+    return (passing["step"] or "") + "…" + (passing["script"] or "")

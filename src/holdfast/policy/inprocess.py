@@ -124,6 +124,7 @@ def failed_iteration(
         highest_step=committed,
         culprit_node=found.culprit_node,
         alike=found.alike,
+        same_ranks=found.same_ranks,
         root_rank=found.root_rank,
         seconds=seconds,
         at=at,

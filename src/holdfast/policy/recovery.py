@@ -35,7 +35,7 @@ from holdfast.policy.capacity import Cluster, Exclusion, Fit, devices_of, fit, l
 from holdfast.policy.classify import Cause
 from holdfast.policy.rejection import Rerun, Settled, Trial, Window
 from holdfast.policy.rotation import arrangements
-from holdfast.policy.signs import sign_in
+from holdfast.policy.signs import adapter_to_check, sign_in
 from holdfast.policy.variation import Tried
 from holdfast.policy.verdicts import Question, judge
 
@@ -66,6 +66,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a scheduler would start the job again."""
     stopping: str = ""
     """The request to stop the run that came before the failure, in words; empty if there was none."""
+    storage: str = ""
+    """Why no attempt can begin, in words: the run's storage takes nothing. Empty if it does."""
     capacity_wait: float = CAPACITY_WAIT
     waited: float = 0.0
     """Seconds that were spent waiting for capacity since it failed."""
@@ -136,6 +138,7 @@ it for reasons of their own."""
 
 _FOUND = ("verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial", "readmit")
 """What a judgement hands on to the decision as it is."""
+_DIFFERS = "the others run the same lines, so what differs is that node, or that rank's path"
 _FROM_OUTSIDE = frozenset({Cause.PREEMPTION, Cause.INFRASTRUCTURE})
 """Causes that another place or time may be free of."""
 
@@ -165,6 +168,11 @@ class _Case:
         self._wanted = failed.node_count or len(failed.nodes) or len(cluster.nodes)
         self._fit = Fit(nodes=[]) if situation.cluster is None else fit(cluster, self._wanted)
         self._evidence = [*situation.facts, f"cause: {failed.cause}", _progress(past, failed)]
+        check = adapter_to_check([failed.message], failed.culprit_node)
+        if check and not any(one.startswith(check) for one in situation.facts):
+            self._evidence.insert(len(situation.facts), check)
+        if alone := self._on_one_rank_only():
+            self._evidence.insert(len(situation.facts), f"it failed on {alone}: {_DIFFERS}")
 
     def decide(self) -> Decision:
         rules = (
@@ -194,6 +202,8 @@ class _Case:
             self._evidence.append(f"not decisive without a Run: {decision.reason}")
             self._left = self._left_here
             decision = self._too_few_nodes() or self._go(Action.RESTART, why, self._fit)
+        if self._now.storage and decision.action not in (Action.STOP, Action.REQUEUE):
+            decision = self._without_storage(decision)
         if self._failed.rejection is None and decision.action is not Action.STOP:
             told = {"rerun": self._now.rerun, "trial": self._now.trial}
             decision = msgspec.structs.replace(decision, **told)  # what another failure has interrupted
@@ -216,11 +226,22 @@ class _Case:
         if any(attempt.began for attempt in self._all) or highest_step(self._all) > 0:
             return False
         failed = self._failed
-        kind = failed.message.partition(":")[0].rpartition(".")[2]
-        hopeless = kind in CANNOT_PASS if failed.message else failed.exit_code == ExitCode.USAGE
+        hopeless = self._at_import() if failed.message else failed.exit_code == ExitCode.USAGE
         if failed.exit_code in INCURABLE or (failed.alike and hopeless):
             return False
         return code in (ExitCode.FAILED, ExitCode.BUDGET_SPENT, ExitCode.NOTHING_LEFT)
+
+    def _at_import(self) -> bool:
+        return self._failed.message.partition(":")[0].rpartition(".")[2] in CANNOT_PASS
+
+    def _on_one_rank_only(self) -> str:
+        """Where an error is that all ranks would share if the script had it; empty if it is no such one."""
+        failed = self._failed
+        if failed.alike or not self._at_import() or failed.root_rank is None:
+            return ""
+        if failed.same_ranks != 1 or failed.world_size < 2:
+            return ""
+        return f"rank {failed.root_rank}{f' on {failed.culprit_node}' if failed.culprit_node else ''} only"
 
     # -- what a restart would not cure ----------------------------------------------------------------------
 
@@ -246,6 +267,19 @@ class _Case:
             return self._stop(code, f"{why} in {1 + self._tried.repeats} attempts without progress")
         return self._go(Action.RESTART, f"{why}, and may be well again", self._fit)
 
+    def _without_storage(self, wanted: Decision) -> Decision:
+        """No attempt could follow. What was to be varied is kept: the next launch begins with that."""
+        action = Action.REQUEUE if self._may_requeue() else Action.STOP
+        return msgspec.structs.replace(
+            wanted,
+            action=action,
+            exit_code=int(ExitCode.STORAGE_FAILED),
+            reason=self._now.storage,
+            evidence=[*self._evidence, f"once it takes what is written: {wanted.action}, {wanted.reason}"],
+            restarts_left=self._left,
+            wait_seconds=0.0,
+        )
+
     def _failed_at_import(self) -> Decision | None:
         failed = self._failed
         # An error that nobody knows, in the same words on all ranks before their first step, is the script's.
@@ -256,9 +290,14 @@ class _Case:
             return None
         if failed.seconds > AT_IMPORT or highest_step(self._all) > 0:
             return None
+        who = "on all ranks alike and "
+        if failed.world_size == 1:
+            who = ""  # one rank is alike to none
+        elif 0 < failed.same_ranks < failed.world_size:
+            who = f"on {failed.same_ranks} of {failed.world_size} ranks alike and "
         return self._stop(
             ExitCode.FAILED,
-            f"the script failed after {failed.seconds:.0f} s, on all ranks alike and before its first step: "
+            f"the script failed after {failed.seconds:.0f} s, {who}before its first step: "
             "a restart would end the same way",
         )
 
@@ -420,8 +459,14 @@ class _Case:
     def _repeat_last(self) -> Decision | None:
         if not self._may_repeat():
             return None
-        what = f"{self._end_in_words()} ({self._cause}) may not happen again"
-        return self._go(Action.RESTART, what, self._fit)
+        what = f"{self._end_in_words()} ({self._cause})"
+        what += f" on {alone}" if (alone := self._on_one_rank_only()) else ""
+        before = self._tried.repeats
+        if before == 0:
+            return self._go(Action.RESTART, f"{what} may not happen again", self._fit)
+        times = "once" if before == 1 else f"{before} times"
+        why = f"{what}: the same failure came back {times}, and may still pass"
+        return self._go(Action.RESTART, why, self._fit)
 
     def _end_in_words(self) -> str:
         failed = self._failed
@@ -461,7 +506,10 @@ class _Case:
         times = 1 + self._tried.repeats
         if self._tried.told:
             self._evidence.append(f"tried since the last progress: {self._tried.told}")
-        why = f"the same failure came back {times} times, and nothing is left to vary against it"
+        alone = self._on_one_rank_only()
+        where = f" on {alone}" if alone else ""
+        why = f"the same failure came back {times} times{where}, and nothing is left to vary against it"
+        why += f": {_DIFFERS}" if alone else ""
         if self._guilty() and self._failed.culprit_node and self._may_requeue():
             node, reason = self._failed.culprit_node, self._accusation()
             return self._requeue(f"{why} on these nodes", [Exclusion(node, None, reason)])

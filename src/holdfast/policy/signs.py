@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import errno
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -48,6 +48,8 @@ class Sign(NamedTuple):
     """Whether it is the device's own word, which accuses that very device."""
     here: bool = True
     """Whether the node that it was seen on may be at fault."""
+    fabric: bool = False
+    """Whether it is the word of a network adapter, or of its library: hangs and timeouts follow from that."""
 
 
 SIGNS: tuple[Sign, ...] = (
@@ -72,6 +74,39 @@ SIGNS: tuple[Sign, ...] = (
         Cause.JOB,
         r"device-side assert triggered",
         "torch.AcceleratorError: CUDA error: device-side assert triggered",
+    ),
+    # the fabric: before what only follows from it
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"call to ibv_\w+ failed",
+        "misc/ibvwrap.cc:291 NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out, on dev "
+        "mlx5_bond_1:1, curr state INIT, next state RTR",
+        fabric=True,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"\bibv_\w+\b.*\b(error|failed|failure|timed out)",
+        "RuntimeError: ibv_poll_cq error on mlx5_3:1: transport retry counter exceeded",
+        fabric=True,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"net/ib\w* ?: ?([\w.:]+ ?:? )?got (completion|async)",
+        "NCCL WARN NET/IB : Got completion from peer 10.0.0.7<54862> with status=12 opcode=0 len=0 vendor "
+        "err 129 (Recv)",
+        fabric=True,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"net/ofi .*(error|failed)|\blibfabric\b.*(error|failed)",
+        "NCCL WARN NET/OFI Request 0x7f5c completed with error. RC: 113. Error: unresponsive receiver",
+        fabric=True,
+    ),
+    Sign(
+        Cause.INFRASTRUCTURE,
+        r"transport retry count exceeded",
+        "ib_mlx5_log.c:143  Transport retry count exceeded on mlx5_0:1/IB (synd 0x15 vend 0x81 hw_synd 0/0)",
+        fabric=True,
     ),
     # collectives that did not end
     Sign(
@@ -188,29 +223,6 @@ SIGNS: tuple[Sign, ...] = (
         Cause.INFRASTRUCTURE,
         r"can't start new thread|resource temporarily unavailable",
         "RuntimeError: can't start new thread",
-    ),
-    # the fabric
-    Sign(
-        Cause.INFRASTRUCTURE,
-        r"call to ibv_\w+ failed",
-        "misc/ibvwrap.cc:291 NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out, on dev "
-        "mlx5_bond_1:1, curr state INIT, next state RTR",
-    ),
-    Sign(
-        Cause.INFRASTRUCTURE,
-        r"net/ib\w* ?: ?got (completion|async)",
-        "NCCL WARN NET/IB : Got completion from peer 10.0.0.7<54862> with status=12 opcode=0 len=0 vendor "
-        "err 129 (Recv)",
-    ),
-    Sign(
-        Cause.INFRASTRUCTURE,
-        r"net/ofi .*(error|failed)|\blibfabric\b.*(error|failed)",
-        "NCCL WARN NET/OFI Request 0x7f5c completed with error. RC: 113. Error: unresponsive receiver",
-    ),
-    Sign(
-        Cause.INFRASTRUCTURE,
-        r"transport retry count exceeded",
-        "ib_mlx5_log.c:143  Transport retry count exceeded on mlx5_0:1/IB (synd 0x15 vend 0x81 hw_synd 0/0)",
     ),
     Sign(
         Cause.INFRASTRUCTURE,
@@ -455,6 +467,35 @@ def is_of_lost_peer(text: str) -> bool:
 
 def is_of_hardware(text: str) -> bool:
     return any(pattern.search(text) for pattern in _HARDWARE_PATTERNS)
+
+
+def is_of_fabric(text: str) -> bool:
+    """Whether the first thing that the text tells of is a network adapter."""
+    sign = sign_in(text)
+    return sign is not None and sign.fabric
+
+
+_ADAPTERS = (
+    re.compile(
+        r"(?<![\w/.-])(?:mlx[45]_(?:bond_)?\d+|bnxt_re_?(?:bond_?)?\d+|efa_?\d+|rdmap\w+|irdma_?\d+|hfi1_\d+)"
+        r"(?::\d{1,3}(?!\d))?"
+    ),
+    re.compile(r"(?<![\w/.-])(?:eth|ib|bond|hsn|eno|ens|enp)\d\w*(?![\w.])"),
+)
+"""Names of what talks RDMA, with its port, and of plain interfaces."""
+
+
+def adapter_in(text: str) -> str:
+    """The network adapter that a message names (`mlx5_3:1`, `bnxt_re0`, `eth0`); empty if it names none."""
+    found = next((match for one in _ADAPTERS if (match := one.search(text)) is not None), None)
+    return found.group() if found is not None else ""
+
+
+def adapter_to_check(texts: Sequence[str], node: str) -> str:
+    """What to do about an adapter that these texts of one rank complain of; empty if they do not."""
+    complaints = [text for text in texts if is_of_fabric(text) or is_of_lost_peer(text)]
+    name = next((found for text in complaints if (found := adapter_in(text))), "")
+    return f"check the network adapter {name}{f' on {node}' if node else ''}" if name else ""
 
 
 def found_in(raised: Raised) -> Found | None:
