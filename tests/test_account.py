@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.account.answers import answers
-from holdfast.account.incidents import incidents
+from holdfast.account.incidents import headline, incidents
 from holdfast.account.remarks import remarks
 from holdfast.account.story import Story, back, closing
-from holdfast.account.wording import five, headline, on_the_terminal, one_line
+from holdfast.account.wording import five, on_the_terminal, one_line
 from holdfast.control.attempts import FailureRecord
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.account_events import Account

@@ -93,6 +93,11 @@ def _fault(life: list[Attempt], index: int) -> _Fault | None:
     return None
 
 
+def headline(account: Account) -> str:
+    """`rank 1 on node-b was killed by SIGKILL in step 25`."""
+    return printable(f"{account.who} {account.what}")
+
+
 def _since(attempt: Attempt, seen: float) -> float:
     """When it began to cost time: a rank that stood still did so before it was seen."""
     began = attempt.account.began if attempt.account is not None else None
@@ -126,7 +131,7 @@ def _incident(
         number=number,
         attempt=failed.number,
         at=fault.at,
-        what=f"{failed.account.who} {failed.account.what}" if failed.account else _what(failed),
+        what=headline(failed.account) if failed.account else _what(failed),
         account=failed.account,
         refused=tuple(
             printable(f"{name}: {'; '.join(why) or 'rejected'}")

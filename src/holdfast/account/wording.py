@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holdfast.account.incidents import Incident
+from holdfast.account.incidents import Incident, headline
 from holdfast.journal.account_events import Account
 from holdfast.journal.text import duration, plural, printable
 
@@ -14,11 +14,6 @@ class Answer(NamedTuple):
 
     question: str
     text: str
-
-
-def headline(account: Account) -> str:
-    """`rank 1 on node-b was killed by SIGKILL in step 25`."""
-    return printable(f"{account.who} {account.what}")
 
 
 def one_line(account: Account) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from holdfast.account.wording import headline, on_the_terminal, one_line
+from holdfast.account.incidents import headline
+from holdfast.account.wording import on_the_terminal, one_line
 from holdfast.bounded import PATIENCE, Bounded
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.config import Settings
