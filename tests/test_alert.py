@@ -152,8 +152,9 @@ def end_of(
     control, _ = ControlDirectory.open_or_create(home / "run")
     sender = alerts(told, command=f"cat >> {given}; echo >> {given}")
     context: Any = SimpleNamespace(
-        control=control, alerts=sender, max_nodes=nodes, leads=leads, last_words="what happened"
-    )
+        control=control, alerts=sender, max_nodes=nodes, leads=leads, last_words="what happened",
+        settings=load(keywords={"run_dir": str(home / "run")}).settings,
+    )  # fmt: skip
     config: Any = SimpleNamespace(run_id="job 7", min_nodes=nodes)
     teller: Any = SimpleNamespace(ended=lambda code, why: code)
     with pytest.MonkeyPatch.context() as patched:
