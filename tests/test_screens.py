@@ -27,6 +27,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "all corrupt": (18, []),
     "exception on one rank": (0, []),
     "exception again and again": (1, []),
+    "budget spent": (22, ["--max-restarts", "1"]),
     "import error": (1, []),
     "NaN batch": (0, []),
     "stopped process": (0, QUICK_HANG),

@@ -38,7 +38,7 @@ def die() -> None:
 
 def meet(batch: torch.Tensor) -> torch.Tensor:
     match FAULT:
-        case "killed rank" if rank == 1:
+        case "killed rank" | "budget spent" if rank == 1:
             die()
         case "corrupt newest" if rank == 1:
             corrupt(1)
@@ -73,7 +73,7 @@ def forward_backward(batch: torch.Tensor) -> torch.Tensor:
 
 
 for step, (batch,) in run.steps(DataLoader(TensorDataset(torch.randn(4096, 8)), batch_size=8), until=UNTIL):
-    if step == AT and (first or FAULT == "exception again and again"):
+    if step == AT and (first or FAULT in ("exception again and again", "budget spent")):
         batch = meet(batch)
     loss = run.compute(forward_backward, batch)
     optimizer.step()

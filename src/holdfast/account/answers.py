@@ -295,6 +295,11 @@ def _next(failed: PastAttempt, root: FailureRecord | None, decision: Decision) -
         return f"{look_at}, then run the same command"
     if root is not None and root.message.startswith(KERNEL_OOM):
         return "use less memory (batch, workers, prefetching) or a larger machine, then run the same command"
+    if root is not None and root.exit_code == -signal.SIGKILL and decision.exit_code in _BY_CAUSE:
+        return (
+            "find out what kills it (the kernel's log, the scheduler's, a container's limits), "
+            "then run the same command"
+        )
     if _to_mend(root) and failed.cause in _OWN and decision.exit_code in _BY_CAUSE:
         return f"{_to_mend(root)}, then run the same command"
     code = decision.exit_code

@@ -190,6 +190,13 @@ def _what(attempt: Attempt) -> str:
 
 def _evidence(attempt: Attempt, after: Attempt | None) -> list[str]:
     """What recovery rested on; what the journal adds to it; and why higher rungs were not used."""
+    if attempt.account is not None:
+        root = _root(attempt)
+        process = [f"rank {root.rank} was process {root.pid} on {root.node}"] if root is not None else []
+        above = (
+            [f"{name}: {'; '.join(why) or 'rejected'}" for name, why in _passed_over(after)] if after else []
+        )
+        return [printable(text) for text in (*attempt.account.why, *process, *above)]
     decided = attempt.recovery.evidence if attempt.recovery is not None else []
     found: list[str] = []
     root = _root(attempt)

@@ -87,7 +87,7 @@ class Ends:
             if stopping.request is not None:
                 self._requeue_after(attempt, stopping.request)
         self._context.last_words = f"attempt {attempt.number} was stopped: {notice.detail}"
-        say(f"{self._context.last_words}\n  next:       {next_step(code)}")
+        say(f"{self._context.last_words}\n  next: {next_step(code)}")
         return self._leave(attempt, code)
 
     def _requeue_after(self, attempt: Attempt, request: StopRequest) -> None:
@@ -197,7 +197,7 @@ class Ends:
         """The leader or the store was lost during a stop: nobody can say any more what was saved."""
         self._shutdown()
         self._context.last_words = f"the stop could not be completed: {why}"
-        say(f"{self._context.last_words}\n  next:       {next_step(ExitCode.STOPPED_UNSAVED)}")
+        say(f"{self._context.last_words}\n  next: {next_step(ExitCode.STOPPED_UNSAVED)}")
         if self._meeting is not None and not self._meeting.lost:
             with contextlib.suppress(StoreLostError):
                 self._meeting.leave(why)
@@ -257,7 +257,7 @@ class Ends:
         code = ExitCode.STOPPED_UNSAVED
         told = f"the run was to stop ({request.detail}), and could not save: {error}"
         self._context.last_words = told
-        say(f"{told}\n  next:       {next_step(code)}")
+        say(f"{told}\n  next: {next_step(code)}")
         self.tell_meeting(code, str(error).partition("\n")[0])
         if attempt is not None and attempt.place.leads:
             number, scheduler = attempt.number, self._context.scheduler

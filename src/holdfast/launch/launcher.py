@@ -168,7 +168,7 @@ def _live(config: LaunchConfig, command: Sequence[str], context: LaunchContext, 
         code, why, itself = int(ExitCode.STOPPED), "a signal asked for it", False
     except StopRun as stop:
         then = stop.then or next_step(stop.code)
-        say(f"stopped: {stop}\n  next:       {then}" if stop.code else str(stop))
+        say(f"stopped: {stop}\n  next: {then}" if stop.code else str(stop))
         code, why, itself = stop.code, str(stop), stop.code == ExitCode.CONTROL_UNUSABLE
     except HoldfastError as error:
         say(f"{'stopped' if isinstance(error, EndedByStorageError) else 'error'}: {error}")
@@ -389,7 +389,7 @@ def _explain_rendezvous(error: Exception, config: LaunchConfig, context: LaunchC
         code, what = ExitCode.FAILED, f"{where} was closed by another node: the run has ended there"
     else:
         code, what = ExitCode.DECISION_TIMEOUT, f"lost the store of {where}: {error}"
-    say(f"stopped: {what}\n  next:       {next_step(code)}")
+    say(f"stopped: {what}\n  next: {next_step(code)}")
     return int(code), what
 
 
