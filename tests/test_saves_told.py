@@ -196,3 +196,37 @@ def at_step(step, run):
 
 train(run_dir, until=6, at_step=at_step)
 """
+
+
+# --- the end of a run ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_last_line_says_what_was_met_and_never_waits_for_long(
+    tmp_path: Path, journal: dict[str, JournalWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A journal that cannot be read in time must not be told as a run without an incident."""
+    journal["rank-0"].write(events.AttemptStarted(epoch=1, world_size=1))
+    journal["rank-0"].write(events.StepsDone(first=1, seconds=[0.1] * 7))
+    said: list[str] = []
+    told = SavesTold(tmp_path, said.append)
+    told.follow(3, leads=True)
+    told.finished("runs/a")
+    assert said == ["finished: 7 steps, no incident"]
+    released = threading.Event()
+
+    def stuck(self: SavesTold, since: int) -> list[events.Line]:
+        released.wait(60)
+        return []
+
+    monkeypatch.setattr(saves_told, "LAST_LINE", 0.1)
+    monkeypatch.setattr(SavesTold, "_read", stuck)
+    began = time.monotonic()
+    told.finished("runs/a")
+    released.set()
+    assert time.monotonic() - began < 10
+    assert said[1] == "finished: 7 steps; the journal could not be read in time: holdfast why runs/a"
+    follower = SavesTold(tmp_path, said.append)
+    follower.follow(3, leads=False)
+    follower.finished("runs/a")
+    assert len(said) == 2, "only the agent that leads says it"

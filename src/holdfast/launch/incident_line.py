@@ -1,7 +1,7 @@
 """An incident in one line, from the records of a release that kept no account of it. Without torch.
 
-`holdfast status` shows this line where there is no `account.json`. The records may be of any release: an action
-that is not known here is shown by its own name.
+`holdfast status` shows this line where there is no `account.json`. The records may be of any release: an
+action that is not known here is shown by its own name.
 """
 
 from __future__ import annotations

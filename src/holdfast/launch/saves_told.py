@@ -19,10 +19,12 @@ from pathlib import Path
 from holdfast.account.incidents import incidents
 from holdfast.account.remarks import remarks
 from holdfast.account.story import Story, back, closing
+from holdfast.bounded import Bounded
 from holdfast.journal.account_events import Account
 from holdfast.journal.events import Line, StepsDone
 from holdfast.journal.reader import JournalReader
 from holdfast.journal.save_lines import SaveLines
+from holdfast.journal.text import plural
 
 WRITERS = frozenset({"rank-0", "writer-0", "drain", "read-back"})
 """Those who journal what becomes of a save."""
@@ -34,7 +36,9 @@ CATCH_UP = 1.0
 """Seconds that an incident waits for what happened before it to be told."""
 CLOSE = 2.0
 """Seconds for the last look."""
-MOST_READ = 64 * 1024 * 1024
+LAST_LINE = 5.0
+"""Seconds for what the whole run came to."""
+MOST_READ = 16 * 1024 * 1024
 """Bytes of journal that are read to say what an incident cost; of a longer one only the newest attempts."""
 
 
@@ -86,10 +90,17 @@ class SavesTold:
     def finished(self, run_dir: str) -> None:
         """The run is done: the last line, with what all its incidents came to."""
         self.close()
-        if self._leads and self._thread is not None:
-            lines = self._read(0)
-            found = incidents(lines)
-            self._say(closing(found, remarks(lines, found), self._step, run_dir))
+        if not self._leads or self._thread is None:
+            return
+        last = Bounded(lambda: self._closing(run_dir), "closing-line")  # the storage may not answer
+        steps = plural(self._step, "step")
+        unread = f"finished: {steps}; the journal could not be read in time: holdfast why {run_dir}"
+        self._say(last.result() if last.ended(LAST_LINE) else unread)
+
+    def _closing(self, run_dir: str) -> str:
+        lines = self._read(0)
+        found = incidents(lines)
+        return closing(found, remarks(lines, found), self._step, run_dir)
 
     def close(self) -> None:
         """Tell what has been journalled by now, and no more."""
