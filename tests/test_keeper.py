@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 from harness import await_child, job, wait_until
 from holdfast.control.hosted_store import HostedStore, connect
 from holdfast.inprocess import keeper as keeper_module
+from holdfast.inprocess.keeper import log_path
 from holdfast.inprocess.messages import (
     LEFT,
     LOST,
@@ -35,6 +36,7 @@ from holdfast.inprocess.messages import (
     plan_key,
     text,
 )
+from holdfast.settings_inprocess import InProcessSettings
 from keeping import (
     GREETS,
     MEMBER,
@@ -369,3 +371,15 @@ def test_nothing_is_left_of_a_keeper(tmp_path: Path) -> None:
             channel.close()
     assert own_fds() <= before  # something that an earlier test left to the collector may go meanwhile
     assert threading.active_count() <= threads
+
+
+def test_a_log_that_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    chosen = InProcessSettings(enabled=True, monitor_process_logdir=str(tmp_path / "logs"))
+    path = log_path(chosen, "a")
+    assert path == tmp_path / "logs" / "keeper-a.log"
+    path.write_text("what an earlier one saw\n")
+    assert log_path(chosen, "a") == path
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=r"no regular file.*keeper-a\.log"):
+        log_path(chosen, "a")

@@ -15,6 +15,7 @@ farewell), and have hard_timeout to end.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -366,7 +367,10 @@ def log_path(chosen: InProcessSettings, node: str) -> Path | None:
         return None
     place = Path(chosen.monitor_process_logdir)
     place.mkdir(parents=True, exist_ok=True)
-    return place / f"keeper-{node}.log"
+    path = place / f"keeper-{node}.log"
+    if path.exists() and not path.is_file():  # opening a FIFO would wait for whoever reads it
+        raise OSError(errno.EINVAL, "it is there and is no regular file", str(path))
+    return path
 
 
 def stamped(message: str) -> str:
