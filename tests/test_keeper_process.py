@@ -140,7 +140,8 @@ class Job:
         """The plan, once these members have it."""
         for member in members:
             path = self._place / f"plan{iteration}.{member}"
-            wait_until(path.exists, LIMIT, f"member {member} has plan {iteration}: {self.ranks.errors()}")
+            what = f"member {member} has plan {iteration}: {self.ranks.errors()}"
+            wait_until(lambda path=path: path.exists() and path.stat().st_size > 0, LIMIT, what)  # type: ignore[misc]
         found: Plan | Over = msgspec.json.decode(path.read_bytes(), type=Plan | Over)
         assert isinstance(found, Plan), found
         return found
