@@ -259,6 +259,7 @@ def test_dropped_steps_stops_and_slow_ranks_are_no_silence() -> None:
     text = closing([], list(found.values()), 40, "r")
     assert text.startswith("finished: 40 steps, no restart; ")
     assert "2 dropped steps" in text
+    assert "1 slow rank;" in text, "found twice, and one rank all the same"
     assert "no incident" not in text
 
 
@@ -273,3 +274,14 @@ def test_a_refusal_that_an_incident_tells_of_is_not_told_again() -> None:
 def test_every_signal_has_a_name() -> None:
     assert "was killed by SIGSEGV" in told(ended(0, -signal.SIGSEGV)).what
     assert "was killed by signal 70" in told(ended(0, -70)).what
+
+
+def test_the_closing_line_repeats_what_is_left_to_do() -> None:
+    journal = Journal().start().steps(1, 20)
+    journal.save(20)
+    account = account_of(1, step=20)
+    account.next = "nothing to do now; have b looked at"
+    journal.write(account, "agent-a")
+    journal.end("failed").start(resume=(name_of(20), 20)).steps(21, 30).finish(30)
+    text = closing(incidents(journal.lines), [], 30, "r")
+    assert "; nothing to do now; have b looked at; report:" in text

@@ -13,7 +13,6 @@ VARIABLE = "HOLDFAST_VERBOSITY"
 
 
 class Verbosity(StrEnum):
-    QUIET = "quiet"
     NORMAL = "normal"
     DEBUG = "debug"
 

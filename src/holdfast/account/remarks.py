@@ -25,7 +25,7 @@ class Remark:
     """One kind of thing that happened, once or often."""
 
     kind: str
-    """dropped, stop, slow, refused, save or copy."""
+    """dropped, stop, stopped, slow, refused, save or copy."""
     at: float
     """The first time."""
     what: str
@@ -87,7 +87,7 @@ def _of(line: Line, told: set[str]) -> Remark | None:
             )
         case StopSaved():
             return Remark(
-                "stop", line.at, f"stopped after step {body.step}, saved", "run the same command to go on"
+                "stopped", line.at, f"stopped after step {body.step}, saved", "run the same command to go on"
             )
         case StragglerFound():
             who = f"rank {body.rank} on {body.node}" if body.rank is not None else f"node {body.node}"

@@ -13,6 +13,7 @@ from holdfast.journal.account_events import Account
 from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
 from holdfast.journal.text import duration, plural, printable
 
+NOTHING = "nothing to do"
 AVOIDED = "avoided:"
 """How the reason begins of a checkpoint that may be sound, and that the next attempt is to do without."""
 MOST_REFUSED = 20
@@ -90,7 +91,7 @@ def closing(found: list[Incident], others: list[Remark], steps: int, run_dir: st
     if not found and not others:
         return f"finished: {plural(steps, 'step')}, no incident"
     report = f"report: holdfast journal {printable(run_dir, 4096)} --report report.html"
-    met = [f"; {plural(one.count, _KINDS[one.kind])}" for one in others]
+    met = _counted(others)
     if not found:
         return f"finished: {plural(steps, 'step')}, no restart{''.join(met)}; {report}"
     restarts = sum(one.account is None or not one.account.ends for one in found)
@@ -98,8 +99,18 @@ def closing(found: list[Incident], others: list[Remark], steps: int, run_dir: st
     lost = duration(sum(one.seconds_lost for one in found))
     what = [plural(steps, "step"), plural(restarts, "restart")]
     what += [f"{plural(redone, 'step')} done again"] if redone else []
-    left = "" if others else ", nothing to do"
+    asked = [one.account.next for one in found if one.account is not None and one.account.next != NOTHING]
+    left = f"; {printable(asked[-1])}" if asked else "" if others else f", {NOTHING}"
     return f"finished: {', '.join(what)}, {lost} lost{left}{''.join(met)}; {report}"
+
+
+def _counted(others: list[Remark]) -> list[str]:
+    """How many there were of each kind; the same slow rank, stop or checkpoint counts once."""
+    found: dict[str, int] = {}
+    for one in others:
+        often = one.count if one.kind in ("dropped", "save", "copy") else 1
+        found[one.kind] = found.get(one.kind, 0) + often
+    return [f"; {plural(count, _KINDS[kind])}" for kind, count in found.items() if kind in _KINDS]
 
 
 _KINDS = {
@@ -108,5 +119,5 @@ _KINDS = {
     "slow": "slow rank",
     "refused": "refused checkpoint",
     "save": "failed save",
-    "copy": "copy not made",
+    "copy": "failed upload",
 }
