@@ -45,7 +45,7 @@ def test_a_paused_failure_waits_and_goes_on_from_what_was_pinned_meanwhile(place
         assert found["state"] == "paused"
         assert found["paused"]["by"] == "alice"
         assert found["exit_code"] is None
-        assert "rank 0 on n killed by SIGKILL (infrastructure)" in found["incident"]["text"]
+        assert "rank 0 on n was killed by SIGKILL in step 8" in found["incident"]["text"]
         place.control("pin", "3", "--reason", "before it looked odd", "--yes")
         stays(lambda: attempt_numbers(place.run()) == [1], "restarted although recovery is paused")
         place.control("unpause", "--reason", "go on", "--by", "alice")
@@ -67,7 +67,7 @@ def test_a_paused_failure_waits_and_goes_on_from_what_was_pinned_meanwhile(place
     assert (told["kind"], told["attempt"], told["cause"]) == ("incident", 1, "infrastructure")
     assert told["run"] == place.run().run_id
     assert told["run_dir"] == str(place.cwd / "run")
-    assert told["text"].startswith("attempt 1: rank 0 on n killed by SIGKILL (infrastructure) at step 7")
+    assert told["text"].startswith("rank 0 on n was killed by SIGKILL in step 8 → restarting")
 
 
 @pytest.mark.drill
