@@ -1,4 +1,4 @@
-"""The kinds of training that docs/exactness.md has a row for: each a few lines, as a torch script has them.
+"""The kinds of training in docs/guides/exactness.md's tables: each a few lines, as a torch script has them.
 
 Nothing here knows of Holdfast. The plain loop and the loop with a `Run` (exactness.py) build the same parts
 and do the same with them; `tracked` is what a script would hand to `run.track`.

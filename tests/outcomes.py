@@ -1,7 +1,7 @@
 """The table of outcomes: every injected truth, on one rank or several, however the model is wrapped.
 
 Each case is a real run under `holdfast run` on devices that are only names; what it came to is read from the
-run's records, not from what it printed. The table in docs/validation.md is made from here.
+run's records, not from what it printed. The table in docs/guides/validation.md is made from here.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Outcome:
     result: Result
 
     def row(self, case: Case) -> str:
-        """A line of the table in docs/validation.md."""
+        """A line of the table in docs/guides/validation.md."""
         end = "finishes" if self.code == 0 else f"stops with {self.code}"
         told = [f"device {', '.join(self.excluded)} excluded"] if self.excluded else []
         told += [f"checkpoint of step {step} condemned" for step in self.condemned]
@@ -166,7 +166,7 @@ def losses(cwd: Path) -> dict[tuple[int, int], str]:
 
 
 def main() -> None:
-    """Print the table for docs/validation.md: `PYTHONPATH=tests python tests/outcomes.py`."""
+    """Print the table for docs/guides/validation.md: `PYTHONPATH=tests python tests/outcomes.py`."""
     print("| what is wrong | verdict | what becomes of it | attempts |\n|---|---|---|---|")
     for case in ALL:
         with tempfile.TemporaryDirectory() as place:

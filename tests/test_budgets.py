@@ -186,11 +186,11 @@ def test_every_cause_has_a_budget_with_its_reason_and_the_bounds_follow_from_it(
 
 
 def test_the_page_has_the_budgets_of_the_code() -> None:
-    page = " ".join((REPO / "docs" / "recovery.md").read_text(encoding="utf-8").split())
+    page = " ".join((REPO / "docs" / "guides" / "recovery.md").read_text(encoding="utf-8").split())
     for cause, budget in BUDGETS.items():
         hourly = f", at most {budget.per_window} in an hour" if budget.window == 3600 else ""
         row = f"| {cause} | {budget.restarts}{hourly} | {budget.repeats} | {budget.why} |"
-        assert row in page, f"docs/recovery.md should have:\n{row}"
+        assert row in page, f"docs/guides/recovery.md should have:\n{row}"
     assert f"`launch.max_restarts`, {most_restarts(10**6) - 20}) + 20 times" in page
     assert f"repeats a cycle that was run {MOST_IDENTICAL} times" in page
     assert f"After {MAX_FAILED_LAUNCHES} launches in a row that failed" in page

@@ -1,4 +1,4 @@
-"""`holdfast config show` and docs/configuration.md: both say what the code says."""
+"""`holdfast config show` and docs/reference/configuration.md: both say what the code says."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def test_the_documentation_lists_every_setting_as_the_code_has_it() -> None:
         f"| `{field.key}` | `{json.dumps(field.default)}` | {field.allowed} | {field.description} |"
         for field in FIELDS.values()
     ]
-    page = (REPO / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (REPO / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     listed = [line for line in page.splitlines() if line.startswith("| `") and "." in line.split("|")[1]]
-    assert listed == rows, "the table in docs/configuration.md should be:\n" + "\n".join(rows)
+    assert listed == rows, "the table in docs/reference/configuration.md should be:\n" + "\n".join(rows)

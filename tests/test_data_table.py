@@ -1,4 +1,4 @@
-"""The table of docs/data.md, walked: every kind of loader is exact, or refused by name.
+"""The table of docs/guides/data.md, walked: every kind of loader is exact, or refused by name.
 
 For each row the plain loop, without Holdfast, says what is right: the samples, their contents, and the random
 numbers that training draws in between. A feed that is never interrupted must give the same, and so must feeds
@@ -51,7 +51,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-PAGE = Path(__file__).parent.parent / "docs" / "data.md"
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "data.md"
 SAMPLES, BATCH = 10, 2
 BATCHES = SAMPLES // BATCH
 

@@ -1,4 +1,4 @@
-"""Exact, or refused by name: every kind of training in docs/exactness.md against the plain torch loop.
+"""Exact, or refused by name: every kind of training in docs/guides/exactness.md against the plain torch loop.
 
 `make test` runs a fixed core, a diagonal through kinds, data, ways of saving, shapes of the loop, kills and
 numbers of ranks. `make drill` runs every kind with every way of saving, some under `holdfast run`, and draws
@@ -30,7 +30,7 @@ from harness import REPO, finish
 from harness import holdfast as command
 from tiny import checkpoints, die, forked, train
 
-PAGE = REPO / "docs" / "exactness.md"
+PAGE = REPO / "docs" / "guides" / "exactness.md"
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_what_a_script_forgot_to_track_shows_in_the_comparison(lab: Lab, name: s
 
 
 def test_a_user_proves_it_by_two_runs_and_a_comparison(tmp_path: Path) -> None:
-    """As docs/exactness.md says; test_ckpt_diff.py has what differs."""
+    """As docs/guides/exactness.md says; test_ckpt_diff.py has what differs."""
 
     def killed(step: int, run: holdfast.Run) -> None:
         if step == 5:

@@ -10,7 +10,7 @@ from harness import REPO, finish, holdfast
 from holdfast import errors
 from holdfast.exit_codes import MEANINGS, ExitCode
 
-PAGE = REPO / "docs" / "exit-codes.md"
+PAGE = REPO / "docs" / "reference" / "exit-codes.md"
 ERRORS = [
     value
     for value in vars(errors).values()
@@ -26,7 +26,7 @@ def test_the_page_has_exactly_the_codes_of_the_code() -> None:
     listed = [
         line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:3].strip("| ").isdigit()
     ]
-    assert listed == rows, "the table in docs/exit-codes.md should be:\n" + "\n".join(rows)
+    assert listed == rows, "the table in docs/reference/exit-codes.md should be:\n" + "\n".join(rows)
 
 
 def test_every_code_has_a_meaning_and_an_advice() -> None:

@@ -375,7 +375,7 @@ def test_nothing_is_left_of_many_snapshots() -> None:
 
 
 def test_the_memory_of_a_fork_is_bounded_by_what_was_private_before_it() -> None:
-    """docs/async-saves.md: what training writes meanwhile is held twice, and nothing else."""
+    """docs/guides/async-saves.md: what training writes meanwhile is held twice, and nothing else."""
     state = {"weights": torch.ones(16 * MiB), "moments": torch.ones(8 * MiB)}
     before = frozen_memory.host_memory()
     with gated() as gate, taken(state) as snapshot:
@@ -393,7 +393,7 @@ def test_the_memory_of_a_fork_is_bounded_by_what_was_private_before_it() -> None
 
 
 def test_the_pages_are_taken_back_before_training_needs_them() -> None:
-    """Without that, every page costs a fault at its next write: see docs/benchmarks.md."""
+    """Without that, every page costs a fault at its next write: see docs/design/benchmarks.md."""
 
     def faults() -> int:
         usage = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

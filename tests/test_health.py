@@ -135,7 +135,7 @@ def test_more_of_something_is_never_judged_worse(one: int, other: int) -> None:
     ],
 )
 def test_every_limit_is_where_the_page_says(judged: CheckResult, expected: Status) -> None:
-    """The table in docs/health.md, on both sides of each limit."""
+    """The table in docs/guides/health.md, on both sides of each limit."""
     assert judged.status is expected, judged
 
 
@@ -492,11 +492,11 @@ def test_every_xid_has_a_source_that_bears_its_class_out_or_is_unproven_and_accu
 
 def test_the_page_names_only_extras_that_exist() -> None:
     declared = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for page in (REPO / "docs").glob("*.md"):
+    for page in (REPO / "docs").rglob("*.md"):
         text = page.read_text()
         named = {*re.findall(r"extras? `(\w+)`", text), *re.findall(r"holdfast\[([\w,]+)\]", text)}
         for extra in {one for names in named for one in names.split(",")}:
-            assert extra in declared, f"{page.name} names the extra {extra}"
+            assert extra in declared, f"{page.relative_to(REPO)} names the extra {extra}"
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What is wrong is found out: every injected truth ends as the policy says, with the right verdict.
 
-A diagonal of the table in docs/validation.md runs with the tests, all of it as a drill, which also compares
-the table with what it saw. Scenarios 2, 3, 4, 20 and 22.
+A diagonal of the table in docs/guides/validation.md runs with the tests, all of it as a drill, which also
+compares the table with what it saw. Scenarios 2, 3, 4, 20 and 22.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 from outcomes import ALL, BAD, DIAGONAL, EXPECTED, Case, Outcome, losses, play
 
-DOC = REPO / "docs" / "validation.md"
+DOC = REPO / "docs" / "guides" / "validation.md"
 
 
 def read(cwd: Path) -> list[object]:

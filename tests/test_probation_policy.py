@@ -1,6 +1,6 @@
 """The policy of probation: healthy curves raise nothing, real damage is found, low throughput is apart.
 
-The measured rates are printed, and kept in docs/probation.md.
+The measured rates are printed, and kept in docs/guides/probation.md.
 """
 
 from __future__ import annotations

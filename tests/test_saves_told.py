@@ -81,7 +81,7 @@ def test_each_event_of_a_save_has_its_line() -> None:
 
 
 def test_the_page_shows_every_line_that_there_is() -> None:
-    page = (REPO / "docs" / "async-saves.md").read_text(encoding="utf-8")
+    page = (REPO / "docs" / "guides" / "async-saves.md").read_text(encoding="utf-8")
     for _, event, expected in STORY:
         assert f"save {expected.partition(':')[0]}" in page
         assert f"`{event.__struct_config__.tag}`" in page

@@ -1,4 +1,4 @@
-"""Every exit code that Holdfast uses, in one table. `docs/exit-codes.md` is checked against it."""
+"""Every exit code that Holdfast uses, in one table. `docs/reference/exit-codes.md` is checked against it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The settings there are: one typed tree.
 
 The classes below are the only place where a setting's type, range, default and description are written.
-Loading (config.py), `holdfast config show` and the tests of docs/configuration.md all read them from here.
+Loading (config.py), `holdfast config show` and docs/reference/configuration.md all read them from here.
 Building these classes by hand checks nothing; `holdfast.config.load` does.
 """
 

@@ -265,7 +265,7 @@ class SealedStore:
         self._tell(
             f"what is at {key!r} in the store of the rendezvous ({raw[:_SHOWN]!r}) was not written by this "
             "run and is ignored, as is whatever else does not prove to be. Somebody else can reach the "
-            "store: docs/nodes.md says which network it must live in"
+            "store: docs/guides/nodes.md says which network it must live in"
         )
 
     def _given_up(self, key: str) -> DecisionTimeoutError:

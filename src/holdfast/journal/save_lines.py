@@ -7,8 +7,8 @@ holdfast: save replicated: step 12, step_00000012-3fa9c1d2, rank 0's part on nod
 holdfast: save drained: step 12, step_00000012-3fa9c1d2, to the checkpoint root, 1.2 GiB in 3.1 s
 holdfast: save verified: step 12, step_00000012-3fa9c1d2, read back, 1.2 GiB in 6.0 s
 ```
-`docs/async-saves.md` has the table of them. What fails has words of its own: `save failed` is an error in the
-log of rank 0 and so not printed a second time.
+`docs/guides/async-saves.md` has the table of them. What fails has words of its own: `save failed` is an error
+in the log of rank 0 and so not printed a second time.
 """
 
 from __future__ import annotations

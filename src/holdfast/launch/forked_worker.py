@@ -2,7 +2,7 @@
 
 What an exec would have done is done here by hand, and what it would have inherited comes with the agent's
 request: session, directory, mask, descriptors, signals, environment, arguments, `__main__` and fresh random
-state. docs/fast-restarts.md lists what still differs. Standard library only.
+state. docs/guides/fast-restarts.md lists what still differs. Standard library only.
 
 Guarantees: when something cannot be done, the process tells the agent and ends; it never runs half-prepared.
 What was imported ahead (torch, numpy, what depends on them) is out of sight until the script imports it. If

@@ -1,7 +1,7 @@
 """The texts, classes and numbers of errors by which a cause is known: one table of each.
 
 Every text comes with a message as it is really met; a test classifies each of them, and compares the tables
-with docs/recovery.md. What is not here is unknown, whatever it is.
+with docs/guides/recovery.md. What is not here is unknown, whatever it is.
 """
 
 from __future__ import annotations

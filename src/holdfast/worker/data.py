@@ -4,7 +4,7 @@ Guarantee: a resumed run gets the batches that it would have got without the int
 and with the same contents, and the training's random numbers go on as if nothing had happened; or the loader
 is refused by name. What is known of a loader from its looks is refused when it is handed over; what only its
 use shows makes the save fail; and what nobody could see before makes the resume fail, because the batches
-that are replayed are compared with those of before. docs/data.md has a row for each kind of loader.
+that are replayed are compared with those of before. docs/guides/data.md has a row for each kind of loader.
 
 Run owns the iterator, because a loader's position can only be restored before `iter()` is called. A loader
 with `state_dict` and `load_state_dict` (such as StatefulDataLoader) restores its own position. Any other is
