@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo packages test lint format bench drill gpu compat clean
+.PHONY: help demo docs packages test lint format bench drill gpu compat clean
 
 help:
 	@echo "make demo    train, kill a rank, corrupt a checkpoint, recover, compare with an undisturbed run"
 	@echo "make test    lint, types and the whole test suite"
 	@echo "make lint    ruff and mypy only"
+	@echo "make docs    the documentation as a site, in site/index.html"
 	@echo "make drill   the slow fault drills"
 	@echo "make bench   benchmarks against plain DCP, written to bench/results.json"
 	@echo "make compat TORCH=2.15.0    the whole test suite on another torch, in an environment of its own"
@@ -23,6 +24,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/holdfast demo
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # What tests of cut networks and of a real Slurm need; where it cannot be installed they are skipped, loudly.
 packages:
@@ -60,4 +64,4 @@ gpu:
 	PYTHONPATH="src:tests:$$PYTHONPATH" $(PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
