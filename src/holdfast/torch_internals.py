@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
 
 
 SHOWN = ("2.11", "2.13", "2.15")
-"""Releases of torch that the tests ran on; those between have what these have. See docs/reference/torch.md."""
+"""Releases of torch that the tests ran on; those between have what these have: docs/reference/torch.md."""
 
 
 @dataclass(frozen=True)
