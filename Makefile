@@ -26,6 +26,7 @@ demo: $(READY)
 	$(BIN)/holdfast demo
 
 docs: $(READY)
+	$(BIN)/python tools/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # What tests of cut networks and of a real Slurm need; where it cannot be installed they are skipped, loudly.

@@ -11,6 +11,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from harness import REPO, Result, finish
+from holdfast.journal.events import AnyEvent
 
 PAGES = sorted((REPO / "docs").rglob("*.md"))
 SOURCES = [
@@ -112,3 +113,37 @@ def test_every_page_that_the_source_names_exists() -> None:
     }
     assert named
     assert not {one for one in named if not (REPO / one[0]).is_file()}
+
+
+def reference(repo: Path) -> Result:
+    return finish([sys.executable, "tools/reference.py", "--check"], cwd=repo)
+
+
+def test_exit_codes_settings_and_events_are_on_their_pages_as_the_code_has_them() -> None:
+    result = reference(REPO)
+    assert result.code == 0, result.text
+
+
+@pytest.mark.parametrize(
+    ("page", "row"),
+    [
+        ("exit-codes.md", "| 34 | `STORAGE_FAILED` |"),
+        ("configuration.md", "| `checkpoint.interval` |"),
+        ("journal.md", "| `run_created` | The run exists"),
+    ],
+)
+def test_a_table_that_differs_from_the_code_is_found(copied: Path, page: str, row: str) -> None:
+    path = copied / "docs" / "reference" / page
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith(row)]
+    assert len(kept) == len(lines) - 1
+    path.write_text("".join(kept), encoding="utf-8")
+    result = reference(copied)
+    assert result.code == 1, result.text
+    assert page in result.out
+    assert "make docs" in result.out
+
+
+def test_every_event_of_the_journal_says_what_it_means() -> None:
+    for kind in AnyEvent.__args__:
+        assert (kind.__doc__ or "").strip(), kind

@@ -51,11 +51,15 @@ def decode_loss(loss: float | str | None) -> float | None:
 
 
 class RunCreated(Event, tag="run_created"):
+    """The run exists: its directory was made."""
+
     run: str
     checkpoint_root: str
 
 
 class LeaseClaimed(Event, tag="lease_claimed"):
+    """A launch claimed the lease: from here on only it may act on the run."""
+
     epoch: int
     owner: str
     """Launch id of the claimant."""
@@ -64,11 +68,15 @@ class LeaseClaimed(Event, tag="lease_claimed"):
 
 
 class LeaseLost(Event, tag="lease_lost"):
+    """The lease is another launch's by now; whoever writes this stops acting."""
+
     epoch: int
     evidence: str
 
 
 class AttemptStarted(Event, tag="attempt_started"):
+    """A group of ranks begins to train."""
+
     epoch: int
     world_size: int
     nodes: int = 1
@@ -78,6 +86,8 @@ class AttemptStarted(Event, tag="attempt_started"):
 
 
 class WorkersStarted(Event, tag="workers_started"):
+    """The worker processes of one node run."""
+
     node: str
     pids: dict[int, int]
     """Global rank → process id."""
@@ -87,6 +97,8 @@ class WorkersStarted(Event, tag="workers_started"):
 
 
 class WorkerFailed(Event, tag="worker_failed"):
+    """How one worker ended, and what it left behind: message, error file, section."""
+
     rank: int
     node: str
     pid: int
@@ -101,6 +113,8 @@ class WorkerFailed(Event, tag="worker_failed"):
 
 
 class AttemptEnded(Event, tag="attempt_ended"):
+    """The group has ended, and how."""
+
     outcome: str
     """finished, failed, stopped, lost."""
     exit_code: int = 0
@@ -124,12 +138,16 @@ class Decision(Event, tag="decision"):
 
 
 class RungRejected(Event, tag="rung_rejected"):
+    """A checkpoint that a resume could not use, and why."""
+
     checkpoint: str
     step: int
     reasons: list[str]
 
 
 class Resumed(Event, tag="resumed"):
+    """The state is in place, from this checkpoint or from nothing."""
+
     checkpoint: str | None
     """None for a fresh start."""
     step: int
@@ -138,11 +156,15 @@ class Resumed(Event, tag="resumed"):
 
 
 class SaveStarted(Event, tag="save_started"):
+    """A save has begun."""
+
     checkpoint: str
     step: int
 
 
 class SaveCommitted(Event, tag="save_committed"):
+    """A checkpoint is complete and durable; from here on a resume may use it."""
+
     checkpoint: str
     step: int
     parent: str | None
@@ -157,6 +179,8 @@ class SaveCommitted(Event, tag="save_committed"):
 
 
 class SaveFailed(Event, tag="save_failed"):
+    """A save came to nothing; what was committed before is untouched."""
+
     checkpoint: str
     step: int
     error: str
@@ -416,6 +440,8 @@ class DeterminismMeasured(Event, tag="determinism_measured"):
 
 
 class RunFinished(Event, tag="run_finished"):
+    """The last step is done."""
+
     step: int
     samples: int
     tokens: int
@@ -435,6 +461,8 @@ class OperatorActed(Event, tag="operator_acted"):
 
 
 class Warned(Event, tag="warned"):
+    """Anything else worth knowing."""
+
     message: str
 
 
