@@ -61,7 +61,7 @@ from holdfast.settings_fields import (
     mask,
     masked,
 )
-from holdfast.settings_hints import LOCAL_NEED, NEEDS, in_other_systems, without_switch
+from holdfast.settings_hints import LOCAL_NEED, NEEDS, REMOVED, in_other_systems, without_switch
 from holdfast.settings_validation import (
     DEFERRED,
     DEFERRED_ALLOWS,
@@ -195,6 +195,8 @@ def _suggestion(field: Field, value: object) -> str:
             return f"write {words.get(meant, meant)}"
     elif field.key == CKPT_FORMAT and isinstance(value, str) and value in OTHER_FORMATS:
         return f"{OTHER_FORMATS[value]}; use {_show(field.default)}"
+    elif isinstance(value, str) and (field.key, value) in REMOVED:
+        return REMOVED[field.key, value]
     elif field.words and isinstance(value, str) and value.strip().lower() in field.words:
         return f'write "{value.strip().lower()}"'
     elif isinstance(value, str):
