@@ -77,7 +77,7 @@ def step(run: holdfast.Run) -> None:
 
 def plans_made(run: holdfast.Run) -> int:
     assert run._saving is not None
-    return run._saving._snapshots.plans_made
+    return run._saving._snapshots._plans
 
 
 def dumped(directory: Path, rank: int, step: int, model: nn.Module) -> None:

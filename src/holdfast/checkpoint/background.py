@@ -198,10 +198,6 @@ class BackgroundSaver:
     def outstanding(self) -> int:
         return len(self._under_way)
 
-    @property
-    def writer_pid(self) -> int | None:
-        return self._writer.pid
-
     def begin(
         self,
         tracked: Tracked,
