@@ -40,15 +40,17 @@ from holdfast.settings import (
     parse_fresh_parts,
     parse_section_timeouts,
 )
-from holdfast.settings_cluster import EXIT_SIGNAL, HealthSettings, SlurmSettings, StopSettings, parse_signals
+from holdfast.settings_cluster import HealthSettings, SlurmSettings, StopSettings, parse_signals
 from holdfast.settings_fields import (
     ALERT_COMMAND,
     ALERT_URL,
     ASYNC_SAVE,
     CKPT_FORMAT,
+    EXIT_SIGNAL,
     FAILURE_CAUSES,
     FRESH_PARTS,
     HEALTH_COMMAND,
+    INJECTION_RANKS,
     KEEP_LAST,
     LOCAL_DIR,
     LOCAL_TYPE,
@@ -66,7 +68,6 @@ from holdfast.settings_validation import (
     DEFERRED,
     DEFERRED_ALLOWS,
     DEFERRED_REFUSES,
-    INJECTION_RANKS,
     ValidationSettings,
     parse_ranks,
 )

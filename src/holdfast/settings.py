@@ -16,9 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.settings_cluster import HealthSettings, SlurmSettings, StopSettings
-from holdfast.settings_fields import Field, is_step, read_fields
+from holdfast.settings_fields import LARGEST_COUNT, LONGEST_WAIT, Field, is_step, read_fields
 from holdfast.settings_inprocess import InProcessSettings
-from holdfast.settings_limits import LARGEST_COUNT, LONGEST_WAIT
 from holdfast.settings_straggler import StragglerSettings
 from holdfast.settings_validation import ValidationSettings
 
