@@ -1,9 +1,8 @@
 """One of two ranks that save side by side, by Holdfast, by dcp.async_save, and by a bare copy.
 
 `async_rank.py RANK WORLD PORT DIRECTORY MIB REPEAT [LOCAL]`. Rank 0 prints JSON: for every turn the seconds
-for which each held training up (the slower rank's), and those until the checkpoint was complete. Holdfast's
-saves are taken in the call (`ours`) and by a fork (`fork`). With LOCAL, a directory in memory, Holdfast saves
-to a local tier there and nowhere else, and dcp.async_save is left out.
+for which each held training up (the slower rank's), and those until the checkpoint was complete. With LOCAL,
+a directory in memory, Holdfast saves to a local tier there and nowhere else, and dcp.async_save is left out.
 """
 
 from __future__ import annotations
@@ -64,11 +63,6 @@ def timed(begin: Callable[[], object], end: Callable[[], object]) -> Timed:
     return slowest(blocked), slowest(time.perf_counter() - started)
 
 
-def take_by(run: holdfast.Run, way: str) -> None:
-    """How the next snapshots are taken: a run has one way for all, and here two ways share its memory."""
-    run._saving._background._stager._host._setting = way  # type: ignore[union-attr,assignment]
-
-
 def local_tier(directory: str) -> dict[str, object]:
     """A local save at the end of every step."""
     return {
@@ -86,7 +80,7 @@ def main(
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     model = Sharded(size_mib, rank, world)
-    # Into shared memory, as staging memory is: a fork takes longer the more private memory a trainer has.
+    # Into shared memory, as staging memory is.
     pairs = [(p.to_local(), torch.zeros_like(p.to_local()).share_memory_()) for p in model.parameters()]  # type: ignore[attr-defined]
     run = holdfast.Run(
         run_dir=str(directory / "run"),
@@ -108,11 +102,6 @@ def main(
             run.save(wait=False)
 
     def ours() -> Timed:
-        take_by(run, "block")
-        return timed(save, run.wait_for_saves)
-
-    def fork() -> Timed:
-        take_by(run, "fork")
         return timed(save, run.wait_for_saves)
 
     def theirs() -> Timed:
@@ -137,9 +126,9 @@ def main(
 
         return timed(copy, lambda: None)
 
-    found: dict[str, list[Timed]] = {"ours": [], "fork": [], "dcp": [], "copy": []}
+    found: dict[str, list[Timed]] = {"ours": [], "dcp": [], "copy": []}
     for turn in range(repeat + WARM):
-        for name, measure in (("ours", ours), ("fork", fork), ("dcp", theirs), ("copy", bare)):
+        for name, measure in (("ours", ours), ("dcp", theirs), ("copy", bare)):
             if name == "dcp" and local:
                 continue
             value = measure()

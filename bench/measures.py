@@ -134,24 +134,6 @@ def blocked_beside_copy(work: Path, size_mib: int, repeat: int) -> Samples:
     return [blocked for blocked, _ in found["ours"]], [blocked for blocked, _ in found["copy"]]
 
 
-def fork_blocked(work: Path, size_mib: int, repeat: int) -> Samples:
-    """Seconds for which a save whose snapshot a fork takes holds training up, and `dcp.async_save`."""
-    found = _two_ranks(work, size_mib, repeat)
-    return [blocked for blocked, _ in found["fork"]], [blocked for blocked, _ in found["dcp"]]
-
-
-def fork_blocked_beside_copy(work: Path, size_mib: int, repeat: int) -> Samples:
-    """The same, beside a bare copy of the same tensors."""
-    found = _two_ranks(work, size_mib, repeat)
-    return [blocked for blocked, _ in found["fork"]], [blocked for blocked, _ in found["copy"]]
-
-
-def fork_committed(work: Path, size_mib: int, repeat: int) -> Samples:
-    """Seconds from the call of a save by fork to its commit, and to the end of `dcp.async_save`."""
-    found = _two_ranks(work, size_mib, repeat)
-    return [whole for _, whole in found["fork"]], [whole for _, whole in found["dcp"]]
-
-
 def committed(work: Path, size_mib: int, repeat: int) -> Samples:
     """Seconds from the call of an asynchronous save to its commit, and to the end of `dcp.async_save`."""
     found = _two_ranks(work, size_mib, repeat)

@@ -2,9 +2,9 @@
 
 `steps_after_save.py [--size MIB] [--ranks N] [--compute SECONDS] [--steps K] [--repeat R] [--dir D]`. Each
 rank holds `--size` MiB of parameters and AdamW state. A step computes for about `--compute` seconds and then
-changes all of it. For K steps without a save, and K steps after one by dcp.async_save, by a copy in the call
-and by a fork, taking turns, it prints a line of JSON: medians of the call, of all K steps with the call, of
-what that is more than without a save, and of the longest step; of the slower rank.
+changes all of it. For K steps without a save, after one of ours, and after one by dcp.async_save, taking
+turns, it prints a line of JSON: medians of the call, of all K steps with the call, of what that is more than
+without a save, and of the longest step; of the slower rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from async_rank import Sharded, slowest, take_by
+from async_rank import Sharded, slowest
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 import holdfast
 
-WAYS = ("none", "block", "fork", "dcp")
+WAYS = ("none", "ours", "dcp")
 WARM = 2
 
 
@@ -90,8 +90,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
                 os.sync()
             dist.barrier()
             started = time.perf_counter()
-            if way in ("block", "fork"):
-                take_by(run, way)
+            if way == "ours":
                 run.save(wait=False)
             elif way == "dcp":
                 model, optimizer = get_state_dict(loop.model, loop.optimizer)

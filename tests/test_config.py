@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from holdfast.config import FIELDS, FILE_LIMIT, Field, Settings, digest, idle, load, parse_assignments
 from holdfast.errors import ConfigError
-from holdfast.settings_hints import IN_OTHER_SYSTEMS, LOCAL_NEED, NEEDS
+from holdfast.settings_hints import IN_OTHER_SYSTEMS, LOCAL_NEED, NEEDS, REMOVED
 
 SOURCES = ("file", "environment", "command line", "keyword")
 
@@ -576,6 +576,16 @@ def test_a_name_that_another_system_has_is_answered(tmp_path: Path, name: str) -
     sections = "|".join({field.section for field in FIELDS.values()})
     for key in re.findall(rf"\b(?:{sections})\.\w+", answer):
         assert key in FIELDS or key in ("run.steps", "run.save"), key
+
+
+def test_a_value_that_was_removed_is_answered_with_what_replaces_it(tmp_path: Path) -> None:
+    told = 'snapshots by fork were removed, because the steps after one cost more than the copy: write "auto"'
+    assert told in refusal(checkpoint_snapshot="fork")
+    assert told in refusal(command_line={"checkpoint.snapshot": "fork"})
+    assert told in refusal(environ={"HOLDFAST_CHECKPOINT_SNAPSHOT": "fork"})
+    assert told in refusal(toml(tmp_path / "h.toml", '[checkpoint]\nsnapshot = "fork"\n'))
+    for key, value in REMOVED:
+        assert value not in FIELDS[key].words
 
 
 def test_a_signal_is_understood_by_its_name_and_as_pythons_own() -> None:

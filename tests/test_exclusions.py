@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness import wait_until
 from holdfast.control.directory import ControlDirectory
-from holdfast.control.exclusions import Exclusion, exclude, excluded, exclusion_of, readmit
+from holdfast.control.exclusions import exclude, excluded, readmit
 from holdfast.errors import ControlError, UsageError
 from tiny import forked
 
@@ -42,17 +42,6 @@ def test_an_exclusion_stays_with_its_reason_until_the_same_thing_is_readmitted(
     readmit(control, "node-b", "2", "swapped", "bob")
     exclude(control, "node-b", "2", "again", "recovery", 9)
     assert excluded(control)[-1].reason == "again"
-
-
-def test_what_covers_a_device_is_its_own_exclusion_or_its_nodes() -> None:
-    found = [Exclusion(node="b", reason="node"), Exclusion(node="c", device="1", reason="device")]
-    whole = exclusion_of(found, "b", "0")
-    assert whole is not None
-    assert whole.reason == "node"
-    assert exclusion_of(found, "b") == whole
-    assert exclusion_of(found, "c") is None, "its other devices may still be used"
-    assert exclusion_of(found, "c", "0") is None
-    assert exclusion_of(found, "c", "1") == found[1]
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"node":"elsewhere"}', b"\xff\xfe"])

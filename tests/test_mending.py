@@ -31,8 +31,7 @@ from holdfast.journal.events import CopyQuarantined, CopyReplaced, Decision, Res
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.assembly import assemble
-from holdfast.policy.mending import duties
-from holdfast.policy.replication import replicate
+from holdfast.policy.replication import duties, replicate
 from holdfast.worker.places import LocalPlaces
 from local_places import NAME, SHARD, SHARDS, flip, keep_copy, local_run, manifest_of, shard_bytes
 from local_ranks import AtStep, Nodes, die_when_replicated, memory

@@ -109,7 +109,6 @@ def test_a_job_is_known_from_its_environment() -> None:
         tasks=3, ends_at=1794767388.0,
     )  # fmt: skip
     assert job.label == "1234"
-    assert job.time_left(1794767380.0) == 8.0
 
 
 def test_a_task_of_an_array_has_the_name_by_which_only_it_is_meant() -> None:

@@ -483,7 +483,7 @@ def test_a_writer_ends_with_its_trainer_though_a_child_of_that_holds_the_socket(
         run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0, **ASYNC)
         run.track(model=torch.nn.Linear(2, 2))
         run.start()
-        (tmp_path / "writer").write_text(str(run._saving._background.writer_pid))
+        (tmp_path / "writer").write_text(str(run._saving._background._writer.pid))
         pid = os.fork()
         if pid == 0:
             os.setsid()

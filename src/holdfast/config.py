@@ -40,15 +40,17 @@ from holdfast.settings import (
     parse_fresh_parts,
     parse_section_timeouts,
 )
-from holdfast.settings_cluster import EXIT_SIGNAL, HealthSettings, SlurmSettings, StopSettings, parse_signals
+from holdfast.settings_cluster import HealthSettings, SlurmSettings, StopSettings, parse_signals
 from holdfast.settings_fields import (
     ALERT_COMMAND,
     ALERT_URL,
     ASYNC_SAVE,
     CKPT_FORMAT,
+    EXIT_SIGNAL,
     FAILURE_CAUSES,
     FRESH_PARTS,
     HEALTH_COMMAND,
+    INJECTION_RANKS,
     KEEP_LAST,
     LOCAL_DIR,
     LOCAL_TYPE,
@@ -61,12 +63,11 @@ from holdfast.settings_fields import (
     mask,
     masked,
 )
-from holdfast.settings_hints import LOCAL_NEED, NEEDS, in_other_systems, without_switch
+from holdfast.settings_hints import LOCAL_NEED, NEEDS, REMOVED, in_other_systems, without_switch
 from holdfast.settings_validation import (
     DEFERRED,
     DEFERRED_ALLOWS,
     DEFERRED_REFUSES,
-    INJECTION_RANKS,
     ValidationSettings,
     parse_ranks,
 )
@@ -195,6 +196,8 @@ def _suggestion(field: Field, value: object) -> str:
             return f"write {words.get(meant, meant)}"
     elif field.key == CKPT_FORMAT and isinstance(value, str) and value in OTHER_FORMATS:
         return f"{OTHER_FORMATS[value]}; use {_show(field.default)}"
+    elif isinstance(value, str) and (field.key, value) in REMOVED:
+        return REMOVED[field.key, value]
     elif field.words and isinstance(value, str) and value.strip().lower() in field.words:
         return f'write "{value.strip().lower()}"'
     elif isinstance(value, str):

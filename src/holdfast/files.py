@@ -6,6 +6,7 @@ the directory that now names it is fsynced last. A call that fails leaves nothin
 the middle may leave one hidden `.<name>.<hex>.tmp`, which every reader ignores.)
 
 `overwrite` alone rewrites a file in place, for a sign of life that must get through on a full disk too.
+`OpenFile` is an open file that no interruption leaks.
 """
 
 from __future__ import annotations
@@ -17,11 +18,42 @@ import re
 import stat
 import uuid
 from pathlib import Path
+from typing import Self
 
 from holdfast.errors import ControlError, StorageError, UsageError
-from holdfast.open_file import OpenFile
+from holdfast.scope import critical
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class OpenFile:
+    """Closed at the end of its `with`, and else with its last reference, whatever cuts the code in between.
+
+    Between the opening and the moment at which somebody answers for the closing there is none in which an
+    interruption (see scope.py) loses the number of what was opened. A plain number would be lost there, and
+    what it stands for, with the locks on it, kept for as long as the process lives.
+    """
+
+    def __init__(self, path: Path | str, flags: int, *, beneath: OpenFile | None = None) -> None:
+        self.number = -1
+        with critical():  # what comes at its end finds an object that knows what to close
+            where = beneath.number if beneath is not None else None
+            self.number = os.open(path, flags | os.O_CLOEXEC, dir_fd=where)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Also twice."""
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
 
 
 def fsync_dir(path: Path) -> None:

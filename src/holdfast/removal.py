@@ -15,8 +15,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from holdfast.files import make_dirs
-from holdfast.open_file import OpenFile
+from holdfast.files import OpenFile, make_dirs
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 

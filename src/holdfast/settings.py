@@ -16,9 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.settings_cluster import HealthSettings, SlurmSettings, StopSettings
-from holdfast.settings_fields import Field, is_step, read_fields
+from holdfast.settings_fields import LARGEST_COUNT, LONGEST_WAIT, Field, is_step, read_fields
 from holdfast.settings_inprocess import InProcessSettings
-from holdfast.settings_limits import LARGEST_COUNT, LONGEST_WAIT
 from holdfast.settings_straggler import StragglerSettings
 from holdfast.settings_validation import ValidationSettings
 
@@ -138,11 +137,11 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         "or `wait` when memory is short: they need one buffer.",
     ] = "queue"
     snapshot: Annotated[
-        Literal["auto", "clone", "overlap", "fork", "block"],
-        "How an asynchronous save copies the state. Off a CUDA device: `clone` copies it within the device "
-        "first, `overlap` copies it to the host during the next step. In host memory: `fork` leaves the copy "
-        "to a child that sees the memory as it was. `block` holds training up for the copy; `auto` chooses "
-        "from free memory, copy time and step time, and never forks. Change it to override that choice.",
+        Literal["auto", "clone", "overlap", "block"],
+        "How an asynchronous save copies the state off a CUDA device: `clone` copies it within the device "
+        "first, `overlap` copies it to the host during the next step, `block` holds training up for the "
+        "copy; `auto` chooses from free memory, copy time and step time. Change it to override that choice. "
+        "State in host memory is always copied while training waits.",
     ] = "auto"
     ckpt_format: Annotated[
         Literal["torch_dist"],

@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from holdfast.settings_limits import LARGEST_COUNT, LONGEST_WAIT
+from holdfast.settings_fields import LARGEST_COUNT, LONGEST_WAIT
 
-EXIT_SIGNAL = "stop.exit_signal"
 _NOT_TO_TAKE = frozenset({"SIGKILL", "SIGSTOP", "SIGINT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGCHLD"})
 """Signals that cannot be taken, or that mean something else to Python and torch."""
 

@@ -1,5 +1,6 @@
 """What is known of each setting, read off the classes of the tree in `settings.py`: its type, range, default,
-description, and the names it has in files, in the environment and as a keyword.
+description, and the names it has in files, in the environment and as a keyword; and the largest values that
+numbers in the tree may have.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from typing import Literal
 import msgspec
 from msgspec import Meta
 
-from holdfast.settings_cluster import EXIT_SIGNAL
-from holdfast.settings_validation import INJECTION_DEVICE, INJECTION_RANKS
+LARGEST_COUNT = 10**12 - 1
+"""Twelve digits, as many as a checkpoint's name holds for its step."""
+LONGEST_WAIT = 31_536_000.0
+"""A year in seconds. Every wait has a deadline, and longer ones overflow the platform's timers."""
 
+EXIT_SIGNAL = "stop.exit_signal"
+INJECTION_RANKS = "validation.error_injection_ranks"
+INJECTION_DEVICE = "validation.error_injection_device"
 RESUME_FROM = "checkpoint.resume_from"
 LOCAL_TYPE = "checkpoint.non_persistent_ckpt_type"
 LOCAL_DIR = "checkpoint.non_persistent_local_ckpt_dir"

@@ -2,7 +2,8 @@
 
 `IN_OTHER_SYSTEMS` answers names that users bring from Megatron-LM, Megatron-Bridge, nvidia-resiliency-ext,
 torchtitan, KempnerForge, Lightning and the Hugging Face Trainer: what it is called here, or why it is not
-needed. `NEEDS` says which settings are read only while another one is on.
+needed. `REMOVED` answers values that an earlier release took. `NEEDS` says which settings are read only while
+another one is on.
 """
 
 from __future__ import annotations
@@ -117,6 +118,14 @@ IN_OTHER_SYSTEMS: Mapping[str, str] = {
     "output_dir": "it is run.dir, with checkpoint.root for the checkpoints",
     "resume_from_checkpoint": "it is checkpoint.resume_from",
 }
+
+REMOVED: Mapping[tuple[str, str], str] = {
+    ("checkpoint.snapshot", "fork"): (
+        'snapshots by fork were removed, because the steps after one cost more than the copy: write "auto", '
+        "which copies state in host memory while training waits"
+    ),
+}
+"""By setting and value: what to write instead."""
 
 
 class Need(NamedTuple):

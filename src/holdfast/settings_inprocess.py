@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from holdfast.settings_limits import LONGEST_WAIT
+from holdfast.settings_fields import LONGEST_WAIT
 
 MOST_MEMBERS = 10**7
 

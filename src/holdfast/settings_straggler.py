@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from holdfast.settings_limits import LONGEST_WAIT
+from holdfast.settings_fields import LONGEST_WAIT
 
 
 class StragglerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,10 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from holdfast.settings_limits import LARGEST_COUNT
+from holdfast.settings_fields import LARGEST_COUNT
 
-INJECTION_RANKS = "validation.error_injection_ranks"
-INJECTION_DEVICE = "validation.error_injection_device"
 DEFERRED = "validation.deferred"
 DEFERRED_REFUSES = {
     "validation.rerun_mode": ("validate_results", "report_determinism_stats"),

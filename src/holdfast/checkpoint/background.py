@@ -1,9 +1,9 @@
 """Saving in the background: training is held up only until the snapshot is in staging memory.
 
 Guarantee: once it is copied, this rank's snapshot is outside the trainer and in the hands of a process that
-outlives it. What is copied when `begin` returns is handed over at once; a copy from a device, or by a forked
-child, may go on for a while, and is handed over by a thread as soon as it is complete. Snapshots are handed
-over in the order they were taken. That one is coming is recorded before it is copied, so that not even an
+outlives it. What is copied when `begin` returns is handed over at once; a copy from a device may go on for a
+while, and is handed over by a thread as soon as it is complete. Snapshots are handed over in the order they
+were taken. That one is coming is recorded before it is copied, so that not even an
 attempt that comes at once, while the writer is still starting, takes the run from it. Whether one was
 committed is learnt later, from `poll`.
 
@@ -198,10 +198,6 @@ class BackgroundSaver:
     def outstanding(self) -> int:
         return len(self._under_way)
 
-    @property
-    def writer_pid(self) -> int | None:
-        return self._writer.pid
-
     def begin(
         self,
         tracked: Tracked,
@@ -301,7 +297,7 @@ class BackgroundSaver:
         flight = _Flight(job=job, plan=snapshot.plan, buffer=buffer, new_buffer=new_buffer, staged=staged)
         with self._lock:
             self._flights[job.serial] = flight
-        if staged is None or (staged.done() and not staged.settles):
+        if staged is None or staged.done():
             self._land(flight)
         else:
             threading.Thread(target=self._carry, args=(flight,), name="holdfast-carry", daemon=True).start()
@@ -329,9 +325,7 @@ class BackgroundSaver:
         assert flight.staged is not None
         while not flight.staged.done() and time.monotonic() < deadline:
             time.sleep(CARRY_POLL)
-        flight.staged.give_up()
         self._land(flight)
-        flight.staged.settle()
 
     def _land(self, flight: _Flight) -> None:
         """A snapshot is copied, or will never be: hand it over, but none before those that came before it."""
@@ -470,7 +464,6 @@ class BackgroundSaver:
 
     def _let_go(self, *, tidy: bool) -> None:
         self.boundary()
-        self._stager.close()
         self._memory.close(tidy=tidy)
 
 

@@ -38,8 +38,7 @@ import msgspec
 from holdfast.checkpoint.identity import CheckpointName, parse_name
 from holdfast.checkpoint.manifest import Count, Digest
 from holdfast.errors import UsageError
-from holdfast.files import create_exclusive, read_regular, replace_atomic
-from holdfast.open_file import OpenFile
+from holdfast.files import OpenFile, create_exclusive, read_regular, replace_atomic
 
 log = logging.getLogger("holdfast.checkpoint")
 

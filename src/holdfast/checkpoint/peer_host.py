@@ -78,11 +78,6 @@ class PeerHost:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
-    @property
-    def serves(self) -> bool:
-        """Whether peers can expect an answer, now or after a replacement."""
-        return self._listener is not None and self._process is not None
-
     def start(self) -> None:
         """Start the process; a failure is journalled, and training goes on without replicas here."""
         if self._listener is None:

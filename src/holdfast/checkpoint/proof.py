@@ -27,7 +27,6 @@ import logging
 import os
 import resource
 import select
-import signal
 import sys
 import time
 import types
@@ -43,10 +42,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from holdfast.checkpoint import fork_child, frozen_memory
+from holdfast.checkpoint import proof_fork
 from holdfast.checkpoint.adapters import flatten
 from holdfast.checkpoint.failures import FAILURES, needs_more_than_a_fork
-from holdfast.checkpoint.fork_stage import REAP_PATIENCE, quiet
 from holdfast.checkpoint.manifest import Proof
 from holdfast.checkpoint.roundtrip import (
     MISSING,
@@ -532,9 +530,9 @@ def weaker(a: str, b: str) -> str:
 def _live(trainer: int, report: int, subject: Subject) -> NoReturn:
     """The whole life of the fork."""
     try:
-        fork_child.die_with(trainer)
-        _keep_only(report)
-        fork_child.be_ended_first()
+        proof_fork.die_with(trainer)
+        proof_fork.keep_only(report)
+        proof_fork.be_ended_first()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
@@ -543,7 +541,7 @@ def _live(trainer: int, report: int, subject: Subject) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 - whatever it is, it must not be the trainer's
         found = Report(why_not=f"the proof itself failed: {_told(error)}")
     with contextlib.suppress(BaseException):
-        fork_child.say(report, _encoded(found))
+        proof_fork.say(report, _encoded(found))
     os._exit(0)
 
 
@@ -556,16 +554,6 @@ def _encoded(found: Report) -> bytes:
             found.why_not = "" if found.errors else "the report is too long"
         return msgspec.json.encode(found)
     return data
-
-
-def _keep_only(report: int) -> None:
-    """No file or socket of the trainer's but the report's: what is printed or sent goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in (report, nowhere):
-            with contextlib.suppress(OSError):  # that of the listing itself
-                os.fstat(int(name))
-                os.dup2(nowhere, int(name))
 
 
 # --- in the trainer -----------------------------------------------------------------------------------------
@@ -583,7 +571,7 @@ def prove(subject: Subject) -> Report:
     trainer = os.getpid()
     process = -1
     try:
-        with quiet():
+        with proof_fork.quiet():
             pid = os.fork()
             if pid == 0:
                 _live(trainer, report, subject)
@@ -600,15 +588,14 @@ def prove(subject: Subject) -> Report:
 
 
 def _cannot_fork(subject: Subject) -> str:
-    frozen = frozen_memory.frozen()
-    mapped = frozen.device
-    if mapped.startswith("/dev/infiniband"):
-        return f"this process has memory of a network adapter mapped ({mapped}), and is not forked"
+    mapped = proof_fork.mappings()
+    if adapter := mapped.network_adapter:
+        return f"this process has memory of a network adapter mapped ({adapter}), and is not forked"
     for name, tensor in flatten(subject.tensors).items():
         memory = local_part(tensor).untyped_storage()
         if memory.device.type == "cpu" and memory.nbytes():
             start = memory.data_ptr()
-            if frozen.shares(start, start + memory.nbytes()):
+            if mapped.shares(start, start + memory.nbytes()):
                 return f"{name} lies in memory that is shared between processes, and a fork would write there"
     return ""
 
@@ -635,42 +622,18 @@ def _await(reading: int, process: int, pid: int) -> Report:
                 break
             if time.monotonic() >= look:
                 began = time.monotonic()
-                if _private_bytes(pid) > MEMORY:
+                if proof_fork.private_bytes(pid) > MEMORY:
                     why = f"it needed more than {MEMORY >> 20} MiB"
                     break
                 look = time.monotonic() + max(MEMORY_LOOK, 10 * (time.monotonic() - began))
     finally:
-        how = _end(process)
+        how = proof_fork.end(process)
     if not why:
         try:
             return msgspec.json.decode(said, type=Report)
         except msgspec.DecodeError:
             why = f"its process ended without a word ({how})"
     return Report(why_not=why)
-
-
-def _private_bytes(pid: int) -> int:
-    """Of memory that the fork does not share with the trainer; 0 where the kernel does not tell."""
-    try:
-        lines = frozen_memory.read(f"/proc/{pid}/smaps_rollup").splitlines()
-    except OSError:
-        return 0
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(b"Private_"))
-
-
-def _end(process: int) -> str:
-    """Let it go, and learn how it ended, waiting no longer than for a dead process to be taken apart."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-    ready = select.poll()
-    ready.register(process, select.POLLIN)
-    ready.poll(int(1000 * REAP_PATIENCE))
-    with contextlib.suppress(ChildProcessError):
-        found = os.waitid(os.P_PIDFD, process, os.WEXITED | os.WNOHANG)
-        if found is not None:
-            killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            return f"{'signal' if killed else 'code'} {found.si_status}"
-    return "unseen"
 
 
 def merge(reports: Sequence[Report], step: int) -> Proof:

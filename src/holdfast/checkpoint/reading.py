@@ -23,8 +23,8 @@ from holdfast.checkpoint.identity import parse_name
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lineage import find_deleted
 from holdfast.errors import ControlError
+from holdfast.files import OpenFile
 from holdfast.journal.text import printable
-from holdfast.open_file import OpenFile
 
 log = logging.getLogger("holdfast.checkpoint")
 

@@ -15,7 +15,7 @@ from typing import Protocol, Self
 
 from holdfast.checkpoint.manifest import FileEntry
 from holdfast.errors import CheckpointError
-from holdfast.open_file import OpenFile
+from holdfast.files import OpenFile
 
 SLICE = 256 * 1024
 """Read at a time, and digested while still in the processor's cache."""

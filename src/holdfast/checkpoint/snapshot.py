@@ -131,10 +131,6 @@ class Snapshotter:
         """Of this rank's image, if the next save is like the last one; None if there was none."""
         return self._plan.layout.size if self._plan is not None else None
 
-    @property
-    def plans_made(self) -> int:
-        return self._plans
-
     def next_name(self, step: int) -> CheckpointName:
         """The next save's identity; the same on every rank, because every rank counts its saves alike."""
         return CheckpointName(step, derive_id(self._run, self._attempt, step, self._serial + 1))

@@ -1,21 +1,18 @@
 """Staging one rank's snapshot: from live tensors, wherever they are, into a buffer.
 
-Each is copied in the way that the policy chooses: those on a device by clone, overlap or block
-(policy/snapshot.py), those on the host by fork or block (policy/host_snapshot.py). The copy may go on while
-training does; `Staged` then says when it is complete, and whether it can be believed.
+Those on a device are copied in the way that the policy chooses: clone, overlap or block (policy/snapshot.py).
+That copy may go on while training does; `Staged` then says when it is complete, and whether it can be
+believed. Those on the host are copied at once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from holdfast.checkpoint.device_stage import DeviceStager, Owned, Piece
-from holdfast.checkpoint.fork_stage import ForkedCopy
-from holdfast.checkpoint.host_stage import HostStager, Tell
+from holdfast.checkpoint.device_stage import DeviceStager, InFlight, Owned, Piece
 from holdfast.checkpoint.optimizer_state import uncollected
 from holdfast.checkpoint.snapshot import Snapshot
 from holdfast.checkpoint.staging import Buffer, is_cpu, stage_from_host
@@ -28,21 +25,10 @@ STAGING_THREADS = 8
 """At most so many copy from host memory; a few more fill the memory's bandwidth no further."""
 
 
-class Flight(Protocol):
-    """What is copied while training goes on: see device_stage.py and fork_stage.py."""
-
-    def done(self) -> bool: ...
-    def boundary(self) -> None: ...
-    def torn(self) -> str: ...
-    def fingerprints(self) -> list[str]: ...
-    def release(self) -> None: ...
-    def copy_seconds(self) -> float: ...
-
-
 class Staged:
     """A snapshot on its way into a buffer."""
 
-    def __init__(self, prints: dict[int, str], at: list[int], flight: Flight | None) -> None:
+    def __init__(self, prints: dict[int, str], at: list[int], flight: InFlight | None) -> None:
         self._prints = prints
         self._at = at
         """The positions of what is in flight."""
@@ -74,28 +60,9 @@ class Staged:
             self._flight.release()
 
     @property
-    def settles(self) -> bool:
-        """Whether `settle` has something to do."""
-        return isinstance(self._flight, ForkedCopy)
-
-    def give_up(self) -> None:
-        """Its time is over: unless it is done, nobody writes into the buffer any more. Waits, bounded.
-
-        A device's copy cannot be ended; whoever releases it waits for it.
-        """
-        if isinstance(self._flight, ForkedCopy) and not self._flight.done():
-            self._flight.end()
-
-    def settle(self) -> None:
-        """Once it is done: make training pay as little as can be for it from now on. May wait, bounded."""
-        if isinstance(self._flight, ForkedCopy):
-            self._flight.settle()
-
-    @property
     def copy_seconds(self) -> float:
         """From a device; 0 if nothing was."""
-        on_device = self._flight is not None and not self.settles
-        return self._flight.copy_seconds() if self._flight is not None and on_device else 0.0
+        return self._flight.copy_seconds() if self._flight is not None else 0.0
 
 
 class Stager:
@@ -107,7 +74,7 @@ class Stager:
         *,
         timeout: float,
         step_seconds: Callable[[], float | None],
-        tell: Tell,
+        tell: Callable[[Choice], None],
         devices: DeviceStager | None = None,
     ) -> None:
         self._setting = setting
@@ -115,7 +82,6 @@ class Stager:
         self._tell = tell
         self._told: Choice | None = None
         self._devices = devices or DeviceStager(timeout=timeout)
-        self._host = HostStager(setting, timeout=timeout, step_seconds=step_seconds, tell=tell)
         self._copy_seconds: float | None = None
         self._torn = False
 
@@ -130,29 +96,19 @@ class Stager:
         tensors, items = snapshot.tensors, snapshot.plan.layout.items
         all_here = all(map(is_cpu, tensors))
         elsewhere = [] if all_here else [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
-        flight: Flight | None = None
+        flight: InFlight | None = None
         if elsewhere:  # first: what training may change soonest
             pieces = [Piece(tensors[at], items[at].raw_offset, items[at].raw_length, items[at].name)
                       for at in elsewhere]  # fmt: skip
             owned = Owned(tracked.optimizers())
             way = self._choose(pieces, owned)
             trusted = None if self._torn else owned
-            in_flight = self._devices.begin(pieces, buffer.pinned(), way, trusted)
-            for note in in_flight.notes:
+            flight = self._devices.begin(pieces, buffer.pinned(), way, trusted)
+            for note in flight.notes:
                 log.warning("holdfast: %s", note)
-            flight = in_flight
         threads = min(STAGING_THREADS, torch.get_num_threads())
-        later = self._host.choose(snapshot) if not elsewhere else []
-        prints = stage_from_host(
-            buffer, snapshot.plan, tensors, snapshot.prints, threads, but={at for at, _ in later}
-        )
-        if later:
-            flight = self._host.begin(later, snapshot, buffer, threads)
-            if flight is None:
-                left = set(range(len(tensors))) - {at for at, _ in later}
-                prints |= stage_from_host(buffer, snapshot.plan, tensors, snapshot.prints, threads, but=left)
-        at = elsewhere or ([at for at, _ in later] if flight is not None else [])
-        return Staged(prints, at, flight)
+        prints = stage_from_host(buffer, snapshot.plan, tensors, snapshot.prints, threads)
+        return Staged(prints, elsewhere, flight)
 
     def note(self, staged: Staged) -> None:
         """A snapshot is done: what it took counts for the next choice."""
@@ -163,11 +119,6 @@ class Stager:
     def was_torn(self) -> None:
         """A snapshot was changed while it was copied: from now on nothing is copied from live tensors."""
         self._torn = True
-        self._host.was_torn()
-
-    def close(self) -> None:
-        """Nothing is left of what was copied; waits for that, bounded."""
-        self._host.close()
 
     def _choose(self, pieces: list[Piece], owned: Owned) -> Way:
         needed: dict[torch.device, int] = {}

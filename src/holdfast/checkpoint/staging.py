@@ -14,7 +14,7 @@ import logging
 import mmap
 import operator
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -115,16 +115,11 @@ def stage_from_host(
     tensors: Sequence[torch.Tensor],
     known: dict[int, str],
     threads: int,
-    *,
-    but: Collection[int] = (),
 ) -> dict[int, str]:
-    """Copy the tensors that are on the host into a buffer; their fingerprints, taken in the same pass.
-
-    `but`: the positions of those that are copied in another way.
-    """
+    """Copy the tensors that are on the host into a buffer; their fingerprints, taken in the same pass."""
     all_here: Sequence[int] = range(len(tensors))
-    if but or not all(map(is_cpu, tensors)):
-        all_here = [at for at in all_here if tensors[at].is_cpu and at not in but]
+    if not all(map(is_cpu, tensors)):
+        all_here = [at for at in all_here if tensors[at].is_cpu]
     found, here = _stage_small(buffer, plan, tensors, known, all_here)
 
     def one(at: int) -> str:

@@ -25,7 +25,7 @@ from holdfast.checkpoint.metadata import MetadataError, StoredMetadata
 from holdfast.checkpoint.problems import Problem, Reason, printable
 from holdfast.checkpoint.structure import Inspection, check_structure, looks_like_checkpoint
 from holdfast.errors import UsageError
-from holdfast.open_file import OpenFile
+from holdfast.files import OpenFile
 
 __all__ = ["Inspection", "Problem", "Reason", "check_structure", "looks_like_checkpoint", "verify"]
 

@@ -48,9 +48,6 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
             return f"{self.array_job_id}_{self.array_task_id}"
         return str(self.job_id)
 
-    def time_left(self, now: float) -> float | None:
-        return None if self.ends_at is None else self.ends_at - now
-
 
 def current_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
     """The job, or None outside of Slurm."""

@@ -14,7 +14,6 @@ Anybody may write here, at any time: an operator beside a live run, the leading 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -44,10 +43,6 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     """The newest attempt by then."""
     at: float = 0.0
     """0 if the record could not be read."""
-
-    def covers(self, node: str, device: str | None = None) -> bool:
-        """Whether it keeps this node, or this device of it, out."""
-        return self.node == node and self.device in (None, device)
 
     def describe(self) -> str:
         return self.node if self.device is None else f"{self.node}, device {self.device}"
@@ -81,11 +76,6 @@ def excluded(control: ControlDirectory) -> list[Exclusion]:
             if not device.startswith("."):
                 found.extend(_standing(devices / device, node, unquote(device)))
     return found
-
-
-def exclusion_of(exclusions: Sequence[Exclusion], node: str, device: str | None = None) -> Exclusion | None:
-    """Pure: what keeps this node, or this device of it, out; None if nothing does."""
-    return next((one for one in exclusions if one.covers(node, device)), None)
 
 
 def _standing(folder: Path, node: str, device: str | None) -> list[Exclusion]:

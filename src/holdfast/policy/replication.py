@@ -1,4 +1,4 @@
-"""Who holds whose replicas.
+"""Who holds whose replicas, and who makes lost copies again after a resume.
 
 Guarantee: pure, the same on every rank. With `factor` as served, each rank's shards lie on exactly that many
 places, its own included, never twice on one; so any loss of `factor - 1` places leaves a copy of everything.
@@ -13,6 +13,11 @@ makes the last group of a class larger, and that one is a ring.
 Groups in which all hold all survive more than one ring of all n places would. `factor` places lost at once
 cost something only if they are one whole group, of which there are n / factor; a ring has n neighbourhoods of
 that size, each of which is the end of something.
+
+After a resume (`duties`) every rank's shards are to lie where the next save would put them: on the place of
+that rank and on those that hold its replicas. So the loss that replicas cover is covered again, what is made
+again takes no more room than the next save would, and each copy has exactly one rank that sees to it. Where a
+checkpoint was saved by more ranks than there are now, the ones too many count on from the first again.
 """
 
 from __future__ import annotations
@@ -126,3 +131,24 @@ def _groups(members: Sequence[str], factor: int) -> list[Sequence[str]]:
     """`factor` in each, and up to 2 * `factor` - 1 in the last."""
     last = (len(members) // factor - 1) * factor
     return [members[cut : cut + factor] for cut in range(0, last, factor)] + [members[last:]]
+
+
+def duties(
+    places: Sequence[str], targets: Sequence[Sequence[str]], *, saved_world: int, rank: int
+) -> list[int]:
+    """The ranks, as they were when it was saved, whose shards this rank sees to at its place; its own first.
+
+    `places`: of each rank now, empty for one that has none; `targets`: the places of each rank's replicas.
+    """
+    here = places[rank]
+    if not here:
+        return []
+    beside = [one for one, place in enumerate(places) if place == here]
+    own, others = [], []
+    for saved in range(saved_world):
+        now = saved % len(places)
+        if here == places[now]:
+            own += [saved] if now == rank else []
+        elif here in targets[now]:
+            others.append(saved)
+    return own + others[beside.index(rank) :: len(beside)]

@@ -13,7 +13,7 @@ import math
 import msgspec
 
 from holdfast.policy.timeouts import STEP, Value, hides
-from holdfast.settings_limits import LONGEST_WAIT
+from holdfast.settings_fields import LONGEST_WAIT
 
 
 class RestartTimeouts(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,8 +21,7 @@ import msgspec
 from holdfast.journal.render import duration, size
 
 Way = Literal["clone", "overlap", "block"]
-Setting = Literal["auto", "clone", "overlap", "fork", "block"]
-"""`fork` is for state in host memory (host_snapshot.py); the other ways are for state on devices."""
+Setting = Literal["auto", "clone", "overlap", "block"]
 
 COPY_BYTES_PER_SECOND = 50e9
 """What a page-locked copy over PCIe 5 reaches; used until one was measured."""
@@ -86,17 +85,10 @@ def choose(
     """
     room, room_why = _room(free_bytes, needed_bytes, device_bytes)
     usable, usable_why = _usable(has_owned, torn_before)
-    hidden, hidden_why = hides(copy_seconds, step_seconds, estimated_copy(needed_bytes))
+    hidden, hidden_why = _hides(copy_seconds, step_seconds, estimated_copy(needed_bytes))
 
     if setting == "block":
         return Choice(way="block", evidence=["block was asked for"])
-    if setting == "fork":
-        why = "a fork does not freeze a device's memory"
-        return Choice(
-            way="block",
-            evidence=["fork was asked for", why],
-            warning=f"fork was asked for and cannot be: {why}; blocking instead",
-        )
     if setting == "overlap":
         if not usable:
             return Choice(
@@ -140,7 +132,7 @@ def _usable(has_owned: bool, torn_before: bool) -> tuple[bool, list[str]]:
     return True, ["torch optimizers own the state and wait for its copy"]
 
 
-def hides(copy: float | None, step: float | None, estimate: float) -> tuple[bool, str]:
+def _hides(copy: float | None, step: float | None, estimate: float) -> tuple[bool, str]:
     """Whether a step outlasts the copy (by `estimate` where none was measured), and what that rests on."""
     measured = copy if _known(copy) else None
     seconds = estimate if measured is None else measured

@@ -32,8 +32,7 @@ from holdfast.control.decisions import read_key, within
 from holdfast.control.group import Group
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.journal.events import Warned
-from holdfast.policy.mending import duties
-from holdfast.policy.replication import Replication, replicate
+from holdfast.policy.replication import Replication, duties, replicate
 from holdfast.settings import CheckpointSettings, Settings
 from holdfast.worker.membership import Membership
 from holdfast.worker.saving import Saving

@@ -56,7 +56,6 @@ from holdfast.journal.events import (
     Warned,
 )
 from holdfast.journal.writer import JournalWriter
-from holdfast.policy.host_snapshot import HostChoice
 from holdfast.policy.snapshot import Choice
 from holdfast.settings import CheckpointSettings
 from holdfast.worker.meter import Meter
@@ -329,7 +328,7 @@ class Saving:
             self._write(SaveSkipped(checkpoint=str(name), step=name.step, reason=why))
         self._told_skip = kind
 
-    def _tell_way(self, choice: Choice | HostChoice) -> None:
+    def _tell_way(self, choice: Choice) -> None:
         self._write(Decision(about="snapshot", chosen=choice.way, evidence=choice.evidence))
         if choice.warning:
             self._write(Warned(message=choice.warning))
