@@ -94,8 +94,8 @@ def make_parser() -> ArgumentParser:
         help="start every worker as a new interpreter instead of forking it from one that has imported torch",
     )  # fmt: skip
     ours.add_argument(
-        "--log-format", choices=[*LogFormat], metavar="FORMAT",
-        help="how Holdfast's own lines are written: text or json, an object a line (HOLDFAST_LOG_FORMAT; text)",
+        "--log-format", choices=[str(one) for one in LogFormat], metavar="FORMAT",
+        help="how Holdfast writes its own lines: text, or json, an object a line (else HOLDFAST_LOG_FORMAT)",
     )  # fmt: skip
     for name, key in _FT_SETTINGS.items():
         dashed = name.replace("_", "-")

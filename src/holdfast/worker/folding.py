@@ -55,9 +55,9 @@ def fold(error: BaseException, errors: Sequence[Raised]) -> Folded | None:
     text = "".join(traceback.format_exception(error))
     if not _written(target, text):
         return None
-    rank, lines = int(os.environ["RANK"]), len(text.splitlines())
+    lines = len(text.splitlines())
     speak(
-        f"rank {rank} ended because it lost another rank ({_short(lost)}): a consequence, not the "
+        f"ended because it lost another rank ({_short(lost)}): a consequence, not the "
         f"cause; its traceback, {lines} lines, is in {target}",
         to=_stream(),
     )
