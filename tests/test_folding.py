@@ -32,8 +32,8 @@ LOST = (
 )
 LINE = re.compile(
     r"^[\d:]{8} holdfast\[rank 0\]: ended because it lost another rank "
-    r"\((?P<error>RuntimeError: [^()]*)\): a consequence, not the cause; its traceback, (?P<lines>\d+) lines, is in "
-    r"(?P<path>/\S+/errors/rank_000000\.traceback)$",
+    r"\((?P<error>RuntimeError: [^()]*)\): a consequence, not the cause; "
+    r"its traceback, (?P<lines>\d+) lines, is in (?P<path>/\S+/errors/rank_000000\.traceback)$",
     re.MULTILINE,
 )
 
