@@ -19,7 +19,7 @@ from harness import REPO, finish, holdfast
 SCREENS = REPO / "tests" / "screens"
 QUESTIONS = ("who", "what", "why", "done", "next")
 REPLACED = [
-    (r"\d\d:\d\d:\d\d holdfast:", "HH:MM:SS holdfast:"),
+    (r"\d\d:\d\d:\d\d holdfast(?=:|\[)", "HH:MM:SS holdfast"),
     (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "DATE"),
     (r"step_(\d{8})-[0-9a-f]{8,}", r"step_\1-ID"),
     (r"\b[0-9a-f]{32}\b", "DIGEST"),
@@ -50,11 +50,13 @@ def lines_of_ours(text: str) -> str:
     processes comes in any order. Whether a rank that lost another still says so depends on the machine."""
     launcher, ranks, ours = [], set(), False
     for line in text.splitlines():
-        begins = re.match(r"([\d:]{8} )?holdfast: ", line)
-        left_out = re.search(r"holdfast: (save |saving holds|warning: |note: |rank \d+ ended because)", line)
-        if begins and not begins[1] and not left_out:
-            ranks.add(line.rstrip())
-        ours = bool(begins and begins[1] and not left_out) or (ours and line.startswith("  "))
+        begins = re.match(r"[\d:]{8} holdfast(\[rank \d+\])?: ", line)
+        left_out = begins and re.match(
+            r"(save |saving holds|warning: |note: |waiting for |ended because it lost)", line[begins.end() :]
+        )
+        if begins and begins[1] and not left_out:
+            ranks.add(f"HH:MM:SS holdfast[rank N]: {line[begins.end() :].rstrip()}")
+        ours = bool(begins and not begins[1] and not left_out) or (ours and line.startswith("  "))
         if ours:
             launcher.append(line.rstrip())
     return "\n".join([*launcher, *sorted(ranks)])

@@ -551,6 +551,19 @@ def test_a_word_for_how_much_is_printed_that_does_not_exist_is_refused(word: str
     assert told in str(refused.value)
 
 
+@pytest.mark.parametrize("word", ["text", "json", ""])
+def test_the_form_of_the_lines_is_no_setting(word: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert load(environ={"HOLDFAST_LOG_FORMAT": word}).settings == Settings()
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("word", ["yaml", "JSON", "1"])
+def test_a_form_of_the_lines_that_does_not_exist_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(environ={"HOLDFAST_LOG_FORMAT": word})
+    assert f"HOLDFAST_LOG_FORMAT = {word!r} (environment): allowed is text, json" in str(refused.value)
+
+
 def test_an_environment_name_like_no_setting_is_told_and_not_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -31,9 +31,9 @@ LOST = (
     "reset by peer. This is typically caused by a remote worker hanging or bugs in the application. GLHF! 🏖️"
 )
 LINE = re.compile(
-    r"^holdfast: rank 0 ended because it lost another rank \((?P<error>RuntimeError: [^()]*)\): a "
-    r"consequence, not the cause; its traceback, (?P<lines>\d+) lines, is in "
-    r"(?P<path>/\S+/errors/rank_000000\.traceback)$",
+    r"^[\d:]{8} holdfast\[rank 0\]: ended because it lost another rank "
+    r"\((?P<error>RuntimeError: [^()]*)\): a consequence, not the cause; "
+    r"its traceback, (?P<lines>\d+) lines, is in (?P<path>/\S+/errors/rank_000000\.traceback)$",
     re.MULTILINE,
 )
 
@@ -314,7 +314,8 @@ def test_an_error_with_a_code_of_its_own_keeps_it_and_is_shown_through_torchs_ho
     assert ended.value.code == int(error.exit_code)
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 if folds else shown.count("PingFailedError: rank 1 is silent") == 1
-    assert shown.startswith("holdfast: rank 0 ended" if folds else "Traceback (most recent call last):")
+    begins = r"[\d:]{8} holdfast\[rank 0\]: ended" if folds else r"Traceback \(most recent call last\):"
+    assert re.match(begins, shown)
     assert launched.exists() is folds
 
 

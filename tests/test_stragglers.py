@@ -121,7 +121,7 @@ def test_under_the_launcher_a_straggler_stops_the_whole_run(tmp_path: Path) -> N
     """Scenario 19, F2: saved once, code 31."""
     done = launched(tmp_path, "1", 3000, "", "straggler_stop_if_detected=true")
     assert done.code == ExitCode.STOPPED, done.text
-    assert "holdfast: straggler scores at step " in done.err, "printed by default"
+    assert "holdfast[rank 0]: straggler scores at step " in done.err, "printed by default"
     (saved,) = journalled(tmp_path, StopSaved)
     assert [path.name for path in checkpoints(tmp_path / "run")] == [saved.checkpoint]
 

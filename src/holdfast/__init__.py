@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from holdfast._version import __version__
 from holdfast.errors import HoldfastError, RunEnded, Stopped
 from holdfast.exit_codes import ExitCode
+from holdfast.speaking import install as _install
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.resolver import resolve_resume
@@ -70,6 +71,9 @@ _HOMES = {
     "restartable": "holdfast.inprocess.restartable",
 }
 """Where what is imported on first use lives; after a colon, its name there if that is another."""
+
+
+_install()  # what Holdfast logs, and nobody takes, becomes lines with a time and a rank
 
 
 def __getattr__(name: str) -> object:

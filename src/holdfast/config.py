@@ -24,8 +24,10 @@ from urllib.parse import urlsplit
 import msgspec
 import xxhash
 
+from holdfast import lines
 from holdfast.errors import ConfigError
 from holdfast.files import read_regular
+from holdfast.lines import VARIABLE as LOG_FORMAT
 from holdfast.settings import (
     FIELDS,
     OTHER_FORMATS,
@@ -107,9 +109,10 @@ NOT_SETTINGS = frozenset(
         "HOLDFAST_OUTLIVES",
         "HOLDFAST_PROGRESS",
         VERBOSITY,
+        LOG_FORMAT,
     }
 )
-"""Names with the prefix that are no settings: what the launcher hands over, and how much is printed."""
+"""Names with the prefix that are no settings: what the launcher hands over, how much is printed and how."""
 ALERT_PREFIX = "HOLDFAST_ALERT_"
 """Of what an alert command finds in its environment; it may well call `holdfast`."""
 
@@ -464,6 +467,9 @@ def load(
     if not is_known(asked := environ.get(VERBOSITY, "")):
         allowed = ", ".join(Verbosity)
         into.problems.append(f"{VERBOSITY} = {_show(asked)} (environment): allowed is {allowed}")
+    if not lines.is_known(asked := environ.get(LOG_FORMAT, "")):
+        allowed = ", ".join(lines.LogFormat)
+        into.problems.append(f"{LOG_FORMAT} = {_show(asked)} (environment): allowed is {allowed}")
     by_environment = {field.environment: field for field in FIELDS.values()}
     for name in sorted(environ):
         ours = name.startswith(ENVIRONMENT_PREFIX) and not name.startswith(ALERT_PREFIX)

@@ -39,6 +39,8 @@ from holdfast.control.exchange import add_up
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
 from holdfast.journal.events import Event
 from holdfast.scope import stretch
+from holdfast.speaking import LiveLine
+from holdfast.waiting import REWRITTEN, Waiting
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -414,8 +416,11 @@ class BackgroundSaver:
     def wait(self, timeout: float, name: CheckpointName | None = None) -> list[Ended]:
         """Wait until nothing is under way, or not this, at most `timeout`; everything that has ended."""
         deadline = time.monotonic() + timeout
+        what, line = f"the save {name} to be complete" if name else "saves to be complete", LiveLine()
         while self.is_under_way(name) and (left := deadline - time.monotonic()) > 0:
-            self._take(stretch(left))
+            line(Waiting(what, timeout - left, timeout))
+            self._take(min(stretch(left), REWRITTEN))
+        line.over()
         return self.poll()
 
     def _take(self, timeout: float) -> None:

@@ -28,6 +28,8 @@ from holdfast.files import make_dirs
 from holdfast.journal.events import Warned
 from holdfast.journal.writer import JournalWriter
 from holdfast.own_child import own_child
+from holdfast.speaking import LiveLine
+from holdfast.waiting import Waiting
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -132,7 +134,7 @@ class Drain:
         """Say that nothing more will come, and wait for the rest; what is not done by then goes on alone."""
         deadline = time.monotonic() + timeout
         outcomes = self.poll()
-        told = False
+        told, line = False, LiveLine()
         while self._process is not None and self._process.poll() is None:
             self._send()
             if not told and not self._unsent and self._line is not None:
@@ -142,6 +144,7 @@ class Drain:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
+            line(Waiting(f"the copies to {self._order.url} to be complete", timeout - left, timeout))
             if self._line is not None:
                 select.select([self._line], [], [], min(left, 0.05))
             outcomes += self._receive()
@@ -149,6 +152,7 @@ class Drain:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(min(left, 5.0))
                 break
+        line.over()
         outcomes += self._receive()
         if self.waiting and not self._given_up:
             self._warn(

@@ -28,6 +28,8 @@ from holdfast.cli import (
 )
 from holdfast.errors import HoldfastError
 from holdfast.exit_codes import ExitCode
+from holdfast.lines import LogFormat, Source, log_format
+from holdfast.speaking import install, speak
 
 app = typer.Typer(
     name="holdfast",
@@ -95,6 +97,7 @@ def main() -> None:
     Who stops reading our output (`| head`) has seen enough: that is no failure, and there is nobody to tell.
     """
     _open_standard_files()
+    install(Source.COMMAND)
     for stream in (sys.stdout, sys.stderr):  # a name that is no text in this encoding is shown, not fatal
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -189,8 +192,10 @@ def _shown(text: str, most: int = 1000) -> str:
 
 def complain(text: str) -> None:
     """On stderr, if that can be written."""
+    # The launcher is a command like any other until something is told in JSON.
+    launcher = sys.argv[1:2] == ["run"] and log_format(os.environ) is LogFormat.JSON
     with contextlib.suppress(OSError, ValueError):
-        print(f"holdfast: {text}", file=sys.stderr, flush=True)
+        speak(text, source=Source.LAUNCHER if launcher else Source.COMMAND)
 
 
 def _flushed(code: int | str | None) -> int | str | None:

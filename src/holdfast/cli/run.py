@@ -17,9 +17,13 @@ def run(ctx: typer.Context) -> None:
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     from holdfast.bounded import is_table_full
     from holdfast.errors import NoProcessesError
-    from holdfast.launch.early import insist_on_room, start_early
+    from holdfast.launch.early import choose_format, insist_on_room, start_early
     from holdfast.launch.keeper import mark_environment
+    from holdfast.lines import Source
+    from holdfast.speaking import install
 
+    install(Source.LAUNCHER)
+    choose_format(ctx.args)
     insist_on_room()
     mark_environment()  # the parent's environment is what its forks show to whoever looks for them
     parent = start_early(ctx.args)  # before torch is imported here: both imports run side by side

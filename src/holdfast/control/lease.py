@@ -50,6 +50,7 @@ from holdfast.control.writing import let_writer_finish
 from holdfast.errors import ControlError, LeaseLostError, RunIsLiveError, StorageError, UsageError
 from holdfast.files import explain_os_error, make_dirs, overwrite, read_regular
 from holdfast.scope import critical, stretch
+from holdfast.waiting import Waiting
 
 log = logging.getLogger("holdfast.control")
 
@@ -67,6 +68,11 @@ CLAIM_PATIENCE = 3
 """A claim that keeps losing races gives up after so many times-to-live."""
 HANDOVER = 120.0
 """Seconds for which a claim lets the writer of the epoch that it ends go on."""
+
+
+def _untold(waiting: Waiting) -> None:
+    del waiting
+
 
 _CLAIM_NAME = re.compile(r"([0-9]{8,18})\.claim")
 
@@ -123,10 +129,18 @@ def read_beat(control: ControlDirectory, epoch: int) -> Beat | None:
     return read_record(path, Beat)
 
 
-def claim(control: ControlDirectory, owner: str, ttl: float, *, handover: float = HANDOVER) -> Claim:
+def claim(
+    control: ControlDirectory,
+    owner: str,
+    ttl: float,
+    *,
+    handover: float = HANDOVER,
+    waiting: Callable[[Waiting], None] = _untold,
+) -> Claim:
     """Take the next epoch, waiting at most about one time-to-live of the present holder.
 
     Before that, a writer process of the present epoch may finish what it was handed, for `handover` seconds.
+    `waiting` is told at every look what is waited for.
 
     Raises RunIsLiveError when the present holder is seen to be alive, or when others keep winning the
     race for CLAIM_PATIENCE times-to-live.
@@ -148,10 +162,10 @@ def claim(control: ControlDirectory, owner: str, ttl: float, *, handover: float 
                 )
             patience = max(patience, CLAIM_PATIENCE * held.ttl)
             lock_timeout = held.ttl
-            evidence = _why_free(control, held, owner)
+            evidence = _why_free(control, held, owner, waiting)
             if evidence is not None:
                 looked = time.monotonic()
-                if seen := let_writer_finish(control, epoch, handover):
+                if seen := let_writer_finish(control, epoch, handover, waiting):
                     evidence = f"{evidence}; {seen}"
                 patience += time.monotonic() - looked  # nobody else's doing
         if evidence is not None:
@@ -172,7 +186,9 @@ def claim(control: ControlDirectory, owner: str, ttl: float, *, handover: float 
             )
 
 
-def _why_free(control: ControlDirectory, held: Claim, owner: str) -> str | None:
+def _why_free(
+    control: ControlDirectory, held: Claim, owner: str, waiting: Callable[[Waiting], None]
+) -> str | None:
     """Evidence that the holder no longer holds its epoch; waits for a lapse, raises if it is alive.
 
     None if another claim came first. A beat that cannot be understood is no evidence of anything: then,
@@ -193,8 +209,10 @@ def _why_free(control: ControlDirectory, held: Claim, owner: str) -> str | None:
         age = time.time() - beat.at  # outside these bounds the wall clock was set: then only watching tells
         if 0 <= age < held.ttl:
             raise _live(control, held, f"alive, last renewed {age:.1f} s ago")
+    what = f"the lease of {held.holder.describe()} to run out, in case that launcher is dead"
     deadline = time.monotonic() + held.ttl
     while True:
+        waiting(Waiting(what, held.ttl - (deadline - time.monotonic()), held.ttl))
         # Asked before the look: whoever was stopped past the deadline must look once more.
         last_look = time.monotonic() >= deadline
         now = _raw_beat(control, epoch)

@@ -23,7 +23,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,6 +32,7 @@ from holdfast.control.directory import MAX_RECORD_BYTES, ControlDirectory
 from holdfast.errors import ControlError
 from holdfast.files import make_dirs, read_regular, replace_atomic
 from holdfast.scope import stretch
+from holdfast.waiting import Waiting
 
 IDLE_PATIENCE = 2.0
 """A writer that has nothing to do for so long, while it is watched, will not get anything to do."""
@@ -182,7 +183,12 @@ class Writing:
         os.close(self._fd)
 
 
-def let_writer_finish(control: ControlDirectory, epoch: int, timeout: float) -> str:
+def let_writer_finish(
+    control: ControlDirectory,
+    epoch: int,
+    timeout: float,
+    waiting: Callable[[Waiting], None] | None = None,
+) -> str:
     """Wait until the writer of an epoch is done or gone, at most `timeout`; what was seen, for the record."""
     path = _path(control.path, epoch)
     try:
@@ -190,12 +196,12 @@ def let_writer_finish(control: ControlDirectory, epoch: int, timeout: float) -> 
     except OSError:
         return ""  # there is none, or nothing that can be asked
     try:
-        return _watch(fd, timeout)
+        return _watch(fd, timeout, waiting)
     finally:
         os.close(fd)
 
 
-def _watch(fd: int, timeout: float) -> str:
+def _watch(fd: int, timeout: float, waiting: Callable[[Waiting], None] | None) -> str:
     started = idle_since = time.monotonic()
     seen = ""
     while True:
@@ -212,4 +218,7 @@ def _watch(fd: int, timeout: float) -> str:
             return ""
         if now - started > timeout:
             return f"its writer was still at {seen or 'nothing'} after {timeout:g} s and was not waited for"
+        if waiting is not None:
+            what = f"the writer of the last attempt to finish {seen or 'what it was handed'}"
+            waiting(Waiting(what, now - started, timeout))
         time.sleep(stretch(POLL))

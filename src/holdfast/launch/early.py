@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from holdfast.errors import NoProcessesError
 from holdfast.launch.preload import ColdStart, Preload, PreloadedParent, Script
+from holdfast.lines import VARIABLE as LOG_FORMAT
+from holdfast.lines import is_known
 
 WITHOUT_VALUE = (
     "--standalone", "--module", "-m", "--no-python", "--run-path", "--use-env", "--virtual-local-rank",
@@ -39,6 +41,15 @@ def insist_on_room() -> None:
         over.set()
         for thread in started:
             thread.join()
+
+
+def choose_format(argv: Sequence[str]) -> None:
+    """Lines that are written before the command line has been read have the form that it asks for, too; and
+    what the workers inherit is there before their parent is started. Another word is refused by the parser.
+    """
+    asked = (_split(argv)[0].get("--log-format") or [""])[-1]
+    if asked and is_known(asked):
+        os.environ[LOG_FORMAT] = asked
 
 
 def start_early(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> PreloadedParent | None:

@@ -65,7 +65,10 @@ class Ends:
             return self._leave(attempt, ExitCode.OK)
         if notice.kind == "lease_lost":
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
-            say(f"attempt {attempt.number} lost the run's lease: {notice.detail}. Its workers were ended")
+            say(
+                f"attempt {attempt.number} lost the run's lease: {notice.detail}. Its workers were ended",
+                attempt=attempt.number,
+            )
             return self._leave(attempt, ExitCode.LEASE_LOST)
         if notice.kind == "leader_lost":
             return self._without_leader(attempt, notice, stopping)
@@ -87,7 +90,7 @@ class Ends:
             if stopping.request is not None:
                 self._requeue_after(attempt, stopping.request)
         self._context.last_words = f"attempt {attempt.number} was stopped: {notice.detail}"
-        say(f"{self._context.last_words}\n  next: {next_step(code)}")
+        say(f"{self._context.last_words}\n  next: {next_step(code)}", attempt=attempt.number)
         return self._leave(attempt, code)
 
     def _requeue_after(self, attempt: Attempt, request: StopRequest) -> None:
@@ -99,7 +102,7 @@ class Ends:
         """Nodes join or leave; the others go on at once."""
         gone = notice.nodes if notice.kind == "left" else []
         what = f"{', '.join(gone)} was told to leave" if gone else "more nodes joined"
-        say(f"attempt {attempt.number} ends: {what}")
+        say(f"attempt {attempt.number} ends: {what}", attempt=attempt.number)
         self._await_reports(attempt)
         attempt.end("stopped", exit_code=0, cause="", highest_step=self._steps())
         meeting = self._meeting
@@ -177,7 +180,7 @@ class Ends:
         A leader that is still there was stopped or cut off. The others go on without it, and it must not end
         the run for them: it comes to the meeting, is told that it was taken for gone, and joins anew.
         """
-        say(f"attempt {attempt.number} ends: {notice.detail}")
+        say(f"attempt {attempt.number} ends: {notice.detail}", attempt=attempt.number)
         if stopping.of_all:
             return self.without_others(attempt, notice.detail)
         if self._meeting is None:

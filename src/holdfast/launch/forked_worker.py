@@ -31,6 +31,7 @@ from typing import Any
 
 from holdfast.launch.messages import Message, receive, send
 from holdfast.launch.orphan_guard import guarded
+from holdfast.speaking import say_as_rank
 
 WORD = 60.0
 """Seconds that a prepared worker waits for the agent's word."""
@@ -373,9 +374,9 @@ class Worker:
         if request["note"]:
             with contextlib.suppress(OSError), open(request["note"], "x") as file:  # noqa: PTH123
                 file.write(why)
-        what = f"holdfast: this worker goes on as it is, although it should start over: {why}; "
+        what = f"this worker goes on as it is, although it should start over: {why}; "
         if children := _children():
-            print(f"{what}but it has started processes ({children})", file=sys.stderr, flush=True)
+            say_as_rank(f"{what}but it has started processes ({children})")
             return
         try:
             os.chdir(request["cwd"])
@@ -387,7 +388,7 @@ class Worker:
             command = guarded(request["command"], os.getppid())
             os.execve(command[0], command, request["environment"])
         except OSError as error:
-            print(f"{what}but {error}", file=sys.stderr, flush=True)
+            say_as_rank(f"{what}but {error}")
 
     def _set_up_main(self) -> None:
         command = self._request["command"]

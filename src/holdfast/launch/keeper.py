@@ -29,6 +29,7 @@ from holdfast.control.marks import AGENT, leave_stopping_to_the_trainer
 from holdfast.launch import processes
 from holdfast.launch.orphans import PATIENCE, recognise
 from holdfast.launch.processes import Process
+from holdfast.launch.summary import say
 from holdfast.own_child import own_child
 
 POLL = 0.05
@@ -159,9 +160,9 @@ def main() -> int:
     killed, left = end_the_rest(mark, outlive)
     _remove(scratch)  # what a worker wrote while it was ended
     if killed:
-        print(f"holdfast: the launcher is gone; ended {killed} processes that it left", file=sys.stderr)
+        say(f"the launcher is gone; ended {killed} processes that it left")
     if left:
-        print(f"holdfast: {left} of them hang in the kernel and do not end", file=sys.stderr)
+        say(f"{left} of them hang in the kernel and do not end")
     return 0
 
 

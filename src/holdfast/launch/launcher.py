@@ -73,6 +73,8 @@ from holdfast.launch.signals import Interrupted, StopSignals
 from holdfast.launch.starting import Starter
 from holdfast.launch.storage_wait import find_trouble, least_space, shared_places
 from holdfast.launch.summary import next_step, say
+from holdfast.lines import VARIABLE as LOG_FORMAT
+from holdfast.lines import log_format
 from holdfast.policy.lost_storage import last_words
 from holdfast.torch_internals import get_addr_and_port
 from holdfast.worker.stop_file import refuse_stop_file
@@ -87,6 +89,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
     `parent`: a preloaded parent that was started ahead of time; the caller ends it.
     """
     options = parse(argv)
+    os.environ[LOG_FORMAT] = options.args.log_format or log_format(os.environ)  # the workers inherit it
     for note in options.notes:
         say(f"note: {note}")
     _refuse_anothers_run(options, argv)
@@ -139,7 +142,11 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
             starter=starter,
             monitor=monitor,
             learner=Learner(control, tell, command),
-            saves=SavesTold(control.journal, say, enabled=options.settings.launch.print_saves),
+            saves=SavesTold(
+                control.journal,
+                lambda text: say(text, attempt=context.saves.attempt),
+                enabled=options.settings.launch.print_saves,
+            ),
         )
         _keep_together(context)
         keep_launch(context, argv, config.nproc_per_node, tell)

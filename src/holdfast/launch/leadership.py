@@ -13,6 +13,7 @@ from collections.abc import Callable
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.lease import HANDOVER, Claim, LeaseKeeper, claim, current_epoch, read_claim
 from holdfast.errors import ControlError
+from holdfast.launch.summary import live_line
 
 
 class Leadership:
@@ -38,7 +39,9 @@ class Leadership:
     def claim(self, owner: str) -> Claim:
         """Take the next epoch for this launch. Raises RunIsLiveError if another launch is alive."""
         self._owner = owner
-        held = claim(self._control, owner, self._ttl, handover=self._handover)
+        line = live_line()
+        held = claim(self._control, owner, self._ttl, handover=self._handover, waiting=line)
+        line.over()
         previous, self._keeper = self._keeper, LeaseKeeper(self._control, held, self._lost, self._tell)
         if previous is not None:
             previous.stop()

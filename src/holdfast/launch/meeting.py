@@ -32,8 +32,10 @@ from holdfast.errors import DecisionTimeoutError
 from holdfast.exit_codes import ExitCode
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.endpoints import Endpoints, StoreLostError
+from holdfast.launch.summary import live_line
 from holdfast.policy import rounds
 from holdfast.policy.rounds import Meeting
+from holdfast.waiting import Waiting
 
 STATE = "meeting"
 CHANGES = 10_000
@@ -237,9 +239,9 @@ class MeetingHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round; StopRun if the run is over, RendezvousTimeoutError or StoreLostError."""
-        began = self._looked_elsewhere = time.monotonic()
+        arrived = began = self._looked_elsewhere = time.monotonic()
         meeting = self._arrive()
-        told = ""
+        told, line = "", live_line()
         enough_since: float | None = None
         while True:
             if meeting.over is not None:
@@ -256,6 +258,7 @@ class MeetingHandler(RendezvousHandler):
                 meeting = self._arrive()  # what we had said was overwritten before others read it
                 continue
             if meeting.round > self._round and place is not None and self._agent not in meeting.here:
+                line.over()
                 return self._enter(meeting, place)
             parked = rounds.parked(meeting, self._agent)
             if parked and parked != told:
@@ -267,6 +270,8 @@ class MeetingHandler(RendezvousHandler):
                 began = time.monotonic()  # the group runs; from its end on there is something to wait for
             if time.monotonic() - began > self._join_timeout:
                 raise RendezvousTimeoutError(self._who_is_missing(meeting))
+            running = bool(parked and rounds.awaited(meeting))
+            line(self._waiting(meeting, time.monotonic() - (arrived if running else began), running=running))
             self._look_after(meeting, enough_since)
             if not parked:
                 self._look_elsewhere()
@@ -368,6 +373,19 @@ class MeetingHandler(RendezvousHandler):
         text = f"waited {self._join_timeout:g} s for {self._min} nodes; here: {here}"
         return (
             text + (f"; awaited: {late}" if late else "") + (f"; may not take part: {unfit}" if unfit else "")
+        )
+
+    def _waiting(self, meeting: Meeting, waited: float, *, running: bool) -> Waiting:
+        """What this node waits for, for people. `running`: a group trains without it."""
+        if running:
+            return Waiting("a place in the group, which is full", waited, None)
+        late = ", ".join(member.node for member in rounds.awaited(meeting))
+        here, wanted = len(rounds.candidates(meeting)), self._min
+        if here >= wanted:
+            more = f"up to {self._max} nodes to join ({here} are here, {wanted} are enough)"
+            return Waiting(late or more, waited, self._join_timeout)
+        return Waiting(
+            f"{wanted} nodes to join ({here} here{late and f', {late} expected'})", waited, self._join_timeout
         )
 
     # -- what the agent tells -------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from holdfast.config import FILE_LIMIT, Effective, Settings, load, parse_assignm
 from holdfast.control.limits import check_timeouts
 from holdfast.errors import ConfigError, UsageError
 from holdfast.files import read_regular
+from holdfast.lines import LogFormat
 from holdfast.settings_hints import FT_LAUNCHER
 
 BACKENDS = ("c10d", "static")
@@ -91,6 +92,10 @@ def make_parser() -> ArgumentParser:
     ours.add_argument(
         "--no-preload", "--no_preload", action=check_env,
         help="start every worker as a new interpreter instead of forking it from one that has imported torch",
+    )  # fmt: skip
+    ours.add_argument(
+        "--log-format", choices=[str(one) for one in LogFormat], metavar="FORMAT",
+        help="how Holdfast writes its own lines: text, or json, an object a line (else HOLDFAST_LOG_FORMAT)",
     )  # fmt: skip
     for name, key in _FT_SETTINGS.items():
         dashed = name.replace("_", "-")

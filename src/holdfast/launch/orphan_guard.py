@@ -31,9 +31,25 @@ def die_with_parent(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         number = ctypes.get_errno()
-        print(f"holdfast: cannot tie this worker to its agent: {os.strerror(number)}", file=sys.stderr)
+        _complain(f"cannot tie this worker to its agent: {os.strerror(number)}")
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _complain(text: str) -> None:
+    """As `holdfast.speaking` does, which cannot be imported here."""
+    import json
+    import time
+
+    rank = os.environ.get("RANK", "")
+    if os.environ.get("HOLDFAST_LOG_FORMAT") == "json":
+        now = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime())}+00:00"
+        number = int(rank) if rank.isdecimal() else None
+        host = os.uname().nodename
+        fields = {"time": now, "level": "error", "source": "rank", "rank": number, "host": host}
+        print(json.dumps({**fields, "attempt": None, "kind": "error", "text": text}), file=sys.stderr)
+    else:
+        print(f"{time.strftime('%H:%M:%S')} holdfast[rank {rank}]: {text}", file=sys.stderr)
 
 
 def main() -> int:
@@ -42,7 +58,7 @@ def main() -> int:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"holdfast: cannot execute {command[0]}: {error.strerror}", file=sys.stderr)
+        _complain(f"cannot execute {command[0]}: {error.strerror}")
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 

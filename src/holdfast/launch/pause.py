@@ -13,6 +13,8 @@ from holdfast.control.directory import ControlDirectory
 from holdfast.control.operator import Request, paused
 from holdfast.errors import ControlError
 from holdfast.journal.render import duration
+from holdfast.launch.summary import live_line
+from holdfast.waiting import Waiting
 
 POLL = 0.5
 
@@ -33,13 +35,16 @@ def wait_while_paused(
         f"recovery is paused by {request.describe()}. Nothing is restarted until "
         f"`holdfast control unpause {control.path}`; after {duration(maximum)} the run stops"
     )
+    line = live_line()
     while request is not None:
         if time.monotonic() - started >= maximum:
             tell(f"recovery stayed paused for {duration(maximum)} (launch.max_pause)")
             return False
+        line(Waiting("`holdfast control unpause`", time.monotonic() - started, maximum))
         check()
         time.sleep(min(POLL, maximum))
         request = _still(control, request)
+    line.over()
     tell(f"recovery goes on, after a pause of {duration(time.monotonic() - started)}")
     return True
 

@@ -167,10 +167,11 @@ class Recovery:
         self._context.saves.catch_up()
         if by_storage(incident.decision, self.storage):
             self._context.last_words = self.storage_words()
-            say(headline(account))
-            say(f"stopped: {self._context.last_words}")
+            say(headline(account), attempt=account.attempt, account=account)
+            say(f"stopped: {self._context.last_words}", attempt=account.attempt)
         else:
-            say(on_the_terminal(account, str(control.path)))
+            told = on_the_terminal(account, str(control.path))
+            say(told, attempt=account.attempt, account=account)
         self._context.saves.fell(account)
         payload = {"text": one_line(account), "attempt": incident.attempt, "cause": incident.cause}
         stops = incident.decision.action in (Action.STOP, Action.REQUEUE)

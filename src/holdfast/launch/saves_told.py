@@ -75,6 +75,11 @@ class SavesTold:
             return
         self._thread = thread
 
+    @property
+    def attempt(self) -> int | None:
+        """The attempt whose saves are told; None before there is one."""
+        return self._attempt or None
+
     def catch_up(self) -> None:
         """What was journalled before this is told before what comes next, if that takes but a moment."""
         if self._thread is not None:

@@ -27,10 +27,11 @@ from holdfast.launch.attempt import Attempt, Notice
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.stop_requests import StopRequests
 from holdfast.launch.stop_words import StopWords
-from holdfast.launch.summary import say
+from holdfast.launch.summary import live_line, say
 from holdfast.launch.workers import Workers
 from holdfast.policy.halting import Agreed, NodeWord, agree, goes_on, leaves, node_word
 from holdfast.policy.stopping import Deadline, StopRequest, closer_by, deadline, sooner
+from holdfast.waiting import Waiting
 from holdfast.worker.beat_messages import Prepare, StopAt
 
 QUICK = 0.03
@@ -87,6 +88,7 @@ class Stopping:
         self._leaving = False
         self._done = False
         self._forced = False
+        self._line = live_line(attempt.number)
         self.asked_between = False
         """Whether the request came while the ranks were between two attempts."""
 
@@ -123,6 +125,7 @@ class Stopping:
             if not self._learn(ended, words):
                 return None
             self.asked_between = between
+        self._live(ended)
         notice = self._hurried(ended, words) or self._late(words)
         if notice is not None or between or self.failed(ended):
             return notice
@@ -174,7 +177,7 @@ class Stopping:
         limit = self._limit
         within = f", within {duration(limit.seconds)} ({limit.why})" if limit.seconds is not None else ""
         within += closer_by(self._context.scheduler.grace, handed.request, limit)
-        say(f"asked to stop: {handed.request.detail}; {what}{within}")
+        say(f"asked to stop: {handed.request.detail}; {what}{within}", attempt=self._attempt.number)
         return True
 
     def _hand(self, request: StopRequest) -> Handed:
@@ -183,6 +186,14 @@ class Stopping:
         signalled = context.signals.received is not None and request.rank is None
         alone = signalled and leaves(leads=place.leads, elastic=context.elastic)
         return Handed(request=request, limit=limit, leaves=place.node if alone else "")
+
+    def _live(self, ended: Mapping[int, int]) -> None:
+        left = len(set(self._workers.pids) - set(ended))
+        ranks = "1 rank" if left == 1 else f"{left} ranks"
+        waited, limit = time.monotonic() - self._learnt, self._left()
+        if left:
+            longest = None if limit is None else max(0.0, limit) + waited
+            self._line(Waiting(f"{ranks} to save and stop", waited, longest))
 
     def _left(self) -> float | None:
         """Seconds until the deadline."""
@@ -199,7 +210,10 @@ class Stopping:
         self._prepared.clear()  # every rank is told again, and minds the shorter one
         if self._attempt.place.leads:
             self._attempt.journal.write(StopHastened(seconds=closer.seconds, why=closer.why))
-        say(f"the stop must be over within {duration(closer.seconds)}: {closer.why}")
+        say(
+            f"the stop must be over within {duration(closer.seconds)}: {closer.why}",
+            attempt=self._attempt.number,
+        )
 
     def _sooner(self) -> Deadline | None:
         ends_at = self._context.scheduler.ends_at

@@ -18,8 +18,10 @@ import msgspec
 from holdfast.bounded import Look
 from holdfast.config import Settings
 from holdfast.health.storage import nearest, try_storage
+from holdfast.launch.summary import live_line
 from holdfast.policy.health import SPACE_CRITICAL
 from holdfast.policy.lost_storage import Trouble
+from holdfast.waiting import Waiting
 
 STORAGE_PATIENCE = 30.0
 """Seconds for which a failed attempt waits for its storage to take what is to be recorded: a disk that was
@@ -69,7 +71,7 @@ def await_storage(
     free beside.
     """
     look = Look(lambda: find_trouble(places, least), "storage", patience=STORAGE_LOOK)
-    began, told = time.monotonic(), ""
+    began, told, line = time.monotonic(), "", live_line()
     while True:
         looked = look.take()
         hangs = Trouble(path=str(places[0]), problem="it does not answer")
@@ -80,8 +82,10 @@ def await_storage(
             told = found.path
             what = found.problem and f"the storage of {told} takes nothing: {found.problem}"
             tell(f"{what or found.describe()}. Waiting for it, up to {patience:g} s")
+        line(Waiting(f"the storage of {told}", time.monotonic() - began, patience))
         check()
         time.sleep(min(STORAGE_LOOK, patience))
+    line.over()
     waited = time.monotonic() - began
     if found is not None:
         return msgspec.structs.replace(found, waited=waited)

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-import time
+from typing import Any
 
 from holdfast.exit_codes import MEANINGS, ExitCode
+from holdfast.journal.account_events import Account
+from holdfast.lines import Kind, Source
+from holdfast.speaking import LiveLine, speak
 
 
-def say(text: str) -> None:
-    """Nobody may be there to read it (`2>&1 | head -1`), or the log's disk be full: no fault of the job."""
+def say(text: str, *, attempt: int | None = None, account: Account | None = None) -> None:
+    """Nobody may be there to read it (`2>&1 | head -1`), or the log's disk be full: no fault of the job.
+
+    `account`: of the incident that this line tells.
+    """
+    kind, level, more = None, "", dict[str, Any]()
+    if account is not None:
+        kind, level = Kind.INCIDENT, "error" if account.ends else "warning"
+        more = {"account": {name: getattr(account, name) for name in account.__struct_fields__}}
     try:
-        print(f"{time.strftime('%H:%M:%S')} holdfast: {text}", file=sys.stderr, flush=True)
+        speak(text, source=Source.LAUNCHER, kind=kind, level=level, attempt=attempt, more=more)
     except BrokenPipeError:
         silence(2)
     except (OSError, ValueError):
         pass  # it may be written again later
+
+
+def live_line(attempt: int | None = None) -> LiveLine:
+    """For a wait of the launcher's."""
+    return LiveLine(Source.LAUNCHER, attempt=attempt)
 
 
 def silence(descriptor: int) -> None:

@@ -24,6 +24,7 @@ import msgspec
 from holdfast.errors import HoldfastError
 from holdfast.policy.evidence import Raised
 from holdfast.policy.frames import MOST_TOLD, Frame, where_of
+from holdfast.speaking import say_as_rank
 from holdfast.worker.folding import fold, put_away, show_all
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -174,4 +175,4 @@ def write_error_file(error: BaseException) -> None:
     try:
         Path(name).write_text(json.dumps(report))
     except OSError as problem:
-        print(f"holdfast: cannot write the error file {name}: {problem}", file=sys.stderr)
+        say_as_rank(f"cannot write the error file {name}: {problem}")

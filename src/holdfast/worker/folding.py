@@ -24,6 +24,7 @@ from holdfast.errors import HoldfastError
 from holdfast.files import replace_atomic
 from holdfast.policy.classify import loss_of_peer
 from holdfast.policy.evidence import Raised
+from holdfast.speaking import speak
 from holdfast.verbosity import Verbosity, verbosity
 
 FILE_LIMIT = 1024 * 1024
@@ -54,12 +55,11 @@ def fold(error: BaseException, errors: Sequence[Raised]) -> Folded | None:
     text = "".join(traceback.format_exception(error))
     if not _written(target, text):
         return None
-    rank, lines = int(os.environ["RANK"]), len(text.splitlines())
-    print(
-        f"holdfast: rank {rank} ended because it lost another rank ({_short(lost)}): a consequence, not the "
+    lines = len(text.splitlines())
+    speak(
+        f"ended because it lost another rank ({_short(lost)}): a consequence, not the "
         f"cause; its traceback, {lines} lines, is in {target}",
-        file=_stream(),
-        flush=True,
+        to=_stream(),
     )
     return Folded(target, text)
 

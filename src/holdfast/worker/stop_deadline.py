@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.exit_codes import ExitCode
+from holdfast.speaking import rendered
 
 log = logging.getLogger("holdfast")
 
@@ -101,7 +102,7 @@ class StopDeadline:
 
     def _last_words(self, why: str) -> None:
         with contextlib.suppress(OSError):
-            os.write(STDERR, f"holdfast: {why}; what every thread was doing:\n".encode())
+            os.write(STDERR, f"{rendered(f'{why}; what every thread was doing:')}\n".encode())
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
         written = ""

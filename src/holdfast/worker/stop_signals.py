@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from holdfast.policy.stopping import is_repeated
+from holdfast.speaking import rendered
 
 log = logging.getLogger("holdfast")
 
@@ -222,7 +223,7 @@ class StopSignals:
 
     def _last_words(self, number: signal.Signals) -> None:
         state = "without saving" if self.code is None else "its state is saved"
-        told = f"holdfast: {number.name} came a second time: this process ends now, {state}\n"
+        told = f"{rendered(f'{number.name} came a second time: this process ends now, {state}')}\n"
         with contextlib.suppress(OSError):
             os.write(STDERR, told.encode())
         if self._on_again is not None:

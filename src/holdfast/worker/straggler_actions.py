@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from holdfast.journal.base import Event
 from holdfast.policy.straggler_times import Named
+from holdfast.speaking import is_taken, say_as_rank
 
 log = logging.getLogger("holdfast")
 
@@ -23,11 +22,10 @@ def to_the_log(line: str) -> None:
 
 def to_the_terminal(line: str) -> None:
     """Where nobody has set up logging, a line of level INFO would reach nobody."""
-    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+    if log.isEnabledFor(logging.INFO) and is_taken(log):
         to_the_log(line)
-        return
-    with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
-        print(f"holdfast: {line}", file=sys.stderr, flush=True)
+    else:
+        say_as_rank(line)
 
 
 class Fate(msgspec.Struct, frozen=True):
