@@ -66,7 +66,7 @@ def test_a_killed_rank() -> None:
     assert "comes from outside" in account.why[0]
     assert account.done == "restarting from step 20: 4 steps to redo (restart 1 of 3)"
     assert account.next == "nothing to do"
-    assert any("ranks 0 ended only because they lost it" in text for text in account.why)
+    assert any("rank 0 ended only because it lost that one" in text for text in account.why)
     assert not account.ends
 
 

@@ -65,7 +65,8 @@ class Ends:
             return self._leave(attempt, ExitCode.OK)
         if notice.kind == "lease_lost":
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
-            say(f"attempt {attempt.number} lost the run's lease: {notice.detail}. Its workers were ended")
+            told = f"attempt {attempt.number} does not hold the run any more: {notice.detail}"
+            say(f"{told}. Its workers were ended")
             return self._leave(attempt, ExitCode.LEASE_LOST)
         if notice.kind == "leader_lost":
             return self._without_leader(attempt, notice, stopping)
@@ -182,8 +183,8 @@ class Ends:
             return self.without_others(attempt, notice.detail)
         if self._meeting is None:
             raise LeaderLostError(
-                f"{notice.detail}, and a static rendezvous cannot replace it. Start the same command again, "
-                "or use --rdzv-backend c10d"
+                f"{notice.detail}, and with --rdzv-backend static no other node can take its place. "
+                "Start the same command again, or use --rdzv-backend c10d"
             )
         if attempt.place.leads:
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
