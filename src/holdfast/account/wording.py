@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from holdfast.account.incidents import Incident, headline
+from holdfast.exit_codes import ExitCode
 from holdfast.journal.account_events import Account
 from holdfast.journal.text import duration, plural, printable
 from holdfast.policy.signs import Cause
@@ -38,6 +39,17 @@ def on_the_terminal(account: Account, run_dir: str) -> str:
     lines.append(f"done: {printable(account.done)} (exit code {account.exit_code}){_unsaved(account)}")
     lines.append(f"next: {printable(account.next)}")
     lines += [f"file: {printable(name, 4096)}" for name in account.files]
+    lines.append(f"more: holdfast why {printable(run_dir, 4096)}")
+    return "\n  ".join(lines)
+
+
+def stop_on_the_terminal(account: Account, run_dir: str) -> str:
+    """At the end of a run that was asked to stop."""
+    lines = [f"stopped: {headline(account)}"]
+    lines += [f"why:  {printable(text)}" for text in account.why[1:2]]  # the first is what the source says
+    lost = _unsaved(account) if account.exit_code == ExitCode.STOPPED_UNSAVED else ""
+    lines.append(f"done: {printable(account.done)} (exit code {account.exit_code}){lost}")
+    lines.append(f"next: {printable(account.next)}")
     lines.append(f"more: holdfast why {printable(run_dir, 4096)}")
     return "\n  ".join(lines)
 
