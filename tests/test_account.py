@@ -10,21 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.account.answers import answers
-from holdfast.account.incidents import headline, incidents
+from holdfast.account.incidents import headline, incidents, stops
 from holdfast.account.remarks import remarks
+from holdfast.account.stops import of_stop
 from holdfast.account.story import Story, back, closing
-from holdfast.account.wording import five, on_the_terminal, one_line
+from holdfast.account.wording import five, on_the_terminal, one_line, stop_on_the_terminal
 from holdfast.control.attempts import FailureRecord
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.account_events import Account
-from holdfast.journal.cluster_events import StopAsked
-from holdfast.journal.events import Resumed, RungRejected, StepRejected, StepsDone
+from holdfast.journal.cluster_events import StopAsked, StopSaved
+from holdfast.journal.events import AttemptEnded, Resumed, RungRejected, StepRejected, StepsDone
 from holdfast.journal.straggler_events import StragglerFound
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.capacity import Exclusion
 from holdfast.policy.classify import KERNEL_OOM, Cause
 from holdfast.policy.evidence import Hang, Loss, LostNode, Raised
 from holdfast.policy.recovery import Action, Decision, Situation
+from holdfast.policy.stopping import Source, StopRequest
 from journals import ALTERED, Journal, killed_and_corrupted, name_of
 
 GLOO = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
@@ -66,7 +68,7 @@ def test_a_killed_rank() -> None:
     assert "comes from outside" in account.why[0]
     assert account.done == "restarting from step 20: 4 steps to redo (restart 1 of 3)"
     assert account.next == "nothing to do"
-    assert any("ranks 0 ended only because they lost it" in text for text in account.why)
+    assert any("rank 0 ended only because it lost that one" in text for text in account.why)
     assert not account.ends
 
 
@@ -261,6 +263,36 @@ def test_dropped_steps_stops_and_slow_ranks_are_no_silence() -> None:
     assert "2 dropped steps" in text
     assert "1 slow rank;" in text, "found twice, and one rank all the same"
     assert "no incident" not in text
+
+
+@pytest.mark.parametrize("source", Source)
+def test_a_stop_is_told_once_in_five_answers_and_is_no_failure(source: Source) -> None:
+    journal = Journal().start().steps(1, 24)
+    journal.write(StopAsked(source=source, detail="the stop file run/stop"))
+    request = StopRequest(source=source, detail="the stop file run/stop")
+    account = of_stop(1, request, 31, detail=request.detail, step=24, saved=24)
+    journal.write(StopSaved(step=24, checkpoint="step_x"))
+    journal.write(AttemptEnded(outcome="stopped", exit_code=31, last_step=24))
+    journal.write(account)
+    assert headline(account) == "the stop file run/stop asked the run to stop"
+    assert account.done == "stopped after step 24, saved"
+    assert incidents(journal.lines) == []
+    (stop,) = stops(journal.lines)
+    assert [question for question, _ in five(stop)] == ["who", "what", "why", "done", "cost", "next"]
+    (remark,) = remarks(journal.lines)
+    assert remark.what == "the stop file run/stop asked the run to stop: stopped after step 24, saved"
+    assert account.next in stop_on_the_terminal(account, "r")
+
+
+def test_a_stop_that_could_not_save_says_what_is_lost() -> None:
+    request = StopRequest(source=Source.SIGNAL, detail="SIGTERM")
+    account = of_stop(1, request, 32, detail="SIGTERM; a second one means now", step=24, saved=20)
+    shown = stop_on_the_terminal(account, "r")
+    assert (
+        "stopped after step 24 without saving (exit code 32); saved up to step 20, steps 21–24 are lost"
+        in shown
+    )
+    assert "why:  a second one means now" in shown
 
 
 def test_a_refusal_that_an_incident_tells_of_is_not_told_again() -> None:

@@ -123,7 +123,7 @@ def test_a_node_with_too_few_devices_left_parks_and_a_spare_takes_its_place(plac
         place.go("spare")
         group.wait_for_workers(2, 2)
         assert {one.node for one in place.seen(2)} == {"b"}
-        group.said("a", "parked: this node is excluded: attempt 1: RuntimeError: CUDA error: uncorrectable")
+        group.said("a", "waiting: this node is excluded: attempt 1: RuntimeError: CUDA error: uncorrectable")
         place.go()
         finish_all(group, "a b")
         assert "the run has ended" in group.agents["a"].output().err
@@ -151,9 +151,9 @@ def test_a_node_at_fault_twice_makes_place_for_a_spare_and_may_come_back_as_one(
             os.kill(pid, signal.SIGKILL)
         group.wait_for_workers(3, 2)
         assert {one.node for one in place.seen(3)} == set("abc") - {bad}
-        group.said(bad, "parked: this node is excluded: attempt 2: death by SIGKILL (infrastructure)")
+        group.said(bad, "waiting: this node is excluded: attempt 2: death by SIGKILL (infrastructure)")
         place.control("readmit", bad, "--reason", "found who killed it")
-        group.said(bad, "parked: the group is running with 2 nodes; this one is a spare")
+        group.said(bad, "waiting: the group is running with 2 nodes; this one is a spare")
         place.go()
         finish_all(group, "a b c")
     assert [one.chosen for one in place.decisions()] == ["restart", "exclude"]

@@ -96,7 +96,7 @@ def test_a_node_that_is_kept_out_is_parked_and_joins_once_it_is_well(tmp_path: P
     with cluster(tmp_path, "2") as group:
         group.start("a", acts="ok")
         group.start("b", acts="ok", wrap=few_files)
-        group.said("b", "parked: its health checks failed: open files")
+        group.said("b", "waiting: its health checks failed: open files")
         assert group.begun(1) == 0
         resource.prlimit(group.agents["b"].pid, resource.RLIMIT_NOFILE, (4096, 4096))
         for name in "ab":

@@ -141,9 +141,9 @@ def test_a_rank_that_never_joins_a_collective_is_named(ranks: Ranks) -> None:
     wait_until(lambda: merge([ranks.collect(0)]).missing, 60, "rank 0 is in the collective")
     report = ranks.collect(0)
     assert report.summary == (
-        "rank 0 hangs in section step for 181 s (limit 180): in all_reduce #4 of group 0, without rank 1; "
-        f"at hang_rank.py:{line_of('dist.all_reduce(torch.ones(2, 3))', last=True)} in forward; "
-        "look at rank 1 first"
+        "rank 0 waited for rank 1 in an all_reduce "
+        f"(hang_rank.py:{line_of('dist.all_reduce(torch.ones(2, 3))', last=True)} in forward); "
+        f"rank 1 was at {report.ranks[1].where}"
     )
     (record,) = report.hung
     assert (record.missing, record.silent, record.state, record.step) == ((1,), (), "S", 7)
@@ -197,7 +197,10 @@ def test_a_stopped_rank_is_said_to_be_stopped(ranks: Ranks) -> None:
     os.kill(ranks.pids[0], signal.SIGSTOP)
     wait_until(lambda: state(ranks.pids[0]) == "T", 30, "it is stopped")
     report = ranks.collect(0)
-    assert report.summary == "rank 0 hangs in section step for 181 s (limit 180): stopped by a signal"
+    assert report.summary == (
+        "rank 0 stood still for 181 s in its training step (180 s are allowed): "
+        "its process was stopped by a signal"
+    )
     assert report.hung[0].state == "T"
     assert report.seconds < SPAN * hang.ASKING, "it was not asked"
     assert "stopped by a signal: it can neither answer" in ranks.text(0)
@@ -263,7 +266,7 @@ def test_a_main_thread_that_waits_in_the_kernel_is_shown_by_another_thread(
     assert (one.state, one.stacks_by) == (sleeps, "signal")
     assert one.where == f"hang_rank.py:{line_of('ctypes.PyDLL(argument).hang_in_vfork(600)')} in forward"
     if sleeps == "D":
-        assert "in uninterruptible sleep" in report.summary
+        assert "uninterruptible sleep" in report.summary
         assert "D in uninterruptible sleep" in ranks.text(0)
 
 
@@ -292,7 +295,7 @@ def test_evidence_that_cannot_be_written_is_told(ranks: Ranks) -> None:
     report = ranks.collect(0)
     assert report.kept == ""
     assert "could not be written" in report.problems[0]
-    assert "rank 0 hangs in section step" in report.summary
+    assert "rank 0 stood still for 181 s in its training step" in report.summary
 
 
 def test_a_rank_that_answers_nothing_or_nonsense_costs_its_answer_only(tmp_path: Path) -> None:
@@ -342,8 +345,8 @@ def test_reports_of_nodes_say_together_what_none_can_say_alone(tmp_path: Path) -
     assert job_wide == merge([other, one])
     assert job_wide.suspects == (2,)
     assert job_wide.summary == (
-        "rank 0 hangs in section step for 181 s (limit 180): in all_reduce #412 of group 0, without rank 2, "
-        "rank 3 not heard; at train.py:88 in step; look at rank 2 first"
+        "rank 0 waited for rank 2 in an all_reduce (train.py:88 in step); it is not known of rank 3, "
+        "which could not be asked; look at rank 2 first"
     )
     assert merge([one], world=4).hung[0].silent == (2, 3), "a node without a report could not testify"
     for path, kept in (("a", one), ("b", other)):
@@ -365,13 +368,13 @@ def test_a_stopped_rank_is_named_although_it_is_another_that_is_overdue() -> Non
 
 def test_a_summary_names_what_is_known_and_nothing_else() -> None:
     assert summarise(HangRecord(rank=5, node="n", seconds=300.4, limit=300)) == (
-        "rank 5 hangs outside of any section for 300 s (limit 300)"
+        "rank 5 stood still for 300 s between its steps (300 s are allowed)"
     )
     exiting = HangRecord(rank=5, node="n", rule="exiting", seconds=3600.4, limit=3600)
     assert summarise(exiting) == (
-        "rank 5 hangs between the end of its loop and its exit for 3600 s (limit 3600)"
+        "rank 5 stood still for 3600 s between the end of its loop and its exit (3600 s are allowed)"
     )
-    assert "in uninterruptible sleep" in summarise(HangRecord(rank=5, node="n", section="setup", state="D"))
+    assert "uninterruptible sleep" in summarise(HangRecord(rank=5, node="n", section="setup", state="D"))
 
 
 def test_stacks_of_the_handler_are_read_whatever_is_in_them() -> None:

@@ -90,7 +90,7 @@ class Run:
                 wait_until(lambda: (self.cwd / "run" / "run.json").exists(), 60, "a is there")
 
     def parked(self, node: str) -> None:
-        self._group.said(node, "parked")
+        self._group.said(node, "waiting")
 
     def kill(self, *nodes: str) -> None:
         """Everything on these nodes, at once, the agents first."""

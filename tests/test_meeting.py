@@ -263,7 +263,7 @@ def test_a_node_that_may_not_take_part_does_not_wait_for_ever_where_no_group_run
     alone = Node(store, "a", join_timeout=1.0, unfit="this node is excluded: ECC errors")
     with pytest.raises(RendezvousTimeoutError, match=r"may not take part: a \(this node is excluded"):
         alone.meet().result(30)
-    assert alone.said == ["parked: this node is excluded: ECC errors"]
+    assert alone.said == ["waiting: this node is excluded: ECC errors"]
     alone.handler.shutdown()
 
 

@@ -24,7 +24,7 @@ def test_the_ranks_that_did_not_come_are_named() -> None:
         rank: [at(411 if rank in (3, 5) else 412, waits=rank not in (3, 5), of=6)] for rank in range(6)
     }
     (one,) = find_missing(said)
-    assert describe(one) == "ranks 3, 5 did not reach all_reduce #412 of group 0 that ranks 0-2, 4 wait in"
+    assert describe(one) == "ranks 3, 5 did not reach the all_reduce that ranks 0-2, 4 wait in"
     assert suspects(said) == (3, 5)
 
 
@@ -85,7 +85,7 @@ def test_all_came_but_not_for_the_same() -> None:
     said: Positions = {0: [at(3, waits=True, of=2)], 1: [at(3, waits=True, of=2, name="broadcast")]}
     (one,) = find_missing(said)
     assert describe(one) == (
-        "all ranks that are known reached all_reduce #3 of group 0, and ranks 0-1 still wait in it; "
+        "all ranks that are known reached the all_reduce, and ranks 0-1 still wait in it; "
         "they do not do the same there: all_reduce, broadcast"
     )
 
@@ -94,7 +94,7 @@ def test_without_a_recorder_only_the_counts_speak() -> None:
     said: Positions = {0: [at(4, name="", of=2)], 1: [at(3, name="", of=2)]}
     (one,) = find_missing(said)
     assert not one.certain
-    assert describe(one) == "rank 1 did not reach collective #4 of group 0 that rank 0 did"
+    assert describe(one) == "rank 1 did not reach the collective that rank 0 did"
     assert find_missing({0: [at(4, of=2)], 1: [at(4, of=2)]}) == []
 
 

@@ -107,9 +107,9 @@ def test_one_node_too_many_parks_takes_over_and_ends_with_the_run(tmp_path: Path
         group.start("b")
         group.wait_for_workers(1, 2)
         group.start("c")
-        group.said("c", "parked: the group is running with 2 nodes; this one is a spare")
+        group.said("c", "waiting: the group is running with 2 nodes; this one is a spare")
         group.start("d")  # after c, which is therefore the first to be taken
-        group.said("d", "parked")
+        group.said("d", "waiting")
         assert group.begun(2) == 0, "their arrival disturbed nobody"
         group.agents["b"].signal(signal.SIGKILL)
         finish_all(group, "a c d")
@@ -131,7 +131,7 @@ def test_a_node_on_which_the_script_cannot_import_is_replaced_and_does_not_end_t
         group.start("b", acts="spare?error:ModuleNotFoundError: No module named 'data'", script=ACTS)
         group.wait_for_workers(1, 2)
         group.start("c", acts="go?ok", script=ACTS)
-        group.said("c", "parked")
+        group.said("c", "waiting")
         (tmp_path / "spare").touch()
         group.wait_for_workers(3, 2)
         (tmp_path / "go").touch()
@@ -150,7 +150,7 @@ def test_a_spare_that_is_not_needed_ends_with_the_run_too(tmp_path: Path) -> Non
         group.start("a", acts="wait,ok")
         group.wait_for_workers(1, 1)
         group.start("b")
-        group.said("b", "parked")
+        group.said("b", "waiting")
         for pid in workers_of(group.agents["a"]):
             os.kill(pid, signal.SIGKILL)
         finish_all(group, "a b")

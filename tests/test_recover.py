@@ -181,7 +181,7 @@ def test_two_corrupt_in_a_row_raise_the_storage_alarm(dead: Path) -> None:
     storage = stage(found, "storage")
     assert storage["mark"] == "note"
     assert storage["evidence"][-1].startswith(f"storage alarm: {first.name} and {second.name}, one after")
-    assert "works, so the next rung counts" in storage["evidence"][-1]
+    assert "works, so the next older checkpoint counts" in storage["evidence"][-1]
 
 
 def test_when_every_rung_is_bad_there_is_none(dead: Path) -> None:

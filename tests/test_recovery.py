@@ -73,7 +73,7 @@ def test_a_spent_budget_stops_with_its_code_and_says_why() -> None:
     decision = decide(failed(1), failed(2, message="x"), failed(3), max_restarts=2)
     assert stopped(decision) == ExitCode.BUDGET_SPENT
     assert "seen" in decision.evidence
-    assert any("no progress" in line for line in decision.evidence)
+    assert any("saved" in line for line in decision.evidence)
 
 
 def test_no_restart_means_none_also_for_preemption() -> None:
@@ -592,7 +592,7 @@ def test_a_reset_budget_counts_from_there_on() -> None:
 def test_every_decision_says_what_it_rests_on() -> None:
     lost = failed(cause=Cause.HANG, exit_code=0, section="step", action="restart")
     decision = decide(lost)
-    assert "no sign of life in section step" in decision.reason
+    assert "no sign of life in its training step" in decision.reason
     assert decision.evidence[:2] == ["seen", "cause: hang"]
     assert "100 of 100 restarts without progress were left" in decision.evidence
     ended = decide(lost, again(lost, action=""))

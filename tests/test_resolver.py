@@ -43,7 +43,7 @@ def test_what_it_foretells_is_what_the_resume_does(run_dir: Path) -> None:
     found = holdfast.resolve_resume(run_dir).require()
     assert (found.chosen, found.step, found.path) == (older.name, 6, str(older))
     assert (found.world, found.samples, found.digests_read) == (1, 24, True)
-    assert found.why[0] == "newest usable rung; every digest matched"
+    assert found.why[0] == "newest usable checkpoint; every digest matched"
     assert found.why[1].startswith(f"not {newest.name}: altered")
     assert [row.verdict for row in found.candidates] == [
         "refused",

@@ -256,8 +256,8 @@ def test_a_rank_that_waits_for_one_of_another_node_is_no_hang_until_that_one_is_
             lambda: next((seen for node in found if (seen := node.look()) is not None), None), LIMIT, "a hang"
         )
         assert notice.kind == "hang"
-        assert "rank 0 hangs in section step" in notice.detail
-        assert "rank 2 hangs in section step, before its first step" in notice.detail
+        assert "rank 0 has stood still for" in notice.detail
+        assert "in its training step, before its first step" in notice.detail
         assert [node.look() for node in found] == [notice] * 3
 
 

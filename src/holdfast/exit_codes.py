@@ -36,7 +36,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ExitCode.OK: ("The run finished, or the checkpoint is sound.", "nothing"),
     ExitCode.FAILED: (
         "The job failed and recovery decided to stop, or the checkpoint is not sound.",
-        "read `holdfast journal`; the root cause and its evidence are in the last decision",
+        "read `holdfast why`: it names the cause and what it rests on",
     ),
     ExitCode.USAGE: (
         "Wrong flag, setting or path; nothing was started or changed.",
@@ -55,7 +55,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
         "`holdfast ckpt ls`; resume_from a named one, or resume_from = 'fresh'",
     ),
     ExitCode.LEASE_LOST: (
-        "A newer attempt holds the run; this one was fenced off.",
+        "A newer attempt holds the run; this one may not write any more.",
         "nothing: the newer attempt goes on",
     ),
     ExitCode.RUN_IS_LIVE: (
@@ -68,7 +68,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ),
     ExitCode.BUDGET_SPENT: (
         "Restarts, or launches, without progress used up the budget.",
-        "fix the cause the journal names, then launch again; the message says what lets it in",
+        "fix the cause that `holdfast why` names, then launch again; the message says what lets it in",
     ),
     ExitCode.SAVE_FAILED: (
         "Saving failed too often in a row, or the last save failed.",
@@ -84,7 +84,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ),
     ExitCode.NOTHING_LEFT: (
         "The same failure came back, and recovery has nothing left to vary against it.",
-        "read `holdfast journal`: it lists what was tried; fix the cause, then launch again",
+        "read `holdfast why`: it lists what was tried; fix the cause, then launch again",
     ),
     ExitCode.REQUEUE_WANTED: (
         "The run cannot go on with the nodes it has, and wants to be queued again.",
@@ -99,7 +99,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
         "`holdfast control unpause RUN`, then launch again",
     ),
     ExitCode.STORE_LOST: (
-        "The host of the rendezvous store is gone or cut off, and no other endpoint is left.",
+        "The host through which the nodes meet is gone or cut off, and no other endpoint is left.",
         "start the same command again; name several endpoints to survive this",
     ),
     ExitCode.STOPPED: (

@@ -20,9 +20,12 @@ from holdfast.policy.actions import Action
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.classify import KERNEL_OOM, is_symptom
 from holdfast.policy.evidence import Hang, LostNode, blamed
+from holdfast.policy.missing import ranks as list_ranks
+from holdfast.policy.plain_words import activity
 from holdfast.policy.recovery import Decision, Situation
 from holdfast.policy.rejection import Rejection
 from holdfast.policy.signs import Cause
+from holdfast.policy.timeouts import STEP
 
 MESSAGE_LIMIT = 300
 MOST_WHY = 12
@@ -57,12 +60,14 @@ def answers(
     *,
     hangs: Sequence[Hang] = (),
     lost: Sequence[LostNode] = (),
+    seen: Sequence[str] = (),
     detail: str = "",
     saved: str = "",
 ) -> Account:
     """What is told of an attempt that failed, and of the decision about it.
 
-    `detail`: what happened, where no worker ended by itself; `saved`: where a diagnostic save is.
+    `seen`: what was seen of a hang, in sentences; `detail`: what happened, where no worker ended by itself;
+    `saved`: where a diagnostic save is.
     """
     failed = situation.attempt
     hang = hangs[0] if root is None and hangs else None
@@ -71,7 +76,7 @@ def answers(
         cause=failed.cause,
         who=_who(failed, root, hang, lost),
         what=_what(failed, root, hang, lost, detail),
-        why=_why(failed, root, failures, decision, detail)[:MOST_WHY],
+        why=_why(failed, root, failures, decision, seen, detail)[:MOST_WHY],
         done=_done(situation, decision),
         next=_next(failed, root, decision),
         step=failed.last_step,
@@ -123,7 +128,7 @@ def _what(
         how = f": {printable(lost[0].detail, MESSAGE_LIMIT)}" if lost[0].detail else ""
         return f"was lost{when}{how}"
     if hang is not None:
-        inside = f" in {printable(hang.section)!r}" if hang.section not in ("", "step") else ""
+        inside = "" if hang.section == STEP else f", {printable(activity(hang.section, hang.exiting))}"
         still = f"stood still{when} for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)"
         waits = f"; rank {hang.rank} waited for it" if hang.missing and hang.rank not in hang.missing else ""
         return still + waits
@@ -191,6 +196,7 @@ def _why(
     root: FailureRecord | None,
     failures: Sequence[FailureRecord],
     decision: Decision,
+    seen: Sequence[str],
     detail: str,
 ) -> list[str]:
     found: list[str] = []
@@ -200,7 +206,7 @@ def _why(
         found += _of_the_end(root)
     cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
     if cause is Cause.HANG:
-        found += [text for text in decision.evidence if " hangs " in text or "stands still" in text]
+        found += seen
     undecided = failed.rejection is not None and not decision.verdict
     found.append(_UNDECIDED if undecided else _POINTS_TO[cause])
     found += [detail] if detail else []
@@ -210,7 +216,8 @@ def _why(
     followed = [one for one in failures if root is not None and one.rank != root.rank and not one.left]
     consequences = [one.rank for one in followed if is_symptom(one.exit_code, one.message)]
     if consequences and not any("then lost" in text for text in found):
-        found.append(f"ranks {', '.join(map(str, consequences[:8]))} ended only because they lost it")
+        who = "it" if len(consequences) == 1 else "they"
+        found.append(f"{list_ranks(consequences)} ended only because {who} lost that one")
     return [printable(text) for text in dict.fromkeys(found)]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from holdfast.account.history import Attempt, attempts
 from holdfast.checkpoint.identity import parse_name
-from holdfast.journal.account_events import Account
+from holdfast.journal.account_events import STOP, Account
 from holdfast.journal.events import Decision, Line, WorkerFailed
 from holdfast.journal.render import plural, printable, worker_end
 from holdfast.journal.render_restarts import restart_fault
@@ -68,6 +68,19 @@ def incidents(lines: list[Line]) -> list[Incident]:
     for position, (index, fault) in enumerate(faults):
         following = faults[position + 1] if position + 1 < len(faults) else None
         found.append(_incident(life, position + 1, index, fault, following, last_at))
+    return found
+
+
+def stops(lines: list[Line]) -> list[Incident]:
+    """Every stop that was asked for and told of, oldest first: its down time ends with the next launch."""
+    life = attempts(lines)
+    last_at = max((line.at for line in lines), default=0.0)
+    found: list[Incident] = []
+    for index, attempt in enumerate(life):
+        asked = attempt.account is not None and attempt.account.kind == STOP and attempt.ended_at is not None
+        if asked and _fault(life, index) is None:
+            at = attempt.ended_at or attempt.last_at
+            found.append(_incident(life, len(found) + 1, index, _Fault(at, at), None, last_at))
     return found
 
 

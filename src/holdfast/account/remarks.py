@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.account.incidents import Incident
+from holdfast.account.incidents import Incident, headline
 from holdfast.checkpoint.identity import parse_name
+from holdfast.journal.account_events import STOP, Account
 from holdfast.journal.cluster_events import StopAsked, StopSaved
 from holdfast.journal.events import DrainFailed, Line, RungRejected, SaveFailed, StepRejected
 from holdfast.journal.straggler_events import StragglerFound
@@ -39,8 +40,13 @@ def remarks(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remar
     kept: dict[tuple[str, str], Remark] = {}
     dropped: dict[int, StepRejected] = {}
     first_drop = 0.0
+    stopped = {
+        line.body.attempt for line in lines if isinstance(line.body, Account) and line.body.kind == STOP
+    }
     for line in lines:
         body = line.body
+        if isinstance(body, StopAsked | StopSaved) and line.attempt in stopped:
+            continue  # told whole, by its account
         if isinstance(body, StepRejected) and body.then == "dropped":
             first_drop = first_drop or line.at
             dropped.setdefault(body.step, body)
@@ -78,6 +84,8 @@ def _dropped(dropped: dict[int, StepRejected], at: float) -> Remark:
 def _of(line: Line, told: set[str]) -> Remark | None:
     body = line.body
     match body:
+        case Account(kind="stop"):
+            return Remark("stop", line.at, f"{headline(body)}: {printable(body.done)}", printable(body.next))
         case StopAsked():
             return Remark(
                 "stop",

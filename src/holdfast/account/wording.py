@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from holdfast.account.incidents import Incident, headline
+from holdfast.exit_codes import ExitCode
 from holdfast.journal.account_events import Account
 from holdfast.journal.text import duration, plural, printable
+from holdfast.policy.signs import Cause
 
 
 class Answer(NamedTuple):
@@ -26,15 +28,28 @@ def on_the_terminal(account: Account, run_dir: str) -> str:
     lines = [headline(account)]
     if account.why:
         lines.append(f"why:  {printable(account.why[0])}")
+    if account.cause == Cause.HANG and not account.ends:  # who waited is half of the answer
+        lines += [f"      {printable(text)}" for text in account.why[1:2]]
     if not account.ends:
         lines.append(f"done: {printable(account.done)}")
         if account.next != "nothing to do":
             lines.append(f"next: {printable(account.next)}")
         return "\n  ".join(lines)
     lines += [f"      {printable(text)}" for text in account.why[1:]]
-    lines.append(f"done: {printable(account.done)} (code {account.exit_code}){_unsaved(account)}")
+    lines.append(f"done: {printable(account.done)} (exit code {account.exit_code}){_unsaved(account)}")
     lines.append(f"next: {printable(account.next)}")
     lines += [f"file: {printable(name, 4096)}" for name in account.files]
+    lines.append(f"more: holdfast why {printable(run_dir, 4096)}")
+    return "\n  ".join(lines)
+
+
+def stop_on_the_terminal(account: Account, run_dir: str) -> str:
+    """At the end of a run that was asked to stop."""
+    lines = [f"stopped: {headline(account)}"]
+    lines += [f"why:  {printable(text)}" for text in account.why[1:2]]  # the first is what the source says
+    lost = _unsaved(account) if account.exit_code == ExitCode.STOPPED_UNSAVED else ""
+    lines.append(f"done: {printable(account.done)} (exit code {account.exit_code}){lost}")
+    lines.append(f"next: {printable(account.next)}")
     lines.append(f"more: holdfast why {printable(run_dir, 4096)}")
     return "\n  ".join(lines)
 

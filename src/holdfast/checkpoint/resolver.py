@@ -404,11 +404,11 @@ class _Resolver:
             ]
         if first.verdict == LOCAL:
             return [
-                f"newest rung{asked}, held by nodes only ({first.local}, as recorded): "
+                f"newest checkpoint{asked}, held by nodes only ({first.local}, as recorded): "
                 "they verify it when they are asked"
             ]
         read = "only names and sizes were looked at" if self._quick else "every digest matched"
-        told = [f"newest usable rung{asked}; {read}", *first.reasons]
+        told = [f"newest usable checkpoint{asked}; {read}", *first.reasons]
         higher = rows[: rows.index(first)]
         return told + [f"not {row.name}: {'; '.join(row.reasons)}" for row in higher]
 

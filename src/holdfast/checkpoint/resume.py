@@ -399,7 +399,7 @@ class Resumer:
             return [f"{asked}the run has no checkpoint on its lineage"]
         if not rung.manifest:
             return [f"{asked}a plain DCP directory, complete by its metadata; no digests to check"]
-        which = "newest usable rung" if self._pin is None else "the pinned checkpoint"
+        which = "the newest usable checkpoint" if self._pin is None else "the pinned checkpoint"
         found = f"{asked}{which}; all digests matched on {self._group.world_size} ranks"
         return [found, *self._sources]
 

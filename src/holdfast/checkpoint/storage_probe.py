@@ -40,7 +40,7 @@ class StorageWatch:
         self._journal.write(StorageAlarm(checkpoints=self._bad[:], place=str(directory), probe=found))
         told = f"{' and '.join(self._bad)}, one after the other, cannot be used, so {directory} was tried"
         if not found:
-            log.warning("holdfast: storage alarm: %s; it works, and the next rung is tried", told)
+            log.warning("holdfast: storage alarm: %s; it works, and the next older checkpoint is tried", told)
             return ""
         return (
             f"storage alarm: {told}: {found}. Nothing more that lies there is believed, and nothing was "

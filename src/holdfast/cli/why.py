@@ -28,7 +28,7 @@ def why(
     """
     from dataclasses import asdict
 
-    from holdfast.account.incidents import incidents
+    from holdfast.account.incidents import incidents, stops
     from holdfast.account.remarks import remarks
     from holdfast.journal.reader import read_journal
 
@@ -37,10 +37,12 @@ def why(
     lines = read_journal(run_dir / "journal")
     found = incidents(lines)
     others = remarks(lines, found)
+    asked = stops(lines)
+    told = sorted([*found, *asked], key=lambda one: one.at)
     if attempt is None:
-        chosen = found[-1] if found else None
+        chosen = told[-1] if told else None
     else:
-        chosen = next((one for one in found if one.attempt == attempt), None)
+        chosen = next((one for one in told if one.attempt == attempt), None)
         if chosen is None:
             failed = ", ".join(str(one.attempt) for one in found) or "none"
             raise UsageError(f"--attempt {attempt} did not fail in {run_dir}; attempts that did: {failed}")
@@ -48,18 +50,19 @@ def why(
         print_json({"incident": _as_json(chosen), "others": [asdict(one) for one in others]})
         return
     if chosen is not None:
-        _show(chosen, len(found))
+        _show(chosen, "stop on request" if chosen in asked else f"incident {chosen.number} of {len(found)}")
     elif not others:
         typer.echo("no incident: nothing in this run's journal has failed")
-    for one in others if attempt is None else []:
+    shown = [one for one in others if one.kind != "stop" or chosen not in asked or one.count > 1]
+    for one in shown if attempt is None else []:
         times = f" ({one.count} times)" if one.count > 1 and one.kind != "dropped" else ""
         typer.echo(f"also, {show_time(one.at)}: {one.what}{times}\n  next  {one.next}")
 
 
-def _show(incident: Incident, count: int) -> None:
+def _show(incident: Incident, which: str) -> None:
     from holdfast.account.wording import five
 
-    typer.echo(f"incident {incident.number} of {count}, attempt {incident.attempt}, {show_time(incident.at)}")
+    typer.echo(f"{which}, attempt {incident.attempt}, {show_time(incident.at)}")
     for question, text in five(incident):
         typer.echo(f"  {question:<5} {text}")
     for name in incident.account.files if incident.account is not None else []:

@@ -6,6 +6,8 @@ import msgspec
 
 from holdfast.journal.base import Event
 
+FAILURE, STOP = "failure", "stop"
+
 
 class Account(Event, tag="account"):
     """Five answers about one incident, in plain English. Made once, by whoever decided about it.
@@ -35,6 +37,8 @@ class Account(Event, tag="account"):
     """When the run last got on, where that was well before the fault was seen: a rank that stood still."""
     exit_code: int = 0
     """What the launch ends with; 0 if it goes on."""
+    kind: str = FAILURE
+    """failure, or stop: it was asked for."""
     files: list[str] = msgspec.field(default_factory=list)
     """Where the whole of it is kept: error files, last lines, stacks."""
 

@@ -411,7 +411,8 @@ class HoldfastAgent(LocalElasticAgent):
         self._context.rename_launch()
         with self._signals.interruptible():
             self._meeting.move(why)
-        say(f"the rendezvous store was lost: {why}. Meeting the other nodes at {self._meeting.endpoint}")
+        where = self._meeting.endpoint
+        say(f"the store through which the nodes meet was lost: {why}. Meeting the other nodes at {where}")
 
     def _watch(self) -> int | None:
         """Until something ends this attempt, and then to its end on this node."""

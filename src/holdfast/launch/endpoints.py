@@ -113,8 +113,9 @@ class Endpoints:
                 self.failures.append(f"{host}:{port}: {first}")
         tried = "; ".join(self.failures) or f"{self.name} was the only one"
         raise StoreLostError(
-            f"no endpoint of the rendezvous is left ({tried}). Nothing of the run is lost: start the same "
-            "command again, and give several endpoints if the loss of one host must be survived"
+            f"no endpoint at which the nodes could meet is left ({tried}). Nothing of the run is "
+            "lost: start the same command again, and give several endpoints if the loss of one host "
+            "must be survived"
         )
 
     def _open(self, host: str, port: int) -> TCPStore:

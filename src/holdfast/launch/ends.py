@@ -11,12 +11,17 @@ import signal
 import time
 from collections.abc import Callable
 
+from holdfast.account.stops import of_stop
+from holdfast.account.wording import stop_on_the_terminal
 from holdfast.bounded import Bounded
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.control.attempts import attempt_numbers
+from holdfast.control.directory import list_names
 from holdfast.errors import DecisionTimeoutError, HoldfastError, StorageError
 from holdfast.exit_codes import ExitCode
+from holdfast.journal.account_events import Account
 from holdfast.journal.events import LeaseLost, Warned
+from holdfast.journal.tails import last_step
 from holdfast.launch.attempt import Attempt, LeaderLostError, Notice, StopRun
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import StoreLostError
@@ -65,10 +70,8 @@ class Ends:
             return self._leave(attempt, ExitCode.OK)
         if notice.kind == "lease_lost":
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
-            say(
-                f"attempt {attempt.number} lost the run's lease: {notice.detail}. Its workers were ended",
-                attempt=attempt.number,
-            )
+            told = f"attempt {attempt.number} does not hold the run any more: {notice.detail}"
+            say(f"{told}. Its workers were ended", attempt=attempt.number)
             return self._leave(attempt, ExitCode.LEASE_LOST)
         if notice.kind == "leader_lost":
             return self._without_leader(attempt, notice, stopping)
@@ -87,11 +90,33 @@ class Ends:
         if asked and attempt.place.leads:
             self._await_reports(attempt)
             attempt.end("stopped", exit_code=code, cause="", highest_step=self._steps())
-            if stopping.request is not None:
-                self._requeue_after(attempt, stopping.request)
         self._context.last_words = f"attempt {attempt.number} was stopped: {notice.detail}"
-        say(f"{self._context.last_words}\n  next: {next_step(code)}", attempt=attempt.number)
+        told, account = f"{self._context.last_words}\n  next: {next_step(code)}", None
+        if asked and attempt.place.leads and stopping.request is not None:
+            account = self._account_of(attempt, stopping.request, notice)
+            if account is not None:
+                attempt.journal.write(account)
+                told = stop_on_the_terminal(account, str(self._context.control.path))
+            self._requeue_after(attempt, stopping.request)
+        say(told, attempt=attempt.number, account=account)
         return self._leave(attempt, code)
+
+    def _account_of(self, attempt: Attempt, request: StopRequest, notice: Notice) -> Account | None:
+        """Once, by the leading agent, when all ranks have ended; None where the storage does not answer."""
+        control, code, detail = self._context.control, notice.exit_code, notice.detail
+
+        def make() -> Account:
+            step = last_step(control.journal, list_names(control.journal), attempt.number)
+            saved = self._steps() or None
+            return of_stop(attempt.number, request, code, detail=detail, step=step, saved=saved)
+
+        look = Bounded(make, "account-of-stop")
+        if not look.ended(LAST_WORDS):
+            return None
+        try:
+            return look.result()
+        except (HoldfastError, OSError):
+            return None
 
     def _requeue_after(self, attempt: Attempt, request: StopRequest) -> None:
         """At the very end of this launch the scheduler may be asked to queue the job again."""
@@ -185,8 +210,8 @@ class Ends:
             return self.without_others(attempt, notice.detail)
         if self._meeting is None:
             raise LeaderLostError(
-                f"{notice.detail}, and a static rendezvous cannot replace it. Start the same command again, "
-                "or use --rdzv-backend c10d"
+                f"{notice.detail}, and with --rdzv-backend static no other node can take its place. "
+                "Start the same command again, or use --rdzv-backend c10d"
             )
         if attempt.place.leads:
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from holdfast.policy.missing import Missing, Position, describe, find_missing, ranks, suspects
+from holdfast.policy.plain_words import a_collective, activity
 from holdfast.policy.timeouts import EXITING, HELLO
 from holdfast.worker.testimony import Frame, Registered, ThreadStack
 
@@ -96,7 +97,12 @@ class JobHang(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[Missing] = []
     suspects: tuple[int, ...] = ()
     """Ranks that others wait for and that wait for nobody: where to look first."""
-    summary: str = ""
+    told: list[str] = []
+    """In sentences: first of whoever holds the others up, then of those that wait."""
+
+    @property
+    def summary(self) -> str:
+        return "; ".join(self.told)
 
 
 def merge(reports: Sequence[HangReport], *, world: int = 0) -> JobHang:
@@ -114,15 +120,26 @@ def merge(reports: Sequence[HangReport], *, world: int = 0) -> JobHang:
     hung = [_complete(record, found) for report in reports for record in report.hung]
     # First who holds the others up, then who has been overdue for longest.
     hung.sort(key=lambda record: (record.rank not in first, -record.seconds, record.rank))
-    lines = [summarise(record) for record in hung[:NAMED]]
-    if len(hung) > NAMED:
-        lines.append(f"{len(hung) - NAMED} more hang")
-    told = {record.collective for record in hung[:NAMED]}
+    lines = _sentences(hung)
+    if len(lines) > NAMED:
+        lines = [*lines[:NAMED], f"{len(lines) - NAMED} more stand still"]
+    told = {record.collective for record in hung}
     lines += [f"rank {rank} is {_STOPPED[evidence[rank].state]}" for rank in stopped]
     lines += [describe(one) for one in found if one.missing and _named(one) not in told]
-    if first and not {record.rank for record in hung[:1]} & set(first):
-        lines.append(f"look at {ranks(first)} first")
-    return JobHang(hung=hung, missing=found, suspects=first, summary="; ".join(lines))
+    if first and not overdue & set(first):
+        known = [rank for rank in first if rank in evidence and evidence[rank].where and rank not in stopped]
+        lines += [f"rank {rank} was at {evidence[rank].where}" for rank in known[:NAMED]]
+        lines += [] if known else [f"look at {ranks(first)} first"]
+    return JobHang(hung=hung, missing=found, suspects=first, told=lines)
+
+
+def _sentences(hung: Sequence[HangRecord]) -> list[str]:
+    """One for each rank that stands still, and one for all that wait at the same place for the same ranks."""
+    alike: dict[object, list[HangRecord]] = {}
+    for record in hung:
+        at = (record.collective, record.missing, record.silent, record.where)
+        alike.setdefault(at if _waits(record) else record.rank, []).append(record)
+    return [summarise(records[0], [record.rank for record in records]) for records in alike.values()]
 
 
 def _complete(record: HangRecord, found: Sequence[Missing]) -> HangRecord:
@@ -137,29 +154,40 @@ def _named(one: Missing) -> str:
     return f"{one.name or 'collective'} #{one.number} of group {one.group}"
 
 
-def summarise(record: HangRecord) -> str:
-    """`rank 3 hangs in section step for 181 s (limit 180): in all_reduce #412 of group 0, without rank 5`."""
+def _waits(record: HangRecord) -> bool:
+    """Whether others are why it stands still, as far as is known."""
+    return bool(record.missing or record.silent) and record.state not in _STOPPED
+
+
+def summarise(record: HangRecord, alike: Sequence[int] = ()) -> str:
+    """`rank 3 stood still for 181 s in its training step (180 s are allowed): it was at train.py:88 in load`,
+    or `rank 0 waited for rank 3 in an all_reduce (train.py:71 in forward)`; `alike`: all that wait so."""
+    inside = f" in {a_collective(record.collective.partition(' #')[0])}" if record.collective else ""
+    if _waits(record):
+        text = f"{ranks(alike or [record.rank])} waited"
+        text += f" for {ranks(record.missing)}" if record.missing else ""
+        text += inside + (f" ({record.where})" if record.where else "")
+        if not record.silent:
+            return text
+        unheard = f"{ranks(record.silent)}, which could not be asked"
+        return f"{text}; it is not known of {unheard}" if record.missing else f"{text}, perhaps for {unheard}"
+    seconds = f"{record.seconds:.0f} s"
     if record.rule == HELLO:
-        text = f"rank {record.rank} did not reach holdfast.Run in {record.seconds:.0f} s"
+        text = f"rank {record.rank} did not reach holdfast.Run in {seconds}"
     else:
-        place = f"in section {record.section}" if record.section else "outside of any section"
-        if record.rule == EXITING:
-            on_its_way = "between the end of its loop and its exit"
-            place = f"after its loop, {place}" if record.section else on_its_way
-        text = f"rank {record.rank} hangs {place} for {record.seconds:.0f} s"
+        where = activity(record.section, record.rule == EXITING)
+        text = f"rank {record.rank} stood still for {seconds} {where}"
     if record.limit > 0:
-        text += f" (limit {record.limit:g})"
+        text += f" ({record.limit:g} s are allowed)"
     facts = []
     if record.state in _STOPPED:
-        facts.append(_STOPPED[record.state])
+        facts.append(f"its process was {_STOPPED[record.state]}")
     elif record.state == "D":
-        facts.append("in uninterruptible sleep")
-    if record.collective:
-        without = f", without {ranks(record.missing)}" if record.missing else ""
-        unheard = f", {ranks(record.silent)} not heard" if record.silent else ""
-        facts.append(f"in {record.collective}{without}{unheard}")
+        facts.append("it waited in the kernel (uninterruptible sleep), for a disk, a mount or a driver")
+    if inside:
+        facts.append(f"it was{inside} that all ranks had reached")
     if record.where:
-        facts.append(f"at {record.where}")
+        facts.append(f"it was at {record.where}")
     return f"{text}: {'; '.join(facts)}" if facts else text
 
 

@@ -176,7 +176,7 @@ def hangs_of(attempt: Attempt) -> tuple[list[Hang], list[str]]:
         )
         for one in found.hung
     ]
-    return hangs, [found.summary] if found.summary else []
+    return hangs, found.told
 
 
 def _nodes_of_ranks(arrangement: Arrangement, world_size: int) -> dict[int, str]:

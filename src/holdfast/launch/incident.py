@@ -193,7 +193,15 @@ def _tell(
     if root is not None and root.left:
         detail = _left_first(root, failures)
     return answers(
-        situation, decision, root, failures, hangs=known.hangs, lost=known.lost, detail=detail, saved=saved
+        situation,
+        decision,
+        root,
+        failures,
+        hangs=known.hangs,
+        lost=known.lost,
+        seen=known.facts,
+        detail=detail,
+        saved=saved,
     )
 
 

@@ -21,7 +21,7 @@ MESSAGE_LIMIT = 240
 _ACTIONS = {
     "restart": "restart",
     "rotate": "restart on other devices",
-    "lower_rung": "resume one checkpoint lower",
+    "lower_rung": "restart from an older checkpoint",
     "shrink": "restart with fewer nodes",
     "wait": "wait for capacity",
     "requeue": "give the job back to its scheduler",

@@ -383,19 +383,19 @@ def _make_handler(
 
 def _explain_rendezvous(error: Exception, config: LaunchConfig, context: LaunchContext) -> tuple[int, str]:
     """The code to end with, and why, which is said here."""
-    where = f"rendezvous {config.run_id}"
     if isinstance(error, RendezvousTimeoutError) and (told := _storage_in_the_way(context)):
         say(f"stopped: {told}")
         return int(ExitCode.STORAGE_FAILED), told
     if isinstance(error, RendezvousTimeoutError):
         code, what = (
             ExitCode.NO_CAPACITY,
-            f"fewer than {config.min_nodes} nodes joined {where} in time: {error}",
+            f"fewer than {config.min_nodes} nodes joined the run {config.run_id} in time: {error}",
         )
     elif isinstance(error, RendezvousClosedError):
-        code, what = ExitCode.FAILED, f"{where} was closed by another node: the run has ended there"
+        code, what = ExitCode.FAILED, f"another node has ended the run {config.run_id}"
     else:
-        code, what = ExitCode.DECISION_TIMEOUT, f"lost the store of {where}: {error}"
+        code = ExitCode.DECISION_TIMEOUT
+        what = f"the nodes of the run {config.run_id} cannot reach each other any more: {error}"
     say(f"stopped: {what}\n  next: {next_step(code)}")
     return int(code), what
 

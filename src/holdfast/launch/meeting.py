@@ -263,7 +263,7 @@ class MeetingHandler(RendezvousHandler):
             parked = rounds.parked(meeting, self._agent)
             if parked and parked != told:
                 told = parked
-                self._say(f"parked: {parked}")
+                self._say(f"waiting: {parked}")
             ready = len(rounds.candidates(meeting)) >= self._min and not rounds.awaited(meeting)
             enough_since = (enough_since or time.monotonic()) if ready else None
             if parked and rounds.awaited(meeting):

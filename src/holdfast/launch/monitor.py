@@ -29,6 +29,7 @@ from holdfast.control.waking import Waking
 from holdfast.launch import processes
 from holdfast.launch.questions import Questions
 from holdfast.launch.stop_words import Hearing, StopWords
+from holdfast.policy.plain_words import activity
 from holdfast.policy.timeouts import (
     EXITING,
     HELLO,
@@ -100,13 +101,11 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
                 f"rank {self.rank} has not reached holdfast.Run {self.seconds:.1f} s after the workers were "
                 f"started, and the limit is {self.limit:g} s{stopped}"
             )
-        where = f"in section {self.section}" if self.section else "outside of any section"
-        if self.rule == EXITING:
-            where = f"after its loop, {where}" if self.section else "between the end of its loop and its exit"
+        where = activity(self.section, self.rule == EXITING)
         step = f"after step {self.step}" if self.step else "before its first step"
         return (
-            f"rank {self.rank} hangs {where}, {step}: {self.seconds:.1f} s, and the {self.rule} limit is "
-            f"{self.limit:g} s{stopped}"
+            f"rank {self.rank} has stood still for {self.seconds:.1f} s {where}, {step}, and "
+            f"{self.limit:g} s are allowed{stopped}"
         )
 
 

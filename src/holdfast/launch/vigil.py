@@ -143,7 +143,7 @@ class Vigil:
         if lost:
             return attempt.give(Notice(kind="lease_lost", node=node, detail=lost))
         if self._meeting is not None and self._meeting.lost:
-            raise StoreLostError(f"the rendezvous store is lost: {self._meeting.lost}")
+            raise StoreLostError(f"the store through which the nodes meet is lost: {self._meeting.lost}")
         ended, between = self._workers.ended(), False
         if self._in_process is not None:
             self._in_process.look()

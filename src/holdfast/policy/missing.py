@@ -119,8 +119,8 @@ def suspects(positions: Positions, found: Sequence[Missing] | None = None) -> tu
 
 
 def describe(one: Missing) -> str:
-    """`ranks 3, 5 did not reach all_reduce #412 of group 0 that ranks 0-2, 4 wait in`."""
-    what = f"{one.name or 'collective'} #{one.number} of group {one.group}"
+    """`ranks 3, 5 did not reach the all_reduce that ranks 0-2, 4 wait in`."""
+    what = f"the {one.name or 'collective'}"
     those = ranks(one.waiting)
     wait = "wait" if len(one.waiting) > 1 else "waits"
     if not one.certain:

@@ -179,7 +179,8 @@ def storage(places: Sequence[StorageFacts], alarm: Sequence[str]) -> Finding:
             code, remedy = one.code, MEANINGS[ExitCode(one.code)][1]
     if alarm:
         told = f"storage alarm: {' and '.join(alarm)}, one after the other, cannot be used"
-        evidence.append(told if code else f"{told}; the storage was tried and works, so the next rung counts")
+        works = "the storage was tried and works, so the next older checkpoint counts"
+        evidence.append(told if code else f"{told}; {works}")
     if code:
         text = "cannot be used as it is"
         return Finding(

@@ -33,6 +33,7 @@ from holdfast.policy.budgets import (
 )
 from holdfast.policy.capacity import Cluster, Exclusion, Fit, devices_of, fit, layout, suffice
 from holdfast.policy.classify import Cause
+from holdfast.policy.plain_words import activity, deed, origin
 from holdfast.policy.rejection import Rerun, Settled, Trial, Window
 from holdfast.policy.rotation import arrangements
 from holdfast.policy.signs import adapter_to_check, sign_in
@@ -249,7 +250,8 @@ class _Case:
         if self._failed.exit_code not in INCURABLE:
             return None
         code = ExitCode(self._failed.exit_code)
-        return self._stop(code, f"a restart cannot cure exit code {code.value}: {MEANINGS[code][0]}")
+        meaning = MEANINGS[code][0].rstrip(".")
+        return self._stop(code, f"a restart cannot cure this: {meaning[0].lower()}{meaning[1:]}")
 
     def _storage_failed(self) -> Decision | None:
         """Nothing is wrong with the run, its nodes' work or its checkpoints: another time or place may do."""
@@ -275,7 +277,10 @@ class _Case:
             action=action,
             exit_code=int(ExitCode.STORAGE_FAILED),
             reason=self._now.storage,
-            evidence=[*self._evidence, f"once it takes what is written: {wanted.action}, {wanted.reason}"],
+            evidence=[
+                *self._evidence,
+                f"once it takes what is written: {deed(wanted.action)}, {wanted.reason}",
+            ],
             restarts_left=self._left,
             wait_seconds=0.0,
         )
@@ -376,7 +381,7 @@ class _Case:
             )
         used = restarts_after(cause, self._all, self._forgiven)
         if used >= budget.restarts:
-            why = f"{used} restarts without progress were for {cause}, as many as it is given"
+            why = f"{used} restarts after {origin(cause)} led to nothing new, and no more are given for that"
             if cause in _FROM_OUTSIDE:
                 return self._requeue_or_stop(ExitCode.BUDGET_SPENT, why)
             return self._stop(ExitCode.BUDGET_SPENT, why)
@@ -384,7 +389,7 @@ class _Case:
         if budget.per_window and times > budget.per_window:
             return self._requeue_or_stop(
                 ExitCode.BUDGET_SPENT,
-                f"{times} attempts ended by {cause} within {budget.window:g} s without progress",
+                f"{times} attempts within {budget.window:g} s ended by {origin(cause)}, without progress",
             )
         return None
 
@@ -470,10 +475,12 @@ class _Case:
 
     def _end_in_words(self) -> str:
         failed = self._failed
+        if failed.exit_code in set(ExitCode) - {ExitCode.OK, ExitCode.FAILED, ExitCode.USAGE}:
+            return f'"{MEANINGS[ExitCode(failed.exit_code)][0].rstrip(".")}"'
         if failed.exit_code:
             return describe_end(failed.exit_code)
         if failed.section:
-            return f"no sign of life in section {failed.section}"
+            return f"no sign of life {activity(failed.section)}"
         return failed.message or "what ended it"
 
     def _rotate(self) -> Decision | None:
@@ -483,7 +490,7 @@ class _Case:
             return None
         return self._go(
             Action.ROTATE,
-            f"every rank runs on another device ({self._cause} on the present ones)",
+            f"every rank runs on another device, after {origin(self._cause)} on the present ones",
             self._fit,
             rotate_by=shift,
         )
@@ -581,8 +588,9 @@ class _Case:
 def _progress(past: Sequence[PastAttempt], failed: PastAttempt) -> str:
     before = highest_step(past)
     if failed.highest_step > before:
-        return f"progress: the highest committed step rose from {before} to {failed.highest_step}"
-    return f"no progress: the highest committed step stayed at {max(before, failed.highest_step)}"
+        return f"it had got on before that: step {failed.highest_step} is saved"
+    saved = max(before, failed.highest_step)
+    return f"nothing new was saved since: still step {saved}" if saved else "nothing was saved yet"
 
 
 def describe_end(exit_code: int) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.classify import Cause
 from holdfast.policy.evidence import comparable
+from holdfast.policy.plain_words import deed
 
 MAX_ROTATIONS = 3
 """Rotations without progress. One shows whether a fault follows the device; more only help against several
@@ -126,7 +127,7 @@ class Tried:
     def told(self) -> str:
         """What was decided since the last progress, in words."""
         counts = Counter(attempt.action for attempt in self._attempts if attempt.action)
-        return ", ".join(f"{action} {count}×" for action, count in sorted(counts.items()))
+        return ", ".join(f"{deed(action)} {count}×" for action, count in sorted(counts.items()))
 
 
 def _place(attempt: PastAttempt) -> tuple[str, str]:

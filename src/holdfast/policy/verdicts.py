@@ -306,7 +306,7 @@ class _Inquiry:
             return self._without_blame(why)
         if self._rejection.kind is Kind.PROBATION:
             return self._lower(why, "")
-        return self._lower(f"{why}, within the probation of {self._failed.rung}", REPRODUCIBLE)
+        return self._lower(f"{why}, soon after {self._failed.rung} was loaded", REPRODUCIBLE)
 
     def _why_not_lower(self) -> str:
         asked, rung = self._asked, self._failed.rung
@@ -316,7 +316,7 @@ class _Inquiry:
         if any(rung in one.acquit for one in asked.episode):
             return "it was acquitted already"
         if max(lowered, lowered_for(asked.before, asked.trial)) >= MAX_LOWER_RUNGS:
-            return f"{MAX_LOWER_RUNGS} rungs were left behind already"
+            return f"{MAX_LOWER_RUNGS} checkpoints were passed over already"
         return "" if self._below() else "there is no checkpoint below it"
 
     def _below(self) -> Sequence[str]:
@@ -337,7 +337,7 @@ class _Inquiry:
         until = max(self._rejection.step, trial.until if trial is not None else 0)
         return self._judged(
             Action.LOWER_RUNG,
-            f"{why}: {', '.join(blamed)} may be the cause; a lower rung replays the steps up to {until}",
+            f"{why}: {', '.join(blamed)} may be the cause; an older one replays the steps up to {until}",
             verdict,
             suspect=blamed,
             avoid=[name for name in group if name not in blamed],
@@ -364,11 +364,11 @@ class _Inquiry:
         if not refused:
             return self._judged(
                 Action.LOWER_RUNG,
-                f"{rung} fails within its own probation, at step {rejection.step}: the trial of {others} "
-                "goes on from a lower rung",
+                f"{rung} fails soon after it was loaded, at step {rejection.step}: whether {others} is to "
+                "blame is tried with an older checkpoint",
                 avoid=self._group(),
             )
-        self._evidence.append(f"no further rung down: {refused}")
+        self._evidence.append(f"no older checkpoint is tried: {refused}")
         what = f"{rung or 'a fresh start'} fails too, at step {rejection.step}"
         return self._without_blame(f"{what}: {others} cannot be shown to be bad")
 
@@ -418,7 +418,7 @@ class _Inquiry:
             past = rungs.index(self._failed.rung) + 1
         why = f"too many steps in a row were not finite, the last one {self._rejection.step}"
         if lowered >= MAX_LOWER_RUNGS or len(rungs) <= past:
-            left = "rungs were left behind already" if lowered else "checkpoint is there to go back to"
+            left = "checkpoints were passed over already" if lowered else "checkpoint is there to go back to"
             return self._stop(f"{why}, and {lowered or 'no'} {left}", "")
         return self._judged(
             Action.LOWER_RUNG, f"{why}: go back past {rungs[past - 1]}", avoid=list(rungs[:past])
