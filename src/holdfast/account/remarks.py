@@ -86,6 +86,7 @@ def remarks(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remar
     told = {text.partition(":")[0] for incident in found for text in incident.refused}
     kept: dict[tuple[str, str], Remark] = {}
     dropped: dict[int, StepRejected] = {}
+    slow: dict[str, StragglerFound] = {}
     first_drop: Line | None = None
     for index, line in enumerate(lines):
         body = line.body
@@ -98,11 +99,15 @@ def remarks(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remar
             continue
         remark.attempt = line.attempt
         by = {"slow": remark.who, "stop": str(line.attempt)}.get(remark.kind, remark.what)
+        if isinstance(body, StragglerFound):
+            slow[remark.who] = body
         earlier = kept.setdefault((remark.kind, by), remark)
         if earlier is not remark:
             earlier.count += 1
             if remark.kind == "slow":  # the newest figures
                 earlier.what, earlier.did, earlier.why = remark.what, remark.did, remark.why
+    for who, body in slow.items():
+        _add_up(kept["slow", who], body, lines)
     if dropped and first_drop is not None:
         kept[("dropped", "")] = _dropped(dropped, first_drop, _usual_step(lines))
     return sorted(kept.values(), key=lambda remark: remark.at)
@@ -147,7 +152,7 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
         case StopAsked():
             return _stop(body, line, lines[index:])
         case StragglerFound():
-            return _slow(body, line, lines)
+            return _slow(body, line)
         case RungRejected() if body.checkpoint not in told:
             return _refused(body, line, lines[index:])
         case SaveFailed():
@@ -211,11 +216,10 @@ def _stop(body: StopAsked, line: Line, after: Sequence[Line]) -> Remark:
     )
 
 
-def _slow(body: StragglerFound, line: Line, lines: Sequence[Line]) -> Remark:
+def _slow(body: StragglerFound, line: Line) -> Remark:
     named = f"rank {body.rank} on {body.node}" if body.rank is not None else f"node {body.node}"
     who, why = printable(named), printable(body.why)
     each = f", {duration(body.seconds)} of every step" if body.seconds else ""
-    seconds = _waited_for(body, lines)
     done = {
         "stop": "the run saves and stops, as the settings say",
         "exclude": "the run goes on without it, as the settings say",
@@ -229,9 +233,13 @@ def _slow(body: StragglerFound, line: Line, lines: Sequence[Line]) -> Remark:
         did=f"slowed the others{each}",
         why=why,
         done=done,
-        cost=f"{duration(seconds)} in all, as far as it was measured" if seconds else each.lstrip(", "),
-        seconds=seconds,
     )
+
+
+def _add_up(one: Remark, body: StragglerFound, lines: Sequence[Line]) -> None:
+    one.seconds = _waited_for(body, lines)
+    each = f"{duration(body.seconds)} of every step" if body.seconds else ""
+    one.cost = f"{duration(one.seconds)} in all, as far as it was measured" if one.seconds else each
 
 
 def _waited_for(body: StragglerFound, lines: Sequence[Line]) -> float:
