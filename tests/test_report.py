@@ -82,7 +82,7 @@ def page() -> str:
 def test_the_report_tells_the_whole_story(page: str) -> None:
     text = Page(page).text
     for wanted in (
-        "A run – Holdfast report", "Finished", "Steps 60", "Attempts 3", "Incidents 2", "bitwise equal",
+        "A run – Holdfast report", "finished : 60 steps, 2 restarts, 21 steps done again", "Steps 60", "Attempts 3", "Incidents 2", "bitwise equal",
         "rank 1 killed by SIGKILL", "resume from step 10", ALTERED, "17 steps again", "productive",
         "recomputed", "✓ resumed from", "✕ rejected", "not stop: the budget is not spent",
         "run finished at step 60",
@@ -198,11 +198,14 @@ def test_control_characters_and_broken_text_do_not_reach_the_page(tmp_path: Path
     ("run", "word"),
     [
         (Journal(), "The journal is empty."),
-        (Journal().start(resume=None), "Running, or lost without a word"),
-        (Journal().start().steps(1, 1), "Running, or lost without a word"),
-        (Journal().start().steps(1, 5).end("stopped"), "Stopped"),
-        (Journal().start().fail().recover("stop"), "Failed"),
-        (Journal().start().steps(1, 5, losses=dict.fromkeys(range(1, 6), math.nan)).finish(5), "Finished"),
+        (Journal().start(resume=None), "running : no step is done yet, last sign of life 20"),
+        (Journal().start().steps(1, 1), "running : step 1, last sign of life 20"),
+        (Journal().start().steps(1, 5).end("stopped"), "stopped : it came to step 5"),
+        (Journal().start().fail().recover("stop"), "failed : it came to step 0"),
+        (
+            Journal().start().steps(1, 5, losses=dict.fromkeys(range(1, 6), math.nan)).finish(5),
+            "finished : 5 steps",
+        ),
         (Journal().start().steps(1, 5, losses=dict.fromkeys(range(1, 6))).finish(5), "No loss was recorded"),
     ],
 )

@@ -118,7 +118,7 @@ def as_text(line: Line) -> str:
 
 
 def as_json(line: Line) -> str:
-    """One object on one line. The fields are listed in docs/launcher.md, and stay."""
+    """One object on one line. The fields are listed in docs/guides/launcher.md, and stay."""
     text = line.text
     if line.kind in _CUT:
         text = text.removeprefix(f"{line.kind}: ")

@@ -1,20 +1,31 @@
 """What a run met without failing: dropped steps, stops, slow ranks, refusals, missing copies. Pure.
 
-None of these ends an attempt, and each of them is something that its owner wants to know of: a run whose page
-says "no incident" has met none of them either.
+None of these is a failure, and each of them is something that its owner wants to know of: a run whose page
+says "no incident" has met none of them either. So each has the answers that an incident has, and its cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from holdfast.account.incidents import Incident, headline
+from holdfast.account.incidents import Incident
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import STOP, Account
-from holdfast.journal.cluster_events import StopAsked, StopSaved
-from holdfast.journal.events import DrainFailed, Line, RungRejected, SaveFailed, StepRejected
-from holdfast.journal.straggler_events import StragglerFound
+from holdfast.journal.cluster_events import StopAsked, StopForced, StopSaved
+from holdfast.journal.events import (
+    AttemptEnded,
+    AttemptStarted,
+    DrainFailed,
+    Line,
+    Resumed,
+    RungRejected,
+    SaveFailed,
+    StepRejected,
+    StepsDone,
+)
+from holdfast.journal.straggler_events import StragglerFound, StragglersReported
 from holdfast.journal.text import duration, plural, printable
 
 NAMED = 5
@@ -26,12 +37,49 @@ class Remark:
     """One kind of thing that happened, once or often."""
 
     kind: str
-    """dropped, stop, stopped, slow, refused, save or copy."""
+    """dropped, stop, slow, refused, save or copy."""
     at: float
     """The first time."""
     what: str
+    """All of it in one line."""
     next: str
     count: int = 1
+    who: str = ""
+    did: str = ""
+    """What happened, as the end of a sentence that begins with `who`."""
+    why: str = ""
+    done: str = ""
+    cost: str = ""
+    seconds: float = 0.0
+    """The time that it cost, as far as that is known."""
+    attempt: int = 0
+
+
+KINDS = {
+    "dropped": "dropped step",
+    "stop": "stop",
+    "slow": "slow rank",
+    "refused": "refused checkpoint",
+    "save": "failed save",
+    "copy": "failed upload",
+}
+"""What one of each kind is called."""
+
+
+def counted(others: Sequence[Remark]) -> list[tuple[int, str]]:
+    """How many there were of each kind; the same slow rank, stop or checkpoint counts once."""
+    found: dict[str, int] = {}
+    for one in others:
+        often = one.count if one.kind in ("dropped", "save", "copy") else 1
+        found[one.kind] = found.get(one.kind, 0) + often
+    return [(count, KINDS[kind]) for kind, count in found.items() if kind in KINDS]
+
+
+def answers_of(one: Remark) -> list[tuple[str, str]]:
+    """The five answers, in the shape that those about an incident have."""
+    asked = [("who", one.who), ("what", one.did or one.what), ("why", one.why), ("done", one.done)]
+    asked += [("cost", one.cost), ("next", one.next)]
+    return [(question, answer) for question, answer in asked if answer]
 
 
 def remarks(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remark]:
@@ -39,85 +87,210 @@ def remarks(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remar
     told = {text.partition(":")[0] for incident in found for text in incident.refused}
     kept: dict[tuple[str, str], Remark] = {}
     dropped: dict[int, StepRejected] = {}
-    first_drop = 0.0
-    stopped = {
-        line.body.attempt for line in lines if isinstance(line.body, Account) and line.body.kind == STOP
-    }
-    for line in lines:
+    slow: dict[str, StragglerFound] = {}
+    first_drop: Line | None = None
+    for index, line in enumerate(lines):
         body = line.body
-        if isinstance(body, StopAsked | StopSaved) and line.attempt in stopped:
-            continue  # told whole, by its account
         if isinstance(body, StepRejected) and body.then == "dropped":
-            first_drop = first_drop or line.at
+            first_drop = first_drop or line
             dropped.setdefault(body.step, body)
             continue
-        remark = _of(line, told)
+        remark = _of(lines, index, told)
         if remark is None:
             continue
-        key = (remark.kind, remark.what if remark.kind != "slow" else remark.what.partition(":")[0])
-        if key in kept:
-            kept[key].count += 1
-            if remark.kind == "slow":
-                kept[key].what = remark.what  # the newest figures
-        else:
-            kept[key] = remark
-    if dropped:
-        kept[("dropped", "")] = _dropped(dropped, first_drop)
+        remark.attempt = line.attempt
+        by = {"slow": remark.who, "stop": str(line.attempt)}.get(remark.kind, remark.what)
+        if isinstance(body, StragglerFound):
+            slow[remark.who] = body
+        earlier = kept.setdefault((remark.kind, by), remark)
+        if earlier is not remark:
+            earlier.count += 1
+            if remark.kind == "slow":  # the newest figures
+                earlier.what, earlier.did, earlier.why = remark.what, remark.did, remark.why
+    for who, body in slow.items():
+        _add_up(kept["slow", who], body, lines)
+    if dropped and first_drop is not None:
+        kept[("dropped", "")] = _dropped(dropped, first_drop, _usual_step(lines))
     return sorted(kept.values(), key=lambda remark: remark.at)
 
 
-def _dropped(dropped: dict[int, StepRejected], at: float) -> Remark:
+def _usual_step(lines: Sequence[Line]) -> float:
+    taken = [second for line in lines if isinstance(line.body, StepsDone) for second in line.body.seconds]
+    return median(taken) if taken else 0.0
+
+
+def _dropped(dropped: dict[int, StepRejected], line: Line, usual: float) -> Remark:
     steps = sorted(dropped)
     named = ", ".join(map(str, steps[:NAMED])) + (
         f" and {len(steps) - NAMED} more" if len(steps) > NAMED else ""
     )
     why = "; ".join(printable(reason) for reason in dropped[steps[0]].reasons[:2]) or "its result was bad"
+    done = f"{plural(len(steps), 'step')} dropped ({named}), as the result must not be used"
+    ranks = sorted({rank for one in dropped.values() for rank in one.ranks})
+    listed = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    seconds = usual * len(steps)
+    lost = f", about {duration(seconds)}" if seconds else ""
     return Remark(
         "dropped",
-        at,
-        f"{plural(len(steps), 'step')} dropped ({named}), as the result must not be used: {why}",
+        line.at,
+        f"{done}: {why}",
         "look at those batches if it goes on; validation.rerun_mode = validate_results names the culprit",
         len(steps),
+        who=f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}" if ranks else "the job",
+        did=f"gave a result that is not usable in {'step' if len(steps) == 1 else 'steps'} {named}",
+        why=why,
+        done=f"{done}: the weights stayed as they were",
+        cost=f"the work of {plural(len(steps), 'step')}{lost}",
+        seconds=seconds,
+        attempt=line.attempt,
     )
 
 
-def _of(line: Line, told: set[str]) -> Remark | None:
+def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
+    line = lines[index]
     body = line.body
     match body:
-        case Account(kind="stop"):
-            return Remark("stop", line.at, f"{headline(body)}: {printable(body.done)}", printable(body.next))
         case StopAsked():
-            return Remark(
-                "stop",
-                line.at,
-                f"asked to stop: {printable(body.detail)}",
-                "run the same command to go on from there",
-            )
-        case StopSaved():
-            return Remark(
-                "stopped", line.at, f"stopped after step {body.step}, saved", "run the same command to go on"
-            )
+            return _stop(body, line, lines[index:])
         case StragglerFound():
-            who = f"rank {body.rank} on {body.node}" if body.rank is not None else f"node {body.node}"
-            cost = f", {duration(body.seconds)} of every step" if body.seconds else ""
-            return Remark(
-                "slow",
-                line.at,
-                f"{printable(who)} slowed the others{cost}: {printable(body.why)}",
-                "look at that device or node; straggler.stop_if_detected acts by itself",
-            )
+            return _slow(body, line)
         case RungRejected() if body.checkpoint not in told:
-            name = parse_name(body.checkpoint)
-            which = f"the checkpoint at step {name.step}" if name else printable(body.checkpoint)
-            why = "; ".join(printable(reason) for reason in body.reasons[:2])
-            return Remark(
-                "refused", line.at, f"{which} was refused: {why}", "nothing to do: an older one was used"
-            )
+            return _refused(body, line, lines[index:])
         case SaveFailed():
-            text = f"a save failed: {printable(body.error)}"
-            return Remark("save", line.at, text, "look at the checkpoint root's space and permissions")
+            why = printable(body.error)
+            next_ = "look at the checkpoint root's space and permissions"
+            return Remark(
+                "save", line.at, f"a save failed: {why}", next_, who="a save", did="failed", why=why,
+                done="training went on without it", cost="a fault before the next save costs more steps",
+            )  # fmt: skip
         case DrainFailed():
-            text = f"a copy was not made on {printable(body.remote)}: {printable(body.error)}"
-            return Remark("copy", line.at, text, "look at the remote root; it is tried again")
+            why, where = printable(body.error), printable(body.remote)
+            text = f"a copy was not made on {where}: {why}"
+            return Remark(
+                "copy", line.at, text, "look at the remote root; it is tried again", who=f"a copy to {where}",
+                did="was not made", why=why, done="the checkpoint itself is safe; the copy is tried again",
+                cost="no time",
+            )  # fmt: skip
         case _:
             return None
+
+
+_ASKED_BY = {
+    "signal": "a signal reached the run",
+    "stop_file": "somebody made the stop file",
+    "operator": "somebody asked for it with `holdfast control`",
+    "time_limit": "the time of the job was nearly over",
+    "straggler": "a slow rank was found, and the settings say to stop then",
+}
+
+
+def _stop(body: StopAsked, line: Line, after: Sequence[Line]) -> Remark:
+    own = [one for one in after if one.attempt == line.attempt]
+    saved = next((one.body for one in own if isinstance(one.body, StopSaved)), None)
+    forced = next((one.body for one in own if isinstance(one.body, StopForced)), None)
+    ended = next((one.at for one in own if isinstance(one.body, AttemptEnded)), None)
+    started = (one for one in after if isinstance(one.body, AttemptStarted) and one.attempt > line.attempt)
+    again = next((one.at for one in started), None)
+    done = "the ranks save and stop"
+    if saved is not None:
+        done = f"stopped after step {saved.step}, saved"
+    elif forced is not None:
+        done = f"ended without saving: {printable(forced.why)}"
+    elif ended is not None:
+        done = "stopped"
+    begun = ended if ended is not None else line.at
+    down = max(0.0, again - begun) if again is not None else 0.0
+    cost = f"{duration(max(0.0, begun - line.at))} to save and stop, " if ended is not None else ""
+    cost += f"{duration(down)} until it was started again" if again is not None else "not started again yet"
+    who, did, why = printable(body.detail), "asked to stop", _ASKED_BY.get(body.source, "it was asked to")
+    next_ = "run the same command to go on"
+    told = next((one.body for one in own if isinstance(one.body, Account) and one.body.kind == STOP), None)
+    if told is not None:  # the launcher's own words; without it nobody made an account
+        who, did, done, next_ = (printable(text) for text in (told.who, told.what, told.done, told.next))
+        why = printable(told.why[0]) if told.why else why
+    return Remark(
+        "stop",
+        line.at,
+        f"{who} {did}: {done}",
+        "nothing to do: it was started again" if again is not None else next_,
+        who=who,
+        did=did,
+        why=why,
+        done=done,
+        cost=cost,
+        seconds=down,
+    )
+
+
+def _slow(body: StragglerFound, line: Line) -> Remark:
+    named = f"rank {body.rank} on {body.node}" if body.rank is not None else f"node {body.node}"
+    who, why = printable(named), printable(body.why)
+    each = f", {duration(body.seconds)} of every step" if body.seconds else ""
+    done = {
+        "stop": "the run saves and stops, as the settings say",
+        "exclude": "the run goes on without it, as the settings say",
+    }.get(body.then, "told only: the run went on with it")
+    return Remark(
+        "slow",
+        line.at,
+        f"{who} slowed the others{each}: {why}",
+        "look at that device or node; straggler.stop_if_detected acts by itself",
+        who=who,
+        did=f"slowed the others{each}",
+        why=why,
+        done=done,
+    )
+
+
+def _add_up(one: Remark, body: StragglerFound, lines: Sequence[Line]) -> None:
+    one.seconds = _waited_for(body, lines)
+    each = f"{duration(body.seconds)} of every step" if body.seconds else ""
+    one.cost = f"{duration(one.seconds)} in all, as far as it was measured" if one.seconds else each
+
+
+def _waited_for(body: StragglerFound, lines: Sequence[Line]) -> float:
+    """For how long the others waited for it in all, by what every comparison measured: how much later than
+    most it arrived in an average step, times the steps."""
+    total = 0.0
+    for line in lines:
+        if not isinstance(line.body, StragglersReported) or not line.body.sections:
+            continue
+        report, rows = line.body, len(line.body.ranks)
+        own = [sum(column[row] for column in report.sections.values()) for row in range(rows)]
+        mine = [
+            own[row]
+            for row in range(rows)
+            if (report.ranks[row] == body.rank if body.rank is not None else report.nodes[row] == body.node)
+        ]
+        if mine:
+            total += max(0.0, max(mine) - median(own)) * report.steps
+    return total or body.seconds * max(
+        (one.body.steps for one in lines if isinstance(one.body, StragglersReported)), default=0
+    )
+
+
+def _refused(body: RungRejected, line: Line, after: Sequence[Line]) -> Remark:
+    name = parse_name(body.checkpoint)
+    which = f"the checkpoint at step {name.step}" if name else printable(body.checkpoint)
+    why = "; ".join(printable(reason) for reason in body.reasons[:2])
+    resumed = next(
+        (one.body for one in after if isinstance(one.body, Resumed) and one.attempt == line.attempt), None
+    )
+    done, cost = "nothing was resumed from yet", ""
+    if resumed is not None:
+        done = f"resumed from step {resumed.step}" if resumed.checkpoint else "began anew"
+        older = name.step - resumed.step if name is not None else 0
+        cost = f"{plural(older, 'step')} done again" if older > 0 else "no step lost"
+    return Remark(
+        "refused",
+        line.at,
+        f"{which} was refused: {why}",
+        "nothing to do: an older one was used"
+        if resumed is not None and resumed.checkpoint
+        else "look at it with `holdfast ckpt verify`",
+        who=which,
+        did="was refused",
+        why=why,
+        done=done,
+        cost=cost,
+    )

@@ -7,7 +7,7 @@ and steps comes from `incidents`, which every other page uses too.
 from __future__ import annotations
 
 from holdfast.account.incidents import Incident
-from holdfast.account.remarks import Remark
+from holdfast.account.remarks import Remark, counted
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
 from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
@@ -88,12 +88,19 @@ def back(incident: Incident, step: int) -> str:
 
 def closing(found: list[Incident], others: list[Remark], steps: int, run_dir: str) -> str:
     """The last line of a run that finished."""
+    said = finished(found, others, steps)
+    if not found and not others:
+        return said
+    return f"{said}; report: holdfast journal {printable(run_dir, 4096)} --report report.html"
+
+
+def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
+    """How a run that finished came through, for the terminal's last line and the report's first."""
     if not found and not others:
         return f"finished: {plural(steps, 'step')}, no incident"
-    report = f"report: holdfast journal {printable(run_dir, 4096)} --report report.html"
-    met = _counted(others)
+    met = "".join(f"; {plural(count, kind)}" for count, kind in counted(others))
     if not found:
-        return f"finished: {plural(steps, 'step')}, no restart{''.join(met)}; {report}"
+        return f"finished: {plural(steps, 'step')}, no restart{met}"
     restarts = sum(one.account is None or not one.account.ends for one in found)
     redone = sum(one.steps_lost for one in found)
     lost = duration(sum(one.seconds_lost for one in found))
@@ -101,23 +108,4 @@ def closing(found: list[Incident], others: list[Remark], steps: int, run_dir: st
     what += [f"{plural(redone, 'step')} done again"] if redone else []
     asked = [one.account.next for one in found if one.account is not None and one.account.next != NOTHING]
     left = f"; {printable(asked[-1])}" if asked else "" if others else f", {NOTHING}"
-    return f"finished: {', '.join(what)}, {lost} lost{left}{''.join(met)}; {report}"
-
-
-def _counted(others: list[Remark]) -> list[str]:
-    """How many there were of each kind; the same slow rank, stop or checkpoint counts once."""
-    found: dict[str, int] = {}
-    for one in others:
-        often = one.count if one.kind in ("dropped", "save", "copy") else 1
-        found[one.kind] = found.get(one.kind, 0) + often
-    return [f"; {plural(count, _KINDS[kind])}" for kind, count in found.items() if kind in _KINDS]
-
-
-_KINDS = {
-    "dropped": "dropped step",
-    "stop": "stop",
-    "slow": "slow rank",
-    "refused": "refused checkpoint",
-    "save": "failed save",
-    "copy": "failed upload",
-}
+    return f"finished: {', '.join(what)}, {lost} lost{left}{met}"

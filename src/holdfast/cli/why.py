@@ -53,7 +53,8 @@ def why(
         _show(chosen, "stop on request" if chosen in asked else f"incident {chosen.number} of {len(found)}")
     elif not others:
         typer.echo("no incident: nothing in this run's journal has failed")
-    shown = [one for one in others if one.kind != "stop" or chosen not in asked or one.count > 1]
+    ours = chosen.attempt if chosen is not None and chosen in asked else None
+    shown = [one for one in others if one.kind != "stop" or one.attempt != ours]
     for one in shown if attempt is None else []:
         times = f" ({one.count} times)" if one.count > 1 and one.kind != "dropped" else ""
         typer.echo(f"also, {show_time(one.at)}: {one.what}{times}\n  next  {one.next}")

@@ -23,6 +23,12 @@ MAX_BROKEN = 12
 """Values that are not finite and get a mark of their own, an attempt."""
 MAX_LANES = 10
 LANE = 18
+USUAL_LANES = 3
+"""Lanes that fit into the given height; more make the drawing higher."""
+MOST_NAMED = 20
+"""Incidents, attempts and checkpoints that the description names one by one."""
+MANY_SERIES = 40
+"""Attempts above which each is drawn with fewer points: all together they are still a few thousand."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,14 @@ class _Frame:
     """Maps steps and losses to a drawing of the given size."""
 
     def __init__(self, chart: Chart, width: int, height: int) -> None:
-        self.width, self.height = width, height
+        self.width = width
         self.lanes = {one.attempt: index for index, one in enumerate(chart.series)}
         hidden = max(0, len(self.lanes) - MAX_LANES)
         self.lanes = {attempt: index - hidden for attempt, index in self.lanes.items() if index >= hidden}
-        self.left, self.right, self.top = 74, width - 18, 40
-        self.bottom = height - 54 - LANE * len(self.lanes)
+        self.height = height + LANE * max(0, len(self.lanes) - USUAL_LANES)
+        self.left, self.right, self.top = 74 if max(self.lanes, default=0) < 1000 else 96, width - 18, 40
+        self.bottom = self.height - 54 - LANE * len(self.lanes)
+        self.buckets = width if len(chart.series) <= MANY_SERIES else max(2, 2 * width // len(chart.series))
         steps = [point.step for one in chart.series for point in one.points]
         steps += [step for step, _ in chart.reference] + [fault.step for fault in chart.faults]
         steps += [step for _, step, _ in chart.commits] + [step for step, _, _ in chart.rejected]
@@ -117,7 +125,7 @@ def draw(chart: Chart, *, width: int, height: int, name: str) -> str:
     """The chart as an SVG element. `name` makes its ids unique in the page."""
     frame = _Frame(chart, width, height)
     parts = [
-        f'<svg class="chart {escape(name)}" viewBox="0 0 {width} {height}" role="img" '
+        f'<svg class="chart {escape(name)}" viewBox="0 0 {width} {frame.height}" role="img" '
         f'aria-labelledby="{escape(name)}-title {escape(name)}-desc">',
         f'<title id="{escape(name)}-title">Loss over steps, one line an attempt</title>',
         f'<desc id="{escape(name)}-desc">{escape(describe(chart))}</desc>',
@@ -134,7 +142,7 @@ def draw(chart: Chart, *, width: int, height: int, name: str) -> str:
 def describe(chart: Chart) -> str:
     """What the picture shows, in words."""
     said = []
-    for one in chart.series:
+    for one in chart.series[-MOST_NAMED:]:
         first, last = one.points[0], one.points[-1]
         text = (
             f"Attempt {one.attempt}: steps {first.step} to {last.step}, "
@@ -142,9 +150,12 @@ def describe(chart: Chart) -> str:
         )
         said.append(text + (f", rolled back after step {one.kept}." if one.kept is not None else "."))
     said += [
-        f"Incident {fault.incident}, last known step {fault.step}: {fault.what}." for fault in chart.faults
+        f"Incident {fault.incident}, last known step {fault.step}: {fault.what}."
+        for fault in chart.faults[-MOST_NAMED:]
     ]
-    said += [f"Checkpoint {name} was rejected: {why}." for _, name, why in chart.rejected]
+    said += [f"Checkpoint {name} was rejected: {why}." for _, name, why in chart.rejected[-MOST_NAMED:]]
+    if max(len(chart.series), len(chart.faults), len(chart.rejected)) > MOST_NAMED:
+        said.append(f"Of each kind only the last {MOST_NAMED} are named here.")
     said.append(f"{len(chart.commits)} checkpoints were committed.")
     if chart.reference:
         said.append("A reference curve is drawn underneath.")
@@ -156,7 +167,7 @@ def _axes(frame: _Frame) -> list[str]:
     for tick in frame.ticks:
         y = frame.y(tick)
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:.6g}</text>')
+        parts.append(f'<text x="{frame.left - 8}" y="{y + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
     parts.append(
         f'<text class="name" x="{frame.left - 8}" y="{frame.top - 18}" text-anchor="end">loss</text>'
     )
@@ -165,10 +176,11 @@ def _axes(frame: _Frame) -> list[str]:
         if tick != int(tick) or not frame.low_step <= tick <= frame.high_step:
             continue
         x = frame.x(tick)
+        anchor = "end" if x + 4 * len(str(int(tick))) > frame.width else "middle"
         parts.append(
             f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.bottom}" y2="{frame.bottom + 5}"/>'
         )
-        parts.append(f'<text x="{x:.1f}" y="{frame.bottom + 20}" text-anchor="middle">{int(tick)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{frame.bottom + 20}" text-anchor="{anchor}">{int(tick)}</text>')
     parts.append(
         f'<line class="base" x1="{frame.left}" x2="{frame.right}" y1="{frame.bottom}" y2="{frame.bottom}"/>'
     )
@@ -176,6 +188,12 @@ def _axes(frame: _Frame) -> list[str]:
         f'<text class="name" x="{frame.left - 8}" y="{frame.bottom + 20}" text-anchor="end">step</text></g>'
     )
     return parts
+
+
+def _short(tick: float) -> str:
+    """A value of the axis, short enough for the room beside it."""
+    text = f"{tick:.6g}"
+    return text if len(text) <= 8 else f"{tick:.2g}"
 
 
 def _path(points: Iterable[tuple[int, float]], frame: _Frame, classes: str) -> list[str]:
@@ -187,7 +205,7 @@ def _path(points: Iterable[tuple[int, float]], frame: _Frame, classes: str) -> l
             run.append((step, loss))
             continue
         if run:
-            shown = thin(run, frame.width)
+            shown = thin(run, frame.buckets)
             if len(shown) == 1:
                 paths.append(f'<circle class="{classes} dot" cx="{frame.x(run[0][0]):.1f}" '
                              f'cy="{frame.y(run[0][1]):.1f}" r="2"/>')  # fmt: skip
@@ -237,14 +255,16 @@ def _label(one: AttemptLosses, index: int, frame: _Frame, taken: list[tuple[floa
     if start is None:
         return []
     x, y = frame.x(start[0]), frame.y(start[1])
-    above = y - 10
+    above = max(y - 10, 12)
     while any(abs(x - other_x) < 80 and abs(above - other_y) < 14 for other_x, other_y in taken):
         above -= 14
+    if above < 12 or frame.lane(one.attempt) is None:  # no room; very many have no lane to be found in either
+        return [_shape(index, x, y)]
     taken.append((x, above))
     anchor, shift = ("end", -8) if x > frame.right - 70 else ("start", 8)
     return [
         _shape(index, x, y),
-        f'<text class="label" x="{x + shift:.1f}" y="{max(above, 12):.1f}" text-anchor="{anchor}">'
+        f'<text class="label" x="{x + shift:.1f}" y="{above:.1f}" text-anchor="{anchor}">'
         f"attempt {one.attempt}</text>",
     ]
 
@@ -260,21 +280,68 @@ def _shape(index: int, x: float, y: float) -> str:
     return shapes[index % len(shapes)]
 
 
+@dataclass(frozen=True)
+class _Badge:
+    """One incident, or several that are too near to each other for a badge each."""
+
+    faults: tuple[Fault, ...]
+    first: float
+    last: float
+    """Where the first and the last of them are."""
+    middle: float
+    half: float
+
+    @property
+    def label(self) -> str:
+        return _label_of(self.faults)
+
+
+def _label_of(faults: Sequence[Fault]) -> str:
+    return str(faults[0].incident) if len(faults) == 1 else f"{len(faults)}×"
+
+
+def _badge(faults: tuple[Fault, ...], frame: _Frame) -> _Badge:
+    at = [frame.x(fault.step) for fault in faults]
+    half = max(10.0, 4.2 * len(_label_of(faults)) + 5)
+    middle = min(max((min(at) + max(at)) / 2, half + 2), frame.width - half - 2)
+    return _Badge(faults, min(at), max(at), middle, half)
+
+
+def badges(faults: Iterable[Fault], frame: _Frame) -> list[_Badge]:
+    """In the order of the steps, none over another: neighbours that would touch become one."""
+    placed: list[_Badge] = []
+    for fault in sorted(faults, key=lambda fault: (fault.step, fault.incident)):
+        newest = _badge((fault,), frame)
+        while placed and newest.middle - newest.half < placed[-1].middle + placed[-1].half + 2:
+            newest = _badge(placed.pop().faults + newest.faults, frame)
+        placed.append(newest)
+    return placed
+
+
 def _faults(faults: list[Fault], frame: _Frame) -> list[str]:
     parts: list[str] = []
-    placed: list[float] = []
-    for fault in faults:
-        x = frame.x(fault.step)
-        shown = x
-        while any(abs(shown - other) < 20 for other in placed) and shown < frame.right + 8:
-            shown += 20  # markers of faults at the same step stand side by side
-        placed.append(shown)
+    for badge in badges(faults, frame):
+        first, many = badge.faults[0], len(badge.faults)
+        named = f"Incident {first.incident}: {escape(first.what)} (last known step {first.step})"
+        if many > 1:
+            numbers = sorted(fault.incident for fault in badge.faults)
+            listed = ", ".join(map(str, numbers[:MOST_NAMED])) + (" …" if many > MOST_NAMED else "")
+            last = max(fault.step for fault in badge.faults)
+            named = f"{many} incidents, last known steps {first.step} to {last}: {listed}"
+        parts.append(f'<a href="#incident-{first.incident}" class="fault"><title>{named}</title>')
+        if badge.last - badge.first >= 1:
+            parts.append(
+                f'<rect class="many" x="{badge.first:.1f}" y="{frame.top}" '
+                f'width="{badge.last - badge.first:.1f}" height="{frame.bottom - frame.top}"/>'
+            )
+        x = (badge.first + badge.last) / 2 if badge.last - badge.first >= 1 else badge.first
+        down = "" if badge.last - badge.first >= 1 else f"M{x:.1f} {frame.bottom} V{frame.top} "
         parts.append(
-            f'<a href="#incident-{fault.incident}" class="fault"><title>Incident {fault.incident}: '
-            f"{escape(fault.what)} (last known step {fault.step})</title>"
-            f'<path d="M{x:.1f} {frame.bottom} V{frame.top} L{shown:.1f} {frame.top - 8}"/>'
-            f'<circle cx="{shown:.1f}" cy="{frame.top - 18}" r="10"/>'
-            f'<text x="{shown:.1f}" y="{frame.top - 13.5}" text-anchor="middle">{fault.incident}</text></a>'
+            f'<path d="{down or f"M{x:.1f} {frame.top} "}L{badge.middle:.1f} {frame.top - 8}"/>'
+            f'<rect class="pill" x="{badge.middle - badge.half:.1f}" y="{frame.top - 28}" '
+            f'width="{2 * badge.half:.1f}" height="20" rx="10"/>'
+            f'<text x="{badge.middle:.1f}" y="{frame.top - 13.5}" text-anchor="middle">'
+            f"{badge.label}</text></a>"
         )
     return parts
 

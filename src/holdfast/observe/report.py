@@ -13,21 +13,25 @@ from holdfast._version import __version__
 from holdfast.account.history import Attempt, attempts
 from holdfast.account.incidents import Incident, incidents
 from holdfast.account.ledger import Ledger, accounting
-from holdfast.account.remarks import Remark, remarks
-from holdfast.account.wording import five
+from holdfast.account.remarks import remarks
 from holdfast.checkpoint.identity import parse_name
 from holdfast.files import check_output, replace_atomic
 from holdfast.journal.events import Decision, Line, RunCreated, StandingChanged
 from holdfast.journal.render import condense, duration, plural, printable, render, size
 from holdfast.observe.chart import Chart, Fault, draw
+from holdfast.observe.first_screen import first_screen
+from holdfast.observe.incident_part import incident_part
 from holdfast.observe.losses import losses
 from holdfast.observe.markup import clock, table, text, when
 from holdfast.observe.report_results import BAD, judged, standing, standings
 from holdfast.observe.report_style import STYLE
 from holdfast.observe.straggler_part import straggler_part
-from holdfast.observe.tables import cost
 
 MAX_TIMELINE = 5000
+MANY_TIMELINE = 1000
+"""Events that are shown of a run with very many incidents, whose other parts are long already."""
+MAX_DECISIONS = 200
+MAX_CHECKPOINTS = 500
 
 PARTS = {
     "productive": "steps done for the first time",
@@ -69,6 +73,7 @@ def report_html(
     """The page as text."""
     life = attempts(lines)
     found = incidents(lines)
+    others = remarks(lines, found)
     ledger = accounting(lines)
     began = min((line.at for line in lines), default=0.0)
     head = text(title)
@@ -80,92 +85,21 @@ def report_html(
             "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">",
             f"<title>{head} – {MARK}\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
             f'<header><p class="eyebrow">Holdfast run report</p>\n<h1>{head}</h1>',
-            f'<p class="lead">{_state(life, lines)}</p></header>',
-            _answers(found),
-            _remarks(remarks(lines, found)),
-            _figures(life, found, ledger),
-            _facts(lines, life, facts),
+            first_screen(lines, life, found, others, ledger),
             _chart(lines, life, found, reference or []),
             _ledger(ledger),
+            _facts(lines, life, facts),
+            incident_part(found, others, began),
             straggler_part(lines),
-            _incidents(found, began),
             judged(lines, began),
             _checkpoints(life, standings(lines), began),
             _decisions(lines, began),
-            _timeline(lines, began),
+            _timeline(lines, began, MAX_TIMELINE if len(found) <= MAX_DECISIONS else MANY_TIMELINE),
             f"<footer>Made by Holdfast {__version__} from the run's journal. Times are from its first line"
             f"{', ' + clock(began) if lines else ''}.</footer>",
             "</main>\n</body>\n</html>\n",
         ]
     )
-
-
-def _state(life: list[Attempt], lines: list[Line]) -> str:
-    if not lines:
-        return "The journal is empty."
-    began, last = min(line.at for line in lines), max(line.at for line in lines)
-    newest = life[-1] if life else None
-    if newest is None:
-        word, style = "Not started", ""
-    elif newest.finished_at is not None:
-        word, style = "Finished", " good"
-    elif newest.ended is not None:
-        word = {"failed": "Failed", "stopped": "Stopped", "lost": "Lost"}.get(newest.ended.outcome, "Ended")
-        style = "" if word == "Stopped" else " bad"
-    else:
-        word, style = "Running, or lost without a word", ""
-    return f'<span class="state{style}">{word}</span> · {clock(began)} · {duration(last - began)}'
-
-
-def _answers(found: list[Incident]) -> str:
-    """The five answers for how it ended or, if it goes on, for the incident that cost most."""
-    if not found:
-        return ""
-    ended = [one for one in found[-1:] if one.account is not None and one.account.ends]
-    worst = max(found, key=lambda one: one.seconds_lost)
-    told = [("How it ended", one) for one in ended]
-    if worst not in ended:
-        many = f"The costliest of {len(found)} incidents" if len(found) > 1 else "What happened"
-        told.append((many, worst))
-    return "".join(
-        f'<section class="answers card"><h2>{heading} '
-        f'<a class="badge" href="#incident-{one.number}">{one.number}</a></h2><dl>'
-        + "".join(f"<dt>{question}</dt><dd>{text(answer)}</dd>" for question, answer in _asked(one))
-        + "</dl></section>"
-        for heading, one in told
-    )
-
-
-def _remarks(others: list[Remark]) -> str:
-    """What the run met without failing."""
-    if not others:
-        return ""
-    rows = "".join(
-        f"<dt>{'' if one.count == 1 else f'{one.count} ×'}</dt>"
-        f"<dd>{text(one.what)} <span class='soft'>{text(one.next)}</span></dd>"
-        for one in others
-    )
-    return f'<section class="answers card"><h2>Also</h2><dl>{rows}</dl></section>'
-
-
-def _asked(incident: Incident) -> list[tuple[str, str]]:
-    """Each question once, as a person would ask it."""
-    asked = {"who": "Who", "what": "What", "why": "Why", "done": "Done", "cost": "Cost", "next": "Next"}
-    return [(asked.get(question, ""), answer) for question, answer in five(incident)]
-
-
-def _figures(life: list[Attempt], found: list[Incident], ledger: Ledger) -> str:
-    reached = max((attempt.reached or 0 for attempt in life), default=0)
-    figures = [
-        ("Steps", str(reached)),
-        ("Attempts", str(len(life))),
-        ("Incidents", str(len(found))),
-        ("Time lost to them", duration(sum(incident.seconds_lost for incident in found))),
-        ("Productive time", f"{ledger.goodput:.0%}"),
-    ]
-    return '<dl class="figures">' + "".join(
-        f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures
-    ) + "</dl>"  # fmt: skip
 
 
 def _facts(lines: list[Line], life: list[Attempt], facts: Sequence[tuple[str, str]]) -> str:
@@ -182,7 +116,7 @@ def _facts(lines: list[Line], life: list[Attempt], facts: Sequence[tuple[str, st
     if not rows:
         return ""
     listed = "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in rows)
-    return f'<dl class="facts card">{listed}</dl>'
+    return f'<h2>About this run</h2>\n<dl class="facts card">{listed}</dl>'
 
 
 def _chart(
@@ -241,27 +175,6 @@ def _ledger(ledger: Ledger) -> str:
     )
 
 
-def _incidents(found: list[Incident], began: float) -> str:
-    if not found:
-        return "<h2>Incidents</h2>\n<p class='soft'>None.</p>"
-    rows = []
-    for one in found:
-        evidence = "".join(f"<li>{text(item)}</li>" for item in one.evidence)
-        lost = "<br>".join(text(part) for part in cost(one).split("\n"))
-        rows.append(
-            f'<tr id="incident-{one.number}"><th scope="row"><span class="badge">{one.number}</span></th>'
-            f'<td data-label="What happened"><p><b>{text(one.what)}</b></p>'
-            f'<p class="soft">attempt {one.attempt}, '
-            f"last known step {one.failed_at_step}, {when(one.at, began)}</p></td>"
-            f'<td data-label="Evidence"><ul>{evidence}</ul></td>'
-            f'<td data-label="Decision">{text(one.decision)}</td>'
-            f'<td data-label="Time lost" class="num">{lost}</td></tr>'
-        )
-    heads = [("#", ""), ("What happened", ""), ("Evidence", ""), ("Decision", ""), ("Time lost", "num")]
-    caption = "Each fault, from its detection until the run was back where it had been."
-    return "<h2>Incidents</h2>\n" + table(caption, heads, rows)
-
-
 def _refused(life: list[Attempt]) -> dict[str, list[str]]:
     """Checkpoints that were rejected, each with the reasons given first: later ones only repeat or follow."""
     refused: dict[str, list[str]] = {}
@@ -300,7 +213,9 @@ def _checkpoints(life: list[Attempt], known: dict[str, StandingChanged], began: 
     if not rows:
         return "<h2>Checkpoints</h2>\n<p class='soft'>None was committed.</p>"
     names = ("Checkpoint", "Attempt", "Committed", "Size", "Took", "What is known")
-    return "<h2>Checkpoints</h2>\n" + table("In the order of their commits.", [(n, "") for n in names], rows)
+    left = len(rows) - MAX_CHECKPOINTS
+    caption = "In the order of their commits." + (f" {left} earlier ones are left out." if left > 0 else "")
+    return "<h2>Checkpoints</h2>\n" + table(caption, [(n, "") for n in names], rows[-MAX_CHECKPOINTS:])
 
 
 def _decisions(lines: list[Line], began: float) -> str:
@@ -317,13 +232,16 @@ def _decisions(lines: list[Line], began: float) -> str:
         )
     if not items:
         return "<h2>Decisions</h2>\n<p class='soft'>None was recorded.</p>"
-    return f'<h2>Decisions and their evidence</h2>\n<ul class="decisions card">{"".join(items)}</ul>'
+    left = len(items) - MAX_DECISIONS
+    told = f"<p class='soft'>{left} earlier ones are left out.</p>\n" if left > 0 else ""
+    newest = "".join(items[-MAX_DECISIONS:])
+    return f'<h2>Decisions and their evidence</h2>\n{told}<ul class="decisions card">{newest}</ul>'
 
 
-def _timeline(lines: list[Line], began: float) -> str:
+def _timeline(lines: list[Line], began: float, most: int) -> str:
     shown = condense(lines)
     rows = []
-    for line in shown[-MAX_TIMELINE:]:
+    for line in shown[-most:]:
         event = render(line.body)
         details = "".join(f'<br><span class="soft">{text(detail)}</span>' for detail in event.details)
         rows.append(

@@ -9,7 +9,7 @@ STYLE = """
   --productive: #2f9e74; --recomputed: #e0a23a; --saving: #4f86d9; --starting: #9aa7b8; --down: #d1584f;
   --other: #cfd4db;
 }
-@media (prefers-color-scheme: dark) {
+@media screen and (prefers-color-scheme: dark) {
   :root {
     --bg: #14161a; --card: #1c1f25; --ink: #e7e9ec; --soft: #a2a9b4; --rule: #30353d; --link: #8ab8ff;
     --good: #63cfa3; --fault: #ff8f86; --warn: #e9b765; --ref: #4a525e;
@@ -24,10 +24,11 @@ body {
   font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
   font-variant-numeric: tabular-nums; -webkit-text-size-adjust: 100%;
 }
-main { max-width: 1120px; margin: 0 auto; padding: 40px 24px 72px; }
+main { max-width: 1180px; margin: 0 auto; padding: 24px 24px 72px; }
 h1 { font-size: 1.75rem; line-height: 1.2; margin: 4px 0 8px; letter-spacing: -0.01em;
   overflow-wrap: anywhere; }
-h2 { font-size: 1.125rem; margin: 44px 0 12px; }
+h2 { font-size: 1.125rem; margin: 36px 0 12px; }
+h3 { font-size: 1rem; margin: 0 0 6px; }
 p { margin: 0 0 12px; }
 a { color: var(--link); }
 code { font: 0.875em ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
@@ -35,23 +36,39 @@ code { font: 0.875em ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans
 .eyebrow { color: var(--soft); font-size: 0.8125rem; letter-spacing: 0.06em; text-transform: uppercase;
   margin: 0; }
 .lead { color: var(--soft); margin: 0; }
-.state { font-weight: 600; color: var(--ink); }
+.state { font-weight: 600; color: var(--ink); display: inline-block; }
+.state::first-letter { text-transform: uppercase; }
 .state.good { color: var(--good); } .state.bad { color: var(--fault); }
 .soft { color: var(--soft); }
 .small { font-size: 0.875rem; }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 12px; padding: 20px; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 12px;
-  margin: 28px 0 12px; }
+  margin: 12px 0; }
 .figures div { background: var(--card); border: 1px solid var(--rule); border-radius: 12px;
-  padding: 14px 16px; }
+  padding: 8px 14px; }
 .figures dt { color: var(--soft); font-size: 0.8125rem; }
-.figures dd { margin: 2px 0 0; font-size: 1.375rem; font-weight: 600; line-height: 1.25; }
+.figures dd { margin: 2px 0 0; font-size: 1.25rem; font-weight: 600; line-height: 1.25; }
+.figures small { display: block; font-size: 0.75rem; font-weight: 400; color: var(--soft); }
 .facts { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; margin: 0;
   font-size: 0.875rem; }
 .facts dt { color: var(--soft); } .facts dd { margin: 0; overflow-wrap: anywhere; }
-.answers { margin: 20px 0 0; } .answers h2 { margin: 0 0 10px; }
-.answers dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; margin: 0; }
+.verdict { font-size: 1.0625rem; margin: 0 0 2px; overflow-wrap: anywhere; }
+.cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 14px 0 0; }
+.cards .card { flex: 1 1 420px; min-width: 0; padding: 14px 18px; font-size: 0.9375rem; }
+.answers h2 { margin: 0 0 8px; font-size: 1rem; }
+.answers dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 3px 16px; margin: 0;
+  line-height: 1.4; }
 .answers dt { color: var(--soft); } .answers dd { margin: 0; overflow-wrap: anywhere; }
+.answers dd p { margin: 0; }
+.answers dd p + p, .answers dd details { color: var(--soft); font-size: 0.875rem; }
+.answers .now { color: var(--ink); font-weight: 600; }
+.answers details[open] summary { margin: 0; } .answers summary { font-weight: 400; }
+.also { margin: 12px 0 0; padding: 12px 18px; font-size: 0.9375rem; line-height: 1.4; }
+.also h2 { margin: 0 0 4px; font-size: 1rem; } .also ul { margin: 0; padding-left: 18px; }
+.also li { overflow-wrap: anywhere; }
+.others { margin-top: 12px; } .others .answers + .answers { margin-top: 16px; padding-top: 16px;
+  border-top: 1px solid var(--rule); }
+.brief-ones { margin-top: 12px; }
 .bar { display: flex; height: 22px; border-radius: 6px; overflow: hidden; gap: 1px; background: var(--rule); }
 .bar span { min-width: 2px; }
 .parts { list-style: none; margin: 14px 0 0; padding: 0; display: grid; gap: 6px 24px; font-size: 0.875rem;
@@ -77,8 +94,9 @@ figure { margin: 0; } figcaption { margin-top: 14px; }
 .chart .mark { fill: var(--card); stroke: var(--c); stroke-width: 2; }
 .chart .label, .chart .broken { fill: var(--c); font-weight: 600; paint-order: stroke; stroke: var(--card);
   stroke-width: 4px; stroke-linejoin: round; }
+.chart .fault .many { fill: var(--fault); fill-opacity: 0.12; stroke: none; }
 .chart .fault path { stroke: var(--fault); stroke-dasharray: 2 3; }
-.chart .fault circle { fill: var(--card); stroke: var(--fault); stroke-width: 1.5; }
+.chart .fault .pill { fill: var(--card); stroke: var(--fault); stroke-width: 1.5; }
 .chart .fault text { fill: var(--fault); font-weight: 700; }
 .chart .commit { fill: var(--ink); stroke: var(--card); stroke-width: 1.5; }
 .named { margin-top: 12px; }
@@ -132,5 +150,13 @@ footer { margin-top: 48px; color: var(--soft); font-size: 0.8125rem; }
   .stack td::before { content: attr(data-label); display: block; color: var(--soft); font-size: 0.8125rem; }
   .timeline td { white-space: normal; }
 }
-@media print { body { background: #fff; } .card, .figures div { break-inside: avoid; } }
+@media print {
+  :root { color-scheme: light; }
+  body { background: #fff; font-size: 12px; }
+  main { max-width: none; padding: 0; }
+  .chart.narrow { display: none; } .chart.wide { display: block; }
+  figure, .answers, .figures div, tr, .decisions > li { break-inside: avoid; }
+  h2, h3 { break-after: avoid; }
+  .scroll { overflow: visible; }
+}
 """
