@@ -1,0 +1,50 @@
+"""Golden screens of what memory, state, devices and storage do to a run: see golden.py."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from golden import compare
+from harness import REPO, Result, finish, holdfast
+from machines import inside_mounts
+
+SCRIPTS = REPO / "tests" / "scripts"
+SCRIPT = SCRIPTS / "meet_a_bad_state.py"
+SCRIPT_NAMED = [("(\\.\\./)*" + str(SCRIPT).lstrip("/"), "train.py"), ("/train.py", "train.py")]
+ALWAYS = ["--nproc-per-node", "2", "--run-dir", "run", "--set", "launch.node_name=here"]
+
+
+def settings(*given: str) -> list[str]:
+    return [word for one in given for word in ("--set", one)]
+
+
+def launch(fault: str, *flags: str) -> list[str]:
+    return holdfast("run", *ALWAYS, *flags, str(SCRIPT), fault)
+
+
+def see(fault: str, result: Result, place: Path, code: int, *replaced: tuple[str, str]) -> None:
+    assert result.code == code, result.text
+    compare(fault, result.err, place, [*SCRIPT_NAMED, *replaced])
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_rank_that_is_blocked_in_c(tmp_path: Path) -> None:
+    flags = settings("monitor.rank_section_timeouts=step:4")
+    result = finish(launch("blocked in C", *flags), cwd=tmp_path, timeout=120)
+    see("blocked in C", result, tmp_path, 0)
+
+
+@pytest.mark.drill
+@pytest.mark.usefixtures("mount_namespaces")
+def test_what_is_seen_of_a_disk_that_stays_full(tmp_path: Path) -> None:
+    """The run's directory is a small file system of its own; what it held is kept to be looked at."""
+    (tmp_path / "run").mkdir()
+    command = shlex.join(launch("full disk", *settings("checkpoint.max_failed_saves=1")))
+    kept = ["sh", "-c", f"{command}; code=$?; rm -f run/filler; cp -a run kept; exit $code"]
+    result = finish(inside_mounts("mount -t tmpfs -o size=80m tmpfs run", kept), cwd=tmp_path, timeout=150)
+    (tmp_path / "run").rmdir()
+    (tmp_path / "kept").rename(tmp_path / "run")
+    see("full disk", result, tmp_path, 34)
