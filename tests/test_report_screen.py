@@ -1,4 +1,4 @@
-"""The report as a browser lays it out: the first screen fits, and nothing is clipped however much happened."""
+"""The report as a browser lays it out: the first screen fits, and nothing is clipped at any length."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def measured(page: str, place: Path, width: int, height: int = 800) -> dict[str,
     file.write_text(opened.replace("</body>", MEASURE))
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        f"--user-data-dir={place / 'profile'}", f"--window-size={width},{height}", "--dump-dom", file.as_uri(),
+        f"--user-data-dir={place / 'profile'}", f"--window-size={width},{height}", "--dump-dom",
+        file.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r'data-measured="([^"]*)"', done.stdout)
