@@ -70,7 +70,8 @@ class _Text(HTMLParser):
         self.lines: list[str] = [""]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("p", "h1", "h2", "h3", "dt", "li", "section", "div", "tr"):
+        beside = tag == "p" and self.lines[-1].endswith(": ")  # the first answer, next to its question
+        if tag in ("p", "h1", "h2", "h3", "dt", "li", "section", "div", "tr", "summary") and not beside:
             self.lines.append("")
         if tag == "dd":
             self.lines[-1] += ": "
