@@ -75,7 +75,10 @@ def test_scores_are_printed_where_nobody_set_up_logging_and_logged_where_somebod
 
     printed, logged = reported(here)
     assert printed, "level INFO is not shown by default"
-    assert all(re.match(r"holdfast: straggler scores at step \d+: \w", line) for line in printed), printed
+    assert all(
+        re.match(r"holdfast: straggler scores at step \d+ \(1.00 is full speed\): \w", line)
+        for line in printed
+    ), printed
     for what in ("best", "worst"):
         assert any(f"{what} of 1 ranks: rank 0 (" in line for line in printed), printed
     assert logged == []

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from holdfast.account.incidents import Incident
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.cluster_events import StopAsked, StopSaved
-from holdfast.journal.events import DrainFailed, Line, RungRejected, SaveFailed, StepRejected
+from holdfast.journal.events import (
+    DrainFailed,
+    Line,
+    Resumed,
+    RungRejected,
+    SaveFailed,
+    StepRejected,
+    StepsDone,
+)
 from holdfast.journal.straggler_events import StragglerFound
 from holdfast.journal.text import duration, plural, printable
 
@@ -25,12 +33,14 @@ class Remark:
     """One kind of thing that happened, once or often."""
 
     kind: str
-    """dropped, stop, stopped, slow, refused, save or copy."""
+    """dropped, stop, stopped, resized, slow, refused, save or copy."""
     at: float
     """The first time."""
     what: str
     next: str
     count: int = 1
+    short: str = ""
+    """Of a slow rank: who, and what it cost so far, for the closing line."""
 
 
 def remarks(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remark]:
@@ -39,22 +49,29 @@ def remarks(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remar
     kept: dict[tuple[str, str], Remark] = {}
     dropped: dict[int, StepRejected] = {}
     first_drop = 0.0
+    slow: dict[tuple[int | None, str], list[Line]] = {}
+    last_step = 0
     for line in lines:
         body = line.body
         if isinstance(body, StepRejected) and body.then == "dropped":
             first_drop = first_drop or line.at
             dropped.setdefault(body.step, body)
             continue
+        if isinstance(body, StragglerFound):
+            slow.setdefault((body.rank, body.node), []).append(line)
+            continue
+        if isinstance(body, StepsDone):
+            last_step = max(last_step, body.first + max(len(body.seconds), 1) - 1)
         remark = _of(line, told)
         if remark is None:
             continue
-        key = (remark.kind, remark.what if remark.kind != "slow" else remark.what.partition(":")[0])
+        key = (remark.kind, remark.what)
         if key in kept:
             kept[key].count += 1
-            if remark.kind == "slow":
-                kept[key].what = remark.what  # the newest figures
         else:
             kept[key] = remark
+    for (rank, node), times in slow.items():
+        kept[("slow", f"{rank} {node}")] = _slow(times, last_step)
     if dropped:
         kept[("dropped", "")] = _dropped(dropped, first_drop)
     return sorted(kept.values(), key=lambda remark: remark.at)
@@ -75,6 +92,32 @@ def _dropped(dropped: dict[int, StepRejected], at: float) -> Remark:
     )
 
 
+def _slow(times: Sequence[Line], last_step: int) -> Remark:
+    """Of one rank or node: the newest figures, and what they come to since it was first named."""
+    found = [line.body for line in times if isinstance(line.body, StragglerFound)]
+    newest, since = found[-1], found[0].step
+    who = f"rank {newest.rank} on {newest.node}" if newest.rank is not None else f"node {newest.node}"
+    short = f"{printable(who)} slowed the others"
+    if newest.seconds:
+        short += f" by {duration(newest.seconds)} a step"
+        whole = newest.seconds * (last_step - since)
+        short += f", about {duration(whole)} in all since step {since}" if last_step > since else ""
+    to_do = "look at that device or node; straggler.stop_if_detected acts by itself"
+    return Remark("slow", times[0].at, f"{short}: {printable(newest.why)}", to_do, len(times), short)
+
+
+def resized(body: Resumed) -> str:
+    """What going on with another number of ranks changed; empty if it is the same number."""
+    was, now = body.saved_by, body.world_size
+    if not was or not now or was == now:
+        return ""
+    return (
+        f"went on from step {body.step} with {plural(now, 'rank')}, where {was} had saved: models and optimizers "
+        "were resharded, the counts of samples and tokens shared out, and the data goes on where it was; random "
+        "generators are seeded anew on each rank, so dropout and the like differ from now on"
+    )
+
+
 def _of(line: Line, told: set[str]) -> Remark | None:
     body = line.body
     match body:
@@ -85,18 +128,11 @@ def _of(line: Line, told: set[str]) -> Remark | None:
                 f"asked to stop: {printable(body.detail)}",
                 "run the same command to go on from there",
             )
+        case Resumed() if text := resized(body):
+            return Remark("resized", line.at, text, "nothing to do, if that many ranks are what you want")
         case StopSaved():
             return Remark(
                 "stopped", line.at, f"stopped after step {body.step}, saved", "run the same command to go on"
-            )
-        case StragglerFound():
-            who = f"rank {body.rank} on {body.node}" if body.rank is not None else f"node {body.node}"
-            cost = f", {duration(body.seconds)} of every step" if body.seconds else ""
-            return Remark(
-                "slow",
-                line.at,
-                f"{printable(who)} slowed the others{cost}: {printable(body.why)}",
-                "look at that device or node; straggler.stop_if_detected acts by itself",
             )
         case RungRejected() if body.checkpoint not in told:
             name = parse_name(body.checkpoint)

@@ -7,7 +7,7 @@ and steps comes from `incidents`, which every other page uses too.
 from __future__ import annotations
 
 from holdfast.account.incidents import Incident
-from holdfast.account.remarks import Remark
+from holdfast.account.remarks import Remark, resized
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
 from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
@@ -43,7 +43,9 @@ class Story:
         if isinstance(body, RungRejected):
             return self._refuses(body)
         if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
-            return _resumed(body, self._unsound)
+            return "\n  ".join(filter(None, (_resumed(body, self._unsound), resized(body))))
+        if isinstance(body, Resumed):
+            return resized(body) or None
         return None
 
     def is_back(self, line: Line) -> Account | None:
@@ -107,17 +109,20 @@ def closing(found: list[Incident], others: list[Remark], steps: int, run_dir: st
 def _counted(others: list[Remark]) -> list[str]:
     """How many there were of each kind; the same slow rank, stop or checkpoint counts once."""
     found: dict[str, int] = {}
-    for one in others:
+    for one in sorted(others, key=lambda one: one.kind == "slow"):  # last: what it cost follows
         often = one.count if one.kind in ("dropped", "save", "copy") else 1
         found[one.kind] = found.get(one.kind, 0) + often
-    return [f"; {plural(count, _KINDS[kind])}" for kind, count in found.items() if kind in _KINDS]
+    told = [f"; {plural(count, _KINDS[kind])}" for kind, count in found.items() if kind in _KINDS]
+    slow = [one for one in others if one.short]
+    return told + [f" ({one.short}; {one.next})" for one in slow[:1]]
 
 
 _KINDS = {
     "dropped": "dropped step",
     "stop": "stop",
-    "slow": "slow rank",
     "refused": "refused checkpoint",
     "save": "failed save",
     "copy": "failed upload",
+    "resized": "change of the number of ranks",
+    "slow": "slow rank",
 }

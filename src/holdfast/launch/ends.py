@@ -25,6 +25,7 @@ from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.recovering import Recovery, report_timeout
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.summary import next_step, say
+from holdfast.launch.unforeseen import tell_lease_taken
 from holdfast.policy.classify import Cause
 from holdfast.policy.halting import leaves
 from holdfast.policy.recovery import Action
@@ -65,7 +66,9 @@ class Ends:
             return self._leave(attempt, ExitCode.OK)
         if notice.kind == "lease_lost":
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
-            say(f"attempt {attempt.number} lost the run's lease: {notice.detail}. Its workers were ended")
+            number, node, last = attempt.number, attempt.place.node, self._recovery.last_step
+            if not tell_lease_taken(self._context, number, node, notice.detail, last):
+                say(f"attempt {number} lost the run's lease: {notice.detail}. Its workers were ended")
             return self._leave(attempt, ExitCode.LEASE_LOST)
         if notice.kind == "leader_lost":
             return self._without_leader(attempt, notice, stopping)

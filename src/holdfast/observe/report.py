@@ -112,6 +112,8 @@ def _state(life: list[Attempt], lines: list[Line]) -> str:
     elif newest.ended is not None:
         word = {"failed": "Failed", "stopped": "Stopped", "lost": "Lost"}.get(newest.ended.outcome, "Ended")
         style = "" if word == "Stopped" else " bad"
+    elif newest.account is not None and newest.account.ends:  # told by a node that nobody decided for
+        word, style = "Failed", " bad"
     else:
         word, style = "Running, or lost without a word", ""
     return f'<span class="state{style}">{word}</span> · {clock(began)} · {duration(last - began)}'
