@@ -152,7 +152,7 @@ def test_every_answer_is_there_and_no_terminal_obeys_any(
 def test_a_network_adapter_that_failed_is_what_to_look_at() -> None:
     named = {"evidence": ["check the network adapter mlx5_3:1 on node-b"]}
     account = told(ended(1, 1, "RuntimeError: ibv_poll_cq error"), decided=named)
-    assert account.next == "nothing to do now; check the network adapter mlx5_3:1 on node-b"
+    assert account.next == "check the network adapter mlx5_3:1 on node-b; the run itself needs nothing"
     account = told(ended(1, 1, "RuntimeError: x"), action=Action.STOP, code=22, decided=named)
     assert account.next == "check the network adapter mlx5_3:1 on node-b, then run the same command"
 
@@ -257,7 +257,7 @@ def test_dropped_steps_stops_and_slow_ranks_are_no_silence() -> None:
     assert set(found) == {"dropped", "slow", "stop"}
     assert found["dropped"].what.startswith("2 steps dropped (25, 27)")
     assert found["slow"].count == 2
-    assert "rank 1 on b slowed the others, 200 ms of every step" in found["slow"].what
+    assert "rank 1 on b slowed the others by 200 ms a step" in found["slow"].what
     text = closing([], list(found.values()), 40, "r")
     assert text.startswith("finished: 40 steps, no restart; ")
     assert "2 dropped steps" in text

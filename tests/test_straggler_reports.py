@@ -76,7 +76,9 @@ def test_scores_are_printed_where_nobody_set_up_logging_and_logged_where_somebod
     printed, logged = reported(here)
     assert printed, "level INFO is not shown by default"
     assert all(
-        re.match(r"[\d:]{8} holdfast(\[rank 0\])?: straggler scores at step \d+: \w", line)
+        re.match(
+            r"[\d:]{8} holdfast(\[rank 0\])?: straggler scores at step \d+ \(1.00 is full speed\): \w", line
+        )
         for line in printed
     ), printed
     for what in ("best", "worst"):

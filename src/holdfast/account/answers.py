@@ -19,7 +19,7 @@ from holdfast.journal.text import plural, printable
 from holdfast.policy.actions import Action
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.classify import KERNEL_OOM, is_symptom
-from holdfast.policy.evidence import Hang, LostNode, blamed
+from holdfast.policy.evidence import Hang, Loss, LostNode, blamed
 from holdfast.policy.missing import ranks as list_ranks
 from holdfast.policy.plain_words import activity
 from holdfast.policy.recovery import Decision, Situation
@@ -39,6 +39,10 @@ _POINTS_TO = {
     Cause.HANG: "it gave no sign of life for longer than it may",
     Cause.UNKNOWN: "neither exit code, error file, last output, kernel log nor devices say why",
 }
+_LOSSES = {
+    Loss.CLOSED: "nobody told it to leave: its machine went down, or its launcher was killed",
+    Loss.SILENT: "it hangs, its launcher is stopped, or the network to it is cut",
+}
 _VERDICTS = {
     "device": "the fault follows the device to whichever rank uses it",
     "reproducible": "the same comes out on other devices: it is in the data, the state or the script",
@@ -48,6 +52,7 @@ _UNDECIDED = "one bad result does not say yet whether the device, the data or th
 _ADAPTER = "check the network adapter "
 _SAID = re.compile(
     r"^cause: |^rank \d+ on \S+ \(pid \d+\) failed: |restarts? without progress (was|were) left$"
+    r"|^check the network adapter "
 )
 """Evidence that is said in other words here."""
 
@@ -76,9 +81,9 @@ def answers(
         cause=failed.cause,
         who=_who(failed, root, hang, lost),
         what=_what(failed, root, hang, lost, detail),
-        why=_why(failed, root, failures, decision, seen, detail)[:MOST_WHY],
+        why=_why(failed, root, failures, decision, seen, detail, [] if root is not None else lost)[:MOST_WHY],
         done=_done(situation, decision),
-        next=_next(failed, root, decision),
+        next=_next(failed, root, decision, [] if root is not None else lost),
         step=failed.last_step,
         saved=None if failed.exit_code == ExitCode.NO_VALID_RUNG else resumes_from(situation, decision),
         began=hang.at - hang.seconds if hang is not None and hang.at else None,
@@ -125,8 +130,8 @@ def _what(
     if root is not None:
         return _ended(root, when)
     if lost:
-        how = f": {printable(lost[0].detail, MESSAGE_LIMIT)}" if lost[0].detail else ""
-        return f"was lost{when}{how}"
+        told = printable(lost[0].detail.removeprefix(f"node {lost[0].node} was lost: "), MESSAGE_LIMIT)
+        return f"was lost{when}{f': {told}' if told else ''}"
     if hang is not None:
         inside = "" if hang.section == STEP else f", {printable(activity(hang.section, hang.exiting))}"
         still = f"stood still{when} for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)"
@@ -198,19 +203,29 @@ def _why(
     decision: Decision,
     seen: Sequence[str],
     detail: str,
+    lost: Sequence[LostNode],
 ) -> list[str]:
     found: list[str] = []
     if decision.verdict:
         found += [_VERDICTS.get(decision.verdict, f"verdict: {decision.verdict}"), *decision.grounds]
+    cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
+    named = next((text for text in decision.evidence if text.startswith(_ADAPTER)), "")
+    if named:
+        adapter = named.removeprefix(_ADAPTER)
+        found.append(f"the error names the network adapter {adapter}: it, its cable or its switch failed")
+    if lost and lost[0].how in _LOSSES:
+        found.append(_LOSSES[lost[0].how])
     if root is not None and not root.left and failed.rejection is None:
         found += _of_the_end(root)
-    cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
     if cause is Cause.HANG:
         found += seen
     undecided = failed.rejection is not None and not decision.verdict
-    found.append(_UNDECIDED if undecided else _POINTS_TO[cause])
-    found += [detail] if detail else []
-    found += [text for text in decision.evidence if not _SAID.search(text)]
+    if cause is not Cause.UNKNOWN or undecided or root is None or not _is_own(root):  # its words say why
+        found.append(_UNDECIDED if undecided else _POINTS_TO[cause])
+    said = {one.detail for one in lost}
+    found += [
+        text for text in (detail, *decision.evidence) if text and text not in said and not _SAID.search(text)
+    ]
     if failed.alike:
         found = [text for text in found if not text.endswith(" failed too")]
     followed = [one for one in failures if root is not None and one.rank != root.rank and not one.left]
@@ -250,6 +265,9 @@ def _done(situation: Situation, decision: Decision) -> str:
         Action.ROTATE: "restarting on other devices",
         Action.SHRINK: "restarting with fewer nodes",
     }.get(decision.action, "restarting")
+    if decision.action is Action.SHRINK and situation.cluster is not None and situation.attempt.node_count:
+        left = len(situation.cluster.nodes)
+        how = f"restarting with {left} of {plural(situation.attempt.node_count, 'node')}"
     out = [
         one.node if one.device is None else f"device {one.device} of {one.node}" for one in decision.exclude
     ]
@@ -285,14 +303,19 @@ def _budget(situation: Situation, decision: Decision) -> str:
     return f" (restart {number} of {situation.max_restarts})" if 0 < number <= situation.max_restarts else ""
 
 
-def _next(failed: PastAttempt, root: FailureRecord | None, decision: Decision) -> str:
+def _next(
+    failed: PastAttempt, root: FailureRecord | None, decision: Decision, lost: Sequence[LostNode]
+) -> str:
     look_at = printable(next((text for text in decision.evidence if text.startswith(_ADAPTER)), ""))
     if decision.action is Action.WAIT:
         return "bring nodes, or let it wait"
     if decision.action not in (Action.STOP, Action.REQUEUE):
         out = sorted({one.node for one in decision.exclude})
         if look_at and not out:
-            return f"nothing to do now; {look_at}"
+            return f"{look_at}; the run itself needs nothing"
+        if not out and any(one.how in _LOSSES for one in lost):
+            gone = printable(", ".join(dict.fromkeys(one.node for one in lost)))
+            return f"find out why {gone} was lost; the run itself needs nothing"
         if not out:
             own = failed.cause == Cause.JOB and root is not None and root.exit_code > 0
             return f"nothing to do, unless it comes back: {_to_mend(root)}" if own else "nothing to do"

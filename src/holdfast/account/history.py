@@ -54,6 +54,8 @@ class Attempt:
     """The restart in place that followed."""
     account: Account | None = None
     """What was told of its end."""
+    told_at: float | None = None
+    """When that was."""
     recovery: Decision | None = None
     recovery_at: float | None = None
     resume: Decision | None = None
@@ -133,8 +135,8 @@ def _add(attempt: Attempt, line: Line) -> None:
             attempt.faults.append((min(body.at or line.at, line.at), body))
         case RestartPlanned() if body.ended:
             attempt.planned = body
-        case Account():
-            attempt.account = body
+        case Account() if attempt.account is None or attempt.account.alone or not body.alone:
+            attempt.account, attempt.told_at = body, line.at
         case Decision(about=about) if about == RECOVERY:
             attempt.recovery, attempt.recovery_at = body, line.at
         case Decision(about=about) if about == RESUME:

@@ -103,6 +103,8 @@ def _fault(life: list[Attempt], index: int) -> _Fault | None:
         return _Fault(attempt.last_at, attempt.ended_at)
     if attempt.ended is None and attempt.finished_at is None and index + 1 < len(life):
         return _Fault(attempt.last_at, life[index + 1].first_at)
+    if attempt.ended is None and attempt.told_at is not None:  # by a node that nobody was left to decide for
+        return _Fault(min(attempt.last_at, attempt.told_at), attempt.told_at)
     return None
 
 

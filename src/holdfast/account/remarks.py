@@ -37,7 +37,7 @@ class Remark:
     """One kind of thing that happened, once or often."""
 
     kind: str
-    """dropped, stop, slow, refused, save or copy."""
+    """dropped, stop, slow, refused, save, copy or resized."""
     at: float
     """The first time."""
     what: str
@@ -62,6 +62,7 @@ KINDS = {
     "refused": "refused checkpoint",
     "save": "failed save",
     "copy": "failed upload",
+    "resized": "change of the number of ranks",
 }
 """What one of each kind is called."""
 
@@ -146,6 +147,18 @@ def _dropped(dropped: dict[int, StepRejected], line: Line, usual: float) -> Rema
     )
 
 
+def resized(body: Resumed) -> str:
+    """What going on with another number of ranks changed; empty if it is the same number."""
+    was, now = body.saved_by, body.world_size
+    if not was or not now or was == now:
+        return ""
+    return (
+        f"went on from step {body.step} with {plural(now, 'rank')}, where {was} had saved: models and "
+        "optimizers were resharded, the counts of samples and tokens shared out, and the data goes on where it "
+        "was; random generators are seeded anew on each rank, so dropout and the like differ from now on"
+    )
+
+
 def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
     line = lines[index]
     body = line.body
@@ -154,6 +167,12 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
             return _stop(body, line, lines[index:])
         case StragglerFound():
             return _slow(body, line)
+        case Resumed() if text := resized(body):
+            return Remark(
+                "resized", line.at, text, "nothing to do, if that many ranks are what you want",
+                who="the run", did=text, why="it was started with another number of ranks", done="it went on",
+                cost="no time",
+            )  # fmt: skip
         case RungRejected() if body.checkpoint not in told:
             return _refused(body, line, lines[index:])
         case SaveFailed():

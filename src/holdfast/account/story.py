@@ -7,7 +7,7 @@ and steps comes from `incidents`, which every other page uses too.
 from __future__ import annotations
 
 from holdfast.account.incidents import Incident
-from holdfast.account.remarks import Remark, counted
+from holdfast.account.remarks import Remark, counted, resized
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
 from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
@@ -43,7 +43,9 @@ class Story:
         if isinstance(body, RungRejected):
             return self._refuses(body)
         if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
-            return _resumed(body, self._unsound)
+            return "\n  ".join(filter(None, (_resumed(body, self._unsound), resized(body))))
+        if isinstance(body, Resumed):
+            return resized(body) or None
         return None
 
     def is_back(self, line: Line) -> Account | None:
@@ -98,7 +100,7 @@ def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
     """How a run that finished came through, for the terminal's last line and the report's first."""
     if not found and not others:
         return f"finished: {plural(steps, 'step')}, no incident"
-    met = "".join(f"; {plural(count, kind)}" for count, kind in counted(others))
+    met = "".join(f"; {plural(count, kind)}" for count, kind in counted(others)) + _slowest(others)
     if not found:
         return f"finished: {plural(steps, 'step')}, no restart{met}"
     restarts = sum(one.account is None or not one.account.ends for one in found)
@@ -109,3 +111,12 @@ def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
     asked = [one.account.next for one in found if one.account is not None and one.account.next != NOTHING]
     left = f"; {printable(asked[-1])}" if asked else "" if others else f", {NOTHING}"
     return f"finished: {', '.join(what)}, {lost} lost{left}{met}"
+
+
+def _slowest(others: list[Remark]) -> str:
+    """What the rank that cost most came to: a count alone says nothing about it."""
+    slow = max((one for one in others if one.kind == "slow"), key=lambda one: one.seconds, default=None)
+    if slow is None:
+        return ""
+    cost = f", {slow.cost}" if slow.cost else ""
+    return f"; {slow.who} {slow.did}{cost}: {slow.next}"

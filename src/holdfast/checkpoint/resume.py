@@ -180,7 +180,16 @@ class Resumer:
             decision, state = self._lead(resume_from, force=force)
             name = decision.rung.name if decision.rung else None
             seconds = time.monotonic() - started
-            self._journal.write(Resumed(checkpoint=name, step=decision.step, seconds=seconds))
+            saved_by = state.manifest.world.size if state is not None and state.manifest else 0
+            self._journal.write(
+                Resumed(
+                    checkpoint=name,
+                    step=decision.step,
+                    seconds=seconds,
+                    world_size=self._group.world_size,
+                    saved_by=saved_by,
+                )
+            )
             return decision, state
         return self._follow()
 

@@ -41,6 +41,8 @@ class Account(Event, tag="account"):
     """failure, or stop: it was asked for."""
     files: list[str] = msgspec.field(default_factory=list)
     """Where the whole of it is kept: error files, last lines, stacks."""
+    alone: bool = False
+    """Told by one launch or node that could ask nobody: what was decided about the attempt goes before it."""
 
     @property
     def ends(self) -> bool:

@@ -153,6 +153,10 @@ class Resumed(Event, tag="resumed"):
     step: int
     seconds: float
     """From the start of the search to the state being in place."""
+    world_size: int = 0
+    """How many ranks resumed; 0 if not recorded."""
+    saved_by: int = 0
+    """How many ranks had saved it; 0 if not recorded."""
 
 
 class SaveStarted(Event, tag="save_started"):

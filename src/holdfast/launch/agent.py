@@ -66,6 +66,7 @@ from holdfast.launch.signals import Interrupted
 from holdfast.launch.stopping import FINE, Stopping
 from holdfast.launch.storage_wait import await_storage, least_space, shared_places
 from holdfast.launch.summary import say
+from holdfast.launch.unforeseen import tell_store_lost
 from holdfast.launch.upstream import launch_store, make_workers, unshared_store
 from holdfast.launch.vigil import Vigil
 from holdfast.launch.workers import Workers
@@ -402,15 +403,21 @@ class HoldfastAgent(LocalElasticAgent):
     def _move(self, why: str) -> None:
         """The store's host is gone: end the workers, go to the next endpoint. Raises if there is none."""
         assert self._meeting is not None
+        attempt, last = self._attempt, max(self._context.monitor.last_steps().values(), default=None)
         self._shutdown()
-        if self._attempt is not None:
-            self._attempt.close()
+        if attempt is not None:
+            attempt.close()
         # Beyond the cut the old group may still be running. Under a new launch id the lease decides: nobody
         # takes the run from a leader that is alive.
         self._context.leadership.release()
         self._context.rename_launch()
         with self._signals.interruptible():
-            self._meeting.move(why)
+            try:
+                self._meeting.move(why)
+            except StoreLostError as error:
+                if attempt is not None:
+                    tell_store_lost(self._context, attempt.number, attempt.place.node, str(error), last)
+                raise
         where = self._meeting.endpoint
         say(f"the store through which the nodes meet was lost: {why}. Meeting the other nodes at {where}")
 

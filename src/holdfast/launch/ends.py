@@ -30,6 +30,7 @@ from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.recovering import Recovery, report_timeout
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.summary import next_step, say
+from holdfast.launch.unforeseen import tell_lease_taken
 from holdfast.policy.classify import Cause
 from holdfast.policy.halting import leaves
 from holdfast.policy.recovery import Action
@@ -70,8 +71,10 @@ class Ends:
             return self._leave(attempt, ExitCode.OK)
         if notice.kind == "lease_lost":
             attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
-            told = f"attempt {attempt.number} does not hold the run any more: {notice.detail}"
-            say(f"{told}. Its workers were ended", attempt=attempt.number)
+            number, node, last = attempt.number, attempt.place.node, self._recovery.last_step
+            if not tell_lease_taken(self._context, number, node, notice.detail, last):
+                told = f"attempt {number} does not hold the run any more: {notice.detail}"
+                say(f"{told}. Its workers were ended", attempt=number)
             return self._leave(attempt, ExitCode.LEASE_LOST)
         if notice.kind == "leader_lost":
             return self._without_leader(attempt, notice, stopping)

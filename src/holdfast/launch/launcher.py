@@ -55,7 +55,7 @@ from holdfast.launch.alert import Alerts, first_to_tell
 from holdfast.launch.arrangement import usable_devices, why_unfit
 from holdfast.launch.attempt import StopRun
 from holdfast.launch.context import LaunchContext
-from holdfast.launch.endpoints import Endpoints, parse_endpoints
+from holdfast.launch.endpoints import Endpoints, StoreLostError, parse_endpoints
 from holdfast.launch.ends import EndedByStorageError
 from holdfast.launch.gate import Gate
 from holdfast.launch.keeper import Keeper
@@ -178,7 +178,8 @@ def _live(config: LaunchConfig, command: Sequence[str], context: LaunchContext, 
         say(f"stopped: {stop}\n  next: {then}" if stop.code else str(stop))
         code, why, itself = stop.code, str(stop), stop.code == ExitCode.CONTROL_UNUSABLE
     except HoldfastError as error:
-        say(f"{'stopped' if isinstance(error, EndedByStorageError) else 'error'}: {error}")
+        if not (isinstance(error, StoreLostError) and context.last_words):  # else its account is told already
+            say(f"{'stopped' if isinstance(error, EndedByStorageError) else 'error'}: {error}")
         code, why = tell.ended(int(error.exit_code), str(error)), str(error)
     except (RendezvousError, DistError) as error:
         code, why = _explain_rendezvous(error, config, context)

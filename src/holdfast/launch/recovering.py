@@ -35,6 +35,7 @@ from holdfast.launch.incident import (
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.restart_evidence import Faulted
 from holdfast.launch.summary import say
+from holdfast.launch.unforeseen import tell_launch_lost
 from holdfast.policy.capacity import Cluster, Exclusion
 from holdfast.policy.evidence import LostNode
 from holdfast.policy.lost_storage import Trouble, last_words
@@ -130,6 +131,7 @@ class Recovery:
         incident = decide_lost(context.control, held, context.earlier_launches, self._settings, known)
         self.lost_leader = []
         if incident is None:
+            tell_launch_lost(context, held)
             return
         self.tell(incident)
         if incident.decision.action in (Action.STOP, Action.REQUEUE):

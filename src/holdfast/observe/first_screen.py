@@ -71,6 +71,8 @@ def state_of(life: Sequence[Attempt], any_line: bool) -> str:
         return "Finished"
     if newest.ended is not None:
         return {"failed": "Failed", "stopped": "Stopped", "lost": "Lost"}.get(newest.ended.outcome, "Ended")
+    if newest.account is not None and newest.account.ends:
+        return "Failed"  # told by a node that nobody decided for
     return "Running"
 
 

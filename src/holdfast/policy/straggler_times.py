@@ -115,9 +115,10 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
         }.get(self.section, f"in section {self.section}")
         against = "the others" if self.relative is not None else "at its best before"
         score = self.relative if self.relative is not None else self.individual
+        whose = "their speed" if self.relative is not None else "its own best speed"
         return (
             f"{who} is slow {where}: {_seconds(self.seconds)} a step more than {against} "
-            f"({self.share:.0%} of a step; score {score or 0.0:.2f})"
+            f"({self.share:.0%} of a step; score {score or 0.0:.2f}: {score or 0.0:.0%} of {whose})"
         )
 
 

@@ -54,7 +54,7 @@ def lines_of(finding: Finding, count: int, step: int) -> list[str]:
     """The best and the worst scores, for the log and the terminal; each line begins alike."""
     if not count or not finding.scores:
         return []
-    begin = f"straggler scores at step {step}:"
+    begin = f"straggler scores at step {step} (1.00 is full speed):"
     if not finding.enough:
         return [f"{begin} too few steps were measured for a report"]
     lines = []
