@@ -257,7 +257,7 @@ def test_dropped_steps_stops_and_slow_ranks_are_no_silence() -> None:
     assert set(found) == {"dropped", "slow", "stop"}
     assert found["dropped"].what.startswith("2 steps dropped (25, 27)")
     assert found["slow"].count == 2
-    assert "rank 1 on b slowed the others by 200 ms a step" in found["slow"].what
+    assert "rank 1 on b slowed the others, 200 ms of every step" in found["slow"].what
     text = closing([], list(found.values()), 40, "r")
     assert text.startswith("finished: 40 steps, no restart; ")
     assert "2 dropped steps" in text

@@ -52,11 +52,11 @@ def test_an_error_and_its_stop() -> None:
         ),
         (
             {"action": "lower_rung", "avoid": ["step_00000120-3fa9c1d2"]},
-            "resume one checkpoint lower, below step_00000120-3fa9c1d2, 2 of 3 left",
+            "restart from an older checkpoint, below step_00000120-3fa9c1d2, 2 of 3 left",
         ),
         (
             {"action": "lower_rung", "suspect": ["step_00000120-3fa9c1d2"], "verdict": "reproducible"},
-            "reproducible: resume one checkpoint lower, below step_00000120-3fa9c1d2, which is suspect, "
+            "reproducible: restart from an older checkpoint, below step_00000120-3fa9c1d2, which is suspect, "
             "2 of 3 left",
         ),
         (

@@ -154,8 +154,8 @@ def resized(body: Resumed) -> str:
         return ""
     return (
         f"went on from step {body.step} with {plural(now, 'rank')}, where {was} had saved: models and "
-        "optimizers were resharded, the counts of samples and tokens shared out, and the data goes on where it "
-        "was; random generators are seeded anew on each rank, so dropout and the like differ from now on"
+        "optimizers were resharded, the counts of samples and tokens shared out, and the data goes on where "
+        "it was; random generators are seeded anew on each rank, so dropout and the like differ from now on"
     )
 
 
