@@ -55,7 +55,7 @@ def test_a_rank_that_hangs_in_a_step_is_found_named_and_replaced(tmp_path: Path)
     assert decision.details["cause"] == "hang"
     assert decision.chosen == "restart"
     assert "rank 1" in told
-    assert "section step" in told
+    assert "in its training step" in told
     report = evidence(tmp_path)
     texts = "".join(path.read_text() for path in (tmp_path / "run/attempts/000001/hang").glob("rank_*.txt"))
     assert "train_hanging.py" in texts, "the stacks of the ranks are kept"

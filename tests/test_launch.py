@@ -310,7 +310,7 @@ def test_a_rank_that_leaves_with_0_before_its_peers_is_named_and_not_tried_for_l
     node = failures_of(control(tmp_path), 1)[0].node
     assert f"rank 1 on {node} left with exit code 0 before its peers were done" in result.err
     assert re.search(r"rank 1 .* left with exit code 0 at [\d:]+ UTC, \d\.\d s before its peers", result.err)
-    assert re.search(r"done: stopped: .* \(code 1\)", result.err)
+    assert re.search(r"done: stopped: .* \(exit code 1\)", result.err)
     decision = journalled(tmp_path, events.Decision)[-1]
     assert decision.details["root_rank"] == 1
     assert "rank 0 then lost its peer" in decision.evidence

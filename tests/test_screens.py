@@ -35,7 +35,13 @@ CASES: dict[str, tuple[int, list[str]]] = {
 """The fault → the code of the launch, and settings."""
 
 
-@pytest.mark.parametrize("fault", CASES)
+IN_THE_SUITE = ("killed rank", "corrupt newest", "exception on one rank", "import error", "NaN batch")
+"""The others are drills: each is a launch of ten seconds and more."""
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, marks=[] if one in IN_THE_SUITE else pytest.mark.drill) for one in CASES]
+)
 def test_what_is_seen_of(fault: str, tmp_path: Path) -> None:
     code, settings = CASES[fault]
     result = finish(holdfast("run", *ALWAYS, *settings, str(SCRIPT), fault), cwd=tmp_path, timeout=120)

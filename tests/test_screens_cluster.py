@@ -92,6 +92,7 @@ def test_what_is_seen_of_a_lost_store(tmp_path: Path) -> None:
     compare("store lost", result.err, tmp_path, DIFFERS)
 
 
+@pytest.mark.drill
 def test_what_is_seen_of_a_preemption_with_grace(tmp_path: Path) -> None:
     with job(launch("wait"), cwd=tmp_path) as running:
         await_wait(tmp_path, running)
@@ -103,6 +104,7 @@ def test_what_is_seen_of_a_preemption_with_grace(tmp_path: Path) -> None:
     compare("preemption with grace", result.err, tmp_path, DIFFERS)
 
 
+@pytest.mark.drill
 def test_what_the_next_launch_says_of_a_preemption_without_grace(tmp_path: Path) -> None:
     with job(launch("wait"), cwd=tmp_path) as running:
         await_wait(tmp_path, running)
@@ -114,6 +116,7 @@ def test_what_the_next_launch_says_of_a_preemption_without_grace(tmp_path: Path)
     compare("preemption without grace", result.err, tmp_path, DIFFERS)
 
 
+@pytest.mark.drill
 def test_what_is_seen_of_a_straggler(tmp_path: Path) -> None:
     flags = ("--set", "straggler.enabled=true", "--set", "straggler.report_time_interval=0.4")
     result = finish(launch("straggler", *flags), cwd=tmp_path, timeout=PATIENCE)
@@ -140,6 +143,7 @@ def test_what_is_seen_of_a_run_that_goes_on_with_another_number_of_ranks(tmp_pat
     compare("world size changed", result.err, tmp_path, DIFFERS)
 
 
+@pytest.mark.drill
 def test_what_is_seen_of_a_run_that_another_launch_has_taken_over(tmp_path: Path) -> None:
     with job(launch("wait", "--set", "control.lease_ttl=4"), cwd=tmp_path) as running:
         await_wait(tmp_path, running)
