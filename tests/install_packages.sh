@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs what some tests need beyond Python: iproute2 (cutting networks apart) and a real Slurm. Needs root and
-# apt-get; where something is missing and cannot be installed, says so loudly and goes on: those tests are skipped.
+# Installs what some tests need beyond Python: iproute2 (cutting networks apart), a real Slurm, and a browser. Needs root
+# and apt-get; where something is missing and cannot be installed, says so loudly and goes on: those tests are skipped.
 # No service is started: the tests start daemons of their own, and end them.
 
 there() {
@@ -42,3 +42,4 @@ ensure() { # what goes untested without, packages, commands
 
 ensure "networks cut apart" iproute2 ip
 ensure "preemption, requeue and time limits under a real Slurm" "slurm-wlm munge" "munged slurmctld slurmd sbatch setpriv"
+ensure "the layout of the report in a browser" chromium chromium
