@@ -148,7 +148,7 @@ def test_a_stop_by_decision_is_a_failure_also_before_the_launcher_is_gone(contro
         launch.fail(launch.begin(resumed=0), STOP)
         found = look(control)
     assert (found.state, found.exit_code) == ("failed", 22)
-    assert found.detail == "code 22: Restarts, or launches, without progress used up the budget. none left"
+    assert found.detail == "none left (exit code 22)"
     assert (look(control).state, look(control).ok) == ("failed", False)
 
 
@@ -289,7 +289,7 @@ def test_step_rate_loss_save_incident_and_budget(control: ControlDirectory) -> N
     assert re.search(r"step: 6, [\d.e+]+ steps/s, loss NaN \(", text)
     assert "last save: step 6, " in text
     assert "local save" not in text
-    assert "budget: 3 of 3 restarts left" in text
+    assert "restarts: 0 since the last progress, 3 of 3 left" in text
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d  running  attempt 2  step 6, .* steps/s, loss NaN \(.* ago\)  saved step 6",
         short(found),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.account.endings import untold
 from holdfast.account.history import Attempt, attempts
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import STOP, Account
@@ -128,6 +129,7 @@ def _incident(
     last_at: float,
 ) -> Incident:
     failed, later = life[index], life[index + 1 :]
+    account = failed.account or (None if later else _untold(life[: index + 1]))
     until = len(life) if following is None else following[0] + 1
     highest = max((reached for one in life[: index + 1] if (reached := one.reached) is not None), default=0)
     position = next((one.reached for one in reversed(life[: index + 1]) if one.reached is not None), 0)
@@ -146,8 +148,8 @@ def _incident(
         number=number,
         attempt=failed.number,
         at=fault.at,
-        what=headline(failed.account) if failed.account else _what(failed),
-        account=failed.account,
+        what=headline(account) if account else _what(failed),
+        account=account,
         refused=tuple(
             printable(f"{name}: {'; '.join(why) or 'rejected'}")
             for name, why in (_passed_over(resumed or later[0]) if later else [])
@@ -166,6 +168,15 @@ def _incident(
         overtaken_by=number + 1 if overtaken else None,
         open=caught_up is None and not overtaken,
     )
+
+
+def _untold(life: list[Attempt]) -> Account | None:
+    """What can be said of the run's end where nobody's account of it is in the journal."""
+    failed = life[-1]
+    if failed.ended is None or failed.ended.outcome != "failed" or failed.recovery is not None:
+        return None
+    saved = [save.step for one in life for _, save in one.saves if save.tier != "local"]
+    return untold(failed.number, failed.ended.exit_code, failed.reached, max(saved, default=None))
 
 
 def _steps_lost(position: int, resumed: Attempt | None, first: int | None) -> int:

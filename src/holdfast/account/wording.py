@@ -11,6 +11,11 @@ from holdfast.journal.text import duration, plural, printable
 from holdfast.policy.signs import Cause
 
 
+NOTHING = "nothing to do"
+NEEDS_NOTHING = "; the run itself needs nothing"
+"""How `next` ends where it asks for something that the run goes on without."""
+
+
 class Answer(NamedTuple):
     """One of the five, for a person who has seen nothing else."""
 
@@ -19,8 +24,9 @@ class Answer(NamedTuple):
 
 
 def one_line(account: Account) -> str:
-    """An incident and what was decided about it, for alerts and `holdfast status`."""
-    return f"{headline(account)} → {printable(account.done)}"
+    """An incident, what was decided about it and what is left to do, for alerts and `holdfast status`."""
+    left = "" if account.next in ("", NOTHING) else f"; next: {printable(account.next)}"
+    return f"{headline(account)} → {printable(account.done)}{left}"
 
 
 def on_the_terminal(account: Account, run_dir: str) -> str:
@@ -32,7 +38,7 @@ def on_the_terminal(account: Account, run_dir: str) -> str:
         lines += [f"      {printable(text)}" for text in account.why[1:2]]
     if not account.ends:
         lines.append(f"done: {printable(account.done)}")
-        if account.next != "nothing to do":
+        if account.next != NOTHING:
             lines.append(f"next: {printable(account.next)}")
         return "\n  ".join(lines)
     lines += [f"      {printable(text)}" for text in account.why[1:]]
@@ -57,14 +63,46 @@ def stop_on_the_terminal(account: Account, run_dir: str) -> str:
 def cost_of(incident: Incident) -> str:
     """What it cost, by the numbers that every page shows."""
     lost = duration(incident.seconds_lost)
-    steps = f"{plural(incident.steps_lost, 'step')} done again" if incident.steps_lost else "no step lost"
     told = incident.account
     if told is not None and told.ends and incident.open:
         return f"the run ended{_unsaved(told)}"
     if incident.open:
         return f"{lost} so far, {plural(incident.steps_lost, 'step')} to do again"
-    down = f"{duration(incident.seconds_down)} until the first step after it"
-    return f"{lost} ({down}), {steps}"
+    if not incident.steps_lost:
+        return f"{lost} until it trained again, no step lost"
+    steps = f"{plural(incident.steps_lost, 'step')} done again"
+    again = incident.seconds_lost - incident.seconds_down
+    if again < LITTLE * incident.seconds_lost:  # the same number twice says less than once
+        return f"{lost} until it trained again, {steps}"
+    down = duration(incident.seconds_down)
+    return f"{lost}: {down} until it trained again, then {steps} in {duration(again)}"
+
+
+LITTLE = 0.02
+"""Part of the time lost that is not worth a number of its own."""
+
+
+def short(next_: str) -> str:
+    """What is to be done, in a few words, for a line that has said much else; empty if nothing is."""
+    asked = next_.removesuffix(NEEDS_NOTHING)
+    if not asked or asked.startswith(NOTHING):
+        return ""
+    return printable(asked.partition(" (")[0].partition(": ")[0].partition("; ")[0])
+
+
+def done_of(incident: Incident) -> str:
+    """What was done, as it came out: the checkpoint that was to be used may have been refused since."""
+    told, step = incident.account, incident.resumed_step
+    if told is None:
+        return incident.decision
+    if step is None or told.ends or not told.saved or step == told.saved:
+        return told.done
+    begin, found, budget = told.done.partition(f"from step {told.saved}: ")
+    if not found:
+        return told.done
+    where = f"from step {step}" if step else "from the beginning"
+    counted = f" ({budget.rpartition(' (')[2]}" if " (" in budget else ""
+    return f"{begin}{where}, as the newer one was refused: {plural(incident.steps_lost, 'step')} to redo{counted}"
 
 
 def _unsaved(account: Account) -> str:
@@ -84,19 +122,17 @@ def five(incident: Incident) -> list[Answer]:
         return [
             Answer("what", incident.what),
             Answer("why", "; ".join(incident.evidence[:3]) or "not recorded"),
-            Answer("done", incident.decision),
+            Answer("done", done_of(incident)),
             Answer("cost", cost_of(incident)),
         ]
     found = [
         Answer("who", printable(told.who)),
         Answer("what", printable(told.what)),
         *(Answer("why" if not at else "", printable(text)) for at, text in enumerate(told.why)),
-        Answer("done", printable(told.done)),
+        Answer("done", printable(done_of(incident))),
     ]
     if incident.refused:
         found += [Answer("", f"refused {text}") for text in incident.refused]
-    if incident.resumed_step is not None:
-        found.append(Answer("", f"resumed from step {incident.resumed_step}"))
     found.append(Answer("cost", cost_of(incident)))
     now = told.next if told.ends or not incident.open else "wait: it is not back yet"
     return [*found, Answer("next", printable(now))]
