@@ -194,7 +194,7 @@ def test_a_stop_is_shown_while_it_is_under_way_and_by_what_it_saved(control: Con
         rank.close()
     found = look(control)
     assert (found.state, found.exit_code, found.ok) == ("stopped", 31, False)
-    assert found.detail.startswith("code 31: step 7 is saved (step_00000007-00000001); asked by SIGTERM")
+    assert found.detail.startswith("step 7 is saved (step_00000007-00000001); asked by SIGTERM")
     assert found.stop is not None
     assert (found.stop.step, found.stop.checkpoint) == (7, "step_00000007-00000001")
     with launched(control) as launch:
@@ -214,7 +214,7 @@ def test_a_stop_that_saved_nothing_says_why(control: ControlDirectory) -> None:
         agent.close()
         launch.end(number, "stopped", 32)
     told = look(control).detail
-    assert told.startswith("code 32: ended without saving (a second signal means now); asked by an operator")
+    assert told.startswith("ended without saving (a second signal means now); asked by an operator")
 
 
 def test_a_launcher_that_is_gone_or_silent_lost_its_attempt(control: ControlDirectory) -> None:

@@ -48,8 +48,10 @@ NO_MORE_PROCESSES = (
     "container (pids.max) is reached"
 )
 _ONLY_ON = re.compile(r"^it failed on (rank .*) only: ")
-_STOOD_STILL = re.compile(r"^ranks? [\d, -]+ stood still for [^:]*: ")
-"""How the words about whoever stood still begin: `what` says that already."""
+_STOOD_STILL = re.compile(
+    r"^(ranks? [\d, -]*\d) stood still for [^:]*: (?:it|they|its process|their processes) "
+)
+"""How the words about whoever stood still begin: `what` says already for how long."""
 _VERDICTS = {
     "device": "the fault follows the device to whichever rank uses it",
     "reproducible": "the same comes out on other devices: it is in the data, the state or the script",
@@ -57,7 +59,7 @@ _VERDICTS = {
 }
 _UNDECIDED = "one bad result does not say yet whether the device, the data or the state is to blame"
 _ADAPTER = "check the network adapter "
-_PASSED_ON = re.compile(r"^(\w+): Caught \1 in [^.]*\. .*?(?=\1\b)\1")
+_PASSED_ON = re.compile(r"^([\w.]+): Caught \1 in [^.]*\. .*?(?=\1\b)\1")
 _NO_ROOM = re.compile(
     r"can't start new thread|pthread_create failed|\[Errno 11\]|Resource temporarily unavailable"
 )
@@ -234,7 +236,7 @@ def _why(
     if root is not None and not root.left and failed.rejection is None:
         found += _of_the_end(root)
     if cause is Cause.HANG:
-        found += [_STOOD_STILL.sub("", text) for text in seen]
+        found += seen
     undecided = failed.rejection is not None and not decision.verdict
     if undecided:
         found.append(_UNDECIDED)
@@ -256,7 +258,7 @@ def _why(
     if consequences and not any("then lost" in text for text in found):
         who = "it" if len(consequences) == 1 else "they"
         found.append(f"{list_ranks(consequences)} ended only because {who} lost that one")
-    return [printable(text) for text in dict.fromkeys(found)]
+    return [printable(text) for text in dict.fromkeys(_STOOD_STILL.sub(r"\1 ", text) for text in found)]
 
 
 def _together(found: list[str], origin: str) -> list[str]:
@@ -273,7 +275,7 @@ def _of_the_end(root: FailureRecord) -> list[str]:
     if root.exit_code == -signal.SIGKILL:
         return [
             "SIGKILL always comes from outside: Holdfast did not send it, and the kernel counts no "
-            "out-of-memory kill here. The scheduler, an administrator or a container limit may have"
+            "out-of-memory kill here. It may have been the scheduler, an administrator or a container's limit"
         ]
     if _is_own(root):
         return [printable(root.message)] if root.message else []

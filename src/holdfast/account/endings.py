@@ -91,7 +91,7 @@ def launch_lost(
 
 
 def untold(attempt: int, code: int, step: int | None, saved: int | None) -> Account | None:
-    """Of an attempt that ended for good and of which nothing more than its code could be written down, as on a
+    """Of an attempt that ended for good and of which no more than its code could be written down, as on a
     disk that is full; None for a code that says nothing."""
     if code not in set(ExitCode) or code in (ExitCode.OK, ExitCode.FAILED, ExitCode.USAGE):
         return None

@@ -223,7 +223,11 @@ def _stop(body: StopAsked, line: Line, after: Sequence[Line]) -> Remark:
     ending = max(0.0, begun - line.at)
     cost = f"{duration(ending)} to save and stop, " if ended is not None else ""
     cost += f"{duration(down)} until it was started again" if again is not None else "not started again yet"
-    who, did, why = printable(body.detail), "asked to stop", _ASKED_BY.get(body.source, "it was asked to")
+    who, did, why = (
+        printable(body.detail),
+        "asked the run to stop",
+        _ASKED_BY.get(body.source, "it was asked to"),
+    )
     next_ = "run the same command to go on"
     told = next((one.body for one in own if isinstance(one.body, Account) and one.body.kind == STOP), None)
     if told is not None:  # the launcher's own words; without it nobody made an account

@@ -7,7 +7,7 @@ and steps comes from `incidents`, which every other page uses too.
 from __future__ import annotations
 
 from holdfast.account.incidents import Incident
-from holdfast.account.remarks import Remark, counted, resized
+from holdfast.account.remarks import KINDS, Remark, counted, resized
 from holdfast.account.wording import NOTHING, short
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
@@ -105,13 +105,14 @@ def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
     what = [plural(steps, "step"), plural(restarts, "restart") if restarts else "no restart"]
     what += [f"{plural(redone, 'step')} done again"] if redone else []
     what += [f"{duration(sum(one.seconds_lost for one in found))} lost"] if found else []
-    what += [plural(count, kind) for count, kind in counted(others)]
     asked = [one.account.next for one in found if one.account is not None]
-    asked += [one.next for one in others]
+    asked += [one.next for one in others if one.kind != "stop"]  # it went on since
     left = list(dict.fromkeys(filter(None, map(short, asked))))
     more = f", and {len(left) - 1} more" if len(left) > 1 else ""
     to_do = f"; to do: {left[-1]}{more}" if left else f", {NOTHING}"
-    return f"finished: {', '.join(what)}{_slowest(others)}{to_do}"
+    slowest = {KINDS["slow"]: _slowest(others)}
+    met = "".join(f"; {plural(count, kind)}{slowest.get(kind, '')}" for count, kind in counted(others))
+    return f"finished: {', '.join(what)}{met}{to_do}"
 
 
 def _slowest(others: list[Remark]) -> str:

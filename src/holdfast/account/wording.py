@@ -10,7 +10,6 @@ from holdfast.journal.account_events import Account
 from holdfast.journal.text import duration, plural, printable
 from holdfast.policy.signs import Cause
 
-
 NOTHING = "nothing to do"
 NEEDS_NOTHING = "; the run itself needs nothing"
 """How `next` ends where it asks for something that the run goes on without."""
@@ -23,10 +22,11 @@ class Answer(NamedTuple):
     text: str
 
 
-def one_line(account: Account) -> str:
-    """An incident, what was decided about it and what is left to do, for alerts and `holdfast status`."""
+def one_line(account: Account, resumed: int | None = None) -> str:
+    """An incident, what was decided about it and what is left to do, for alerts and `holdfast status`.
+    `resumed`: see `done_of`."""
     left = "" if account.next in ("", NOTHING) else f"; next: {printable(account.next)}"
-    return f"{headline(account)} → {printable(account.done)}{left}"
+    return f"{headline(account)} → {printable(done_of(account, resumed))}{left}"
 
 
 def on_the_terminal(account: Account, run_dir: str) -> str:
@@ -52,7 +52,9 @@ def on_the_terminal(account: Account, run_dir: str) -> str:
 def stop_on_the_terminal(account: Account, run_dir: str) -> str:
     """At the end of a run that was asked to stop."""
     lines = [f"stopped: {headline(account)}"]
-    lines += [f"why:  {printable(text)}" for text in account.why[1:2]]  # the first is what the source says
+    lines += [
+        f"{'why: ' if not at else '     '} {printable(text)}" for at, text in enumerate(account.why[:3])
+    ]
     lost = _unsaved(account) if account.exit_code == ExitCode.STOPPED_UNSAVED else ""
     lines.append(f"done: {printable(account.done)} (exit code {account.exit_code}){lost}")
     lines.append(f"next: {printable(account.next)}")
@@ -90,19 +92,18 @@ def short(next_: str) -> str:
     return printable(asked.partition(" (")[0].partition(": ")[0].partition("; ")[0])
 
 
-def done_of(incident: Incident) -> str:
-    """What was done, as it came out: the checkpoint that was to be used may have been refused since."""
-    told, step = incident.account, incident.resumed_step
-    if told is None:
-        return incident.decision
-    if step is None or told.ends or not told.saved or step == told.saved:
+def done_of(told: Account, resumed: int | None) -> str:
+    """What was done, as it came out. `resumed`: the step that it went on from in the end, as the checkpoint
+    that was to be used may have been refused since; None while that is not known."""
+    if resumed is None or told.ends or not told.saved or told.step is None or resumed == told.saved:
         return told.done
     begin, found, budget = told.done.partition(f"from step {told.saved}: ")
     if not found:
         return told.done
-    where = f"from step {step}" if step else "from the beginning"
+    where = f"from step {resumed}" if resumed else "from the beginning"
+    redo = plural(max(0, told.step - resumed), "step")
     counted = f" ({budget.rpartition(' (')[2]}" if " (" in budget else ""
-    return f"{begin}{where}, as the newer one was refused: {plural(incident.steps_lost, 'step')} to redo{counted}"
+    return f"{begin}{where}, as what was saved later was refused: {redo} to redo{counted}"
 
 
 def _unsaved(account: Account) -> str:
@@ -122,14 +123,14 @@ def five(incident: Incident) -> list[Answer]:
         return [
             Answer("what", incident.what),
             Answer("why", "; ".join(incident.evidence[:3]) or "not recorded"),
-            Answer("done", done_of(incident)),
+            Answer("done", incident.decision),
             Answer("cost", cost_of(incident)),
         ]
     found = [
         Answer("who", printable(told.who)),
         Answer("what", printable(told.what)),
         *(Answer("why" if not at else "", printable(text)) for at, text in enumerate(told.why)),
-        Answer("done", printable(done_of(incident))),
+        Answer("done", printable(done_of(told, incident.resumed_step))),
     ]
     if incident.refused:
         found += [Answer("", f"refused {text}") for text in incident.refused]

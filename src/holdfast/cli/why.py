@@ -59,7 +59,7 @@ def why(
         typer.echo("no incident: nothing in this run's journal has failed")
     else:
         stop = max(others, key=lambda one: (one.seconds, one.count))
-        _show_remark(stop, "what it met without failing")
+        _show_remark(stop, "not a failure, but told")
     for one in [one for one in others if one is not stop] if attempt is None else []:
         times = f" ({one.count} times)" if one.count > 1 and one.kind != "dropped" else ""
         typer.echo(f"also, {show_time(one.at)}: {one.what}{times}\n  next  {one.next}")

@@ -104,7 +104,7 @@ def _lead(
         cost = cost_of(ended).removeprefix("the run ended").removeprefix("; ")
         style, said, left = " bad", f"{done}; {cost}" if cost else done, ended.account.next
     elif stopped is not None:
-        said, left = f"{stopped.done.removeprefix('stopped ')} ({stopped.who} asked for it)", stopped.next
+        said, left = f"{stopped.done.removeprefix('stopped ')} ({stopped.who} {stopped.did})", stopped.next
     elif state in ("Failed", "Lost", "Ended"):
         style, said = " bad", f"it came to step {steps}"
         left = "run the same command to go on from the newest sound checkpoint"

@@ -322,7 +322,9 @@ def _last_incident(
         if end is not None and end.outcome == "failed":
             told = read_record(control.attempt(number) / ACCOUNT, Account)
             if told is not None:
-                return LastIncident(attempt=number, text=account_line(told), at=end.at, account=told)
+                head = read_record(control.attempt(number + 1) / "head.json", HeadRecord)
+                text = account_line(told, head.step if head is not None else None)
+                return LastIncident(attempt=number, text=text, at=end.at, account=told)
             known = _known(control, number)
             text = one_line(
                 attempt=number,
