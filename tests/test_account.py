@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.account.answers import answers
-from holdfast.account.incidents import headline, incidents, stops
+from holdfast.account.incidents import done_of, headline, incidents, stops
 from holdfast.account.remarks import remarks
 from holdfast.account.stops import of_stop
 from holdfast.account.story import Story, back, closing
 from holdfast.account.wording import (
     cost_of,
-    done_of,
     five,
     on_the_terminal,
     one_line,

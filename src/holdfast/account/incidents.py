@@ -114,6 +114,20 @@ def headline(account: Account) -> str:
     return printable(f"{account.who} {account.what}")
 
 
+def done_of(told: Account, resumed: int | None) -> str:
+    """What was done, as it came out. `resumed`: the step that it went on from in the end, as the checkpoint
+    that was to be used may have been refused since; None while that is not known."""
+    if resumed is None or told.ends or not told.saved or told.step is None or resumed == told.saved:
+        return told.done
+    begin, found, budget = told.done.partition(f"from step {told.saved}: ")
+    if not found:
+        return told.done
+    where = f"from step {resumed}" if resumed else "from the beginning"
+    redo = plural(max(0, told.step - resumed), "step")
+    counted = f" ({budget.rpartition(' (')[2]}" if " (" in budget else ""
+    return f"{begin}{where}, as what was saved later was refused: {redo} to redo{counted}"
+
+
 def _since(attempt: Attempt, seen: float) -> float:
     """When it began to cost time: a rank that stood still did so before it was seen."""
     began = attempt.account.began if attempt.account is not None else None
@@ -267,11 +281,12 @@ def _passed_over(attempt: Attempt) -> list[tuple[str, list[str]]]:
 def _decision(failed: Attempt, after: Attempt | None) -> str:
     parts = [failed.recovery.chosen] if failed.recovery is not None else []
     if failed.account is not None:
-        parts = [failed.account.done]
+        resumed = after.resumed.step if after is not None and after.resumed is not None else None
+        parts = [done_of(failed.account, resumed)]
     if failed.planned is not None:
         parts.append(f"in place, with {plural(failed.planned.world_size, 'rank')}")
     if after is not None:
-        if after.resumed is not None:
+        if after.resumed is not None and failed.account is None:  # an account says it itself
             parts.append(resume_text(after.resumed.checkpoint, after.resumed.step))
         elif after.resume is not None:
             parts.append(_chosen(after.resume))

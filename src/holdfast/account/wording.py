@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holdfast.account.incidents import Incident, headline
+from holdfast.account.incidents import Incident, done_of, headline
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.account_events import Account
 from holdfast.journal.text import duration, plural, printable
@@ -70,6 +70,8 @@ def cost_of(incident: Incident) -> str:
         return f"the run ended{_unsaved(told)}"
     if incident.open:
         return f"{lost} so far, {plural(incident.steps_lost, 'step')} to do again"
+    if incident.caught_up_at is None:  # the next one came first, and goes on from there
+        return f"{lost} until the next incident"
     if not incident.steps_lost:
         return f"{lost} until it trained again, no step lost"
     steps = f"{plural(incident.steps_lost, 'step')} done again"
@@ -90,20 +92,6 @@ def short(next_: str) -> str:
     if not asked or asked.startswith(NOTHING):
         return ""
     return printable(asked.partition(" (")[0].partition(": ")[0].partition("; ")[0])
-
-
-def done_of(told: Account, resumed: int | None) -> str:
-    """What was done, as it came out. `resumed`: the step that it went on from in the end, as the checkpoint
-    that was to be used may have been refused since; None while that is not known."""
-    if resumed is None or told.ends or not told.saved or told.step is None or resumed == told.saved:
-        return told.done
-    begin, found, budget = told.done.partition(f"from step {told.saved}: ")
-    if not found:
-        return told.done
-    where = f"from step {resumed}" if resumed else "from the beginning"
-    redo = plural(max(0, told.step - resumed), "step")
-    counted = f" ({budget.rpartition(' (')[2]}" if " (" in budget else ""
-    return f"{begin}{where}, as what was saved later was refused: {redo} to redo{counted}"
 
 
 def _unsaved(account: Account) -> str:
