@@ -135,7 +135,7 @@ def _dropped(dropped: dict[int, StepRejected], line: Line, usual: float) -> Rema
         "dropped",
         line.at,
         f"{done}: {why}",
-        "nothing to do, unless it goes on: then look at those batches, or let validation.rerun_mode = "
+        "nothing to do, unless it goes on: look at those batches, or let validation.rerun_mode = "
         "validate_results find out what is to blame",
         len(steps),
         who=f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}" if ranks else "the job",
