@@ -30,7 +30,7 @@ REPLACED = [
     (r"bytes \d+ to \d+", "bytes N to M"),
     (r"errors/rank_00000\d\.", "errors/rank_N."),
     (r"#\d+ of", "#N of"),
-    (r"stopped after step \d+", "stopped after step N"),
+    (r"stopped(:?) after step \d+", r"stopped\1 after step N"),
     (r"step_\d{8}-ID holds", "CHECKPOINT holds"),
     (r"Productive time: \d+%", "Productive time: P%"),
     (r"T( T)+", "T"),

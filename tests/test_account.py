@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,17 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.account.answers import answers
-from holdfast.account.incidents import headline, incidents, stops
+from holdfast.account.incidents import done_of, headline, incidents, stops
 from holdfast.account.remarks import remarks
 from holdfast.account.stops import of_stop
 from holdfast.account.story import Story, back, closing
-from holdfast.account.wording import five, on_the_terminal, one_line, stop_on_the_terminal
+from holdfast.account.wording import (
+    cost_of,
+    five,
+    on_the_terminal,
+    one_line,
+    short,
+    stop_on_the_terminal,
+)
 from holdfast.control.attempts import FailureRecord
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.account_events import Account
 from holdfast.journal.cluster_events import StopAsked, StopSaved
 from holdfast.journal.events import AttemptEnded, Resumed, RungRejected, StepRejected, StepsDone
-from holdfast.journal.straggler_events import StragglerFound
+from holdfast.journal.straggler_events import StragglerFound, StragglersReported
+from holdfast.journal.text import duration
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.capacity import Exclusion
 from holdfast.policy.classify import KERNEL_OOM, Cause
@@ -75,7 +84,7 @@ def test_a_killed_rank() -> None:
 def test_a_script_that_raises_is_told_by_its_own_line() -> None:
     root = ended(1, 1, "ValueError: no luck", "train.py:44 in __getitem__")
     account = told(root, Cause.JOB, action=Action.STOP, code=ExitCode.BUDGET_SPENT)
-    assert account.what == "failed in step 25 with ValueError: no luck at train.py:44 in __getitem__"
+    assert account.what == "failed in step 25 with ValueError: no luck"
     assert account.next == "mend train.py:44 in __getitem__, then run the same command"
     assert account.ends
     text = on_the_terminal(account, "runs/a")
@@ -187,7 +196,7 @@ def test_a_hang_costs_the_time_in_which_nothing_moved() -> None:
     assert incident.steps_lost == 4
     assert ("cost", f"{incident.seconds_lost:.1f} s") == (
         five(incident)[-2].question,
-        five(incident)[-2].text.partition(" (")[0],
+        five(incident)[-2].text.partition(": ")[0],
     )
 
 
@@ -261,7 +270,9 @@ def test_dropped_steps_stops_and_slow_ranks_are_no_silence() -> None:
     text = closing([], list(found.values()), 40, "r")
     assert text.startswith("finished: 40 steps, no restart; ")
     assert "2 dropped steps" in text
-    assert "1 slow rank;" in text, "found twice, and one rank all the same"
+    assert "1 slow rank (rank 1 on b: 200 ms of every step);" in text, (
+        "found twice, and one rank all the same"
+    )
     assert "no incident" not in text
 
 
@@ -274,13 +285,27 @@ def test_a_stop_is_told_once_in_five_answers_and_is_no_failure(source: Source) -
     journal.write(StopSaved(step=24, checkpoint="step_x"))
     journal.write(AttemptEnded(outcome="stopped", exit_code=31, last_step=24))
     journal.write(account)
-    assert headline(account) == "the stop file run/stop asked the run to stop"
+    said = {
+        Source.STOP_FILE: "the stop file asked the run to stop",
+        Source.TIME_LIMIT: "the job's time limit is near, so the run was asked to stop",
+        Source.STRAGGLER: "a slow rank made the run stop",
+    }.get(source, "the stop file run/stop asked the run to stop")
+    assert headline(account) == said
+    assert "the stop file run/stop" in f"{said} {account.why[0]}", "the request's own words are not lost"
     assert account.done == "stopped after step 24, saved"
     assert incidents(journal.lines) == []
     (stop,) = stops(journal.lines)
-    assert [question for question, _ in five(stop)] == ["who", "what", "why", "done", "cost", "next"]
+    assert [question for question, _ in five(stop)] == [
+        "who",
+        "what",
+        "why",
+        *[""] * (len(account.why) - 1),
+        "done",
+        "cost",
+        "next",
+    ]
     (remark,) = remarks(journal.lines)
-    assert remark.what == "the stop file run/stop asked the run to stop: stopped after step 24, saved"
+    assert remark.what == f"{said}: stopped after step 24, saved"
     assert account.next in stop_on_the_terminal(account, "r")
 
 
@@ -292,7 +317,7 @@ def test_a_stop_that_could_not_save_says_what_is_lost() -> None:
         "stopped after step 24 without saving (exit code 32); saved up to step 20, steps 21–24 are lost"
         in shown
     )
-    assert "why:  a second one means now" in shown
+    assert "a second one means now" in shown
 
 
 def test_a_refusal_that_an_incident_tells_of_is_not_told_again() -> None:
@@ -312,8 +337,101 @@ def test_the_closing_line_repeats_what_is_left_to_do() -> None:
     journal = Journal().start().steps(1, 20)
     journal.save(20)
     account = account_of(1, step=20)
-    account.next = "nothing to do now; have b looked at"
+    account.next = "have b looked at (its disk), or take it out; the run itself needs nothing"
     journal.write(account, "agent-a")
     journal.end("failed").start(resume=(name_of(20), 20)).steps(21, 30).finish(30)
     text = closing(incidents(journal.lines), [], 30, "r")
-    assert "; nothing to do now; have b looked at; report:" in text
+    assert "1.1 s lost; to do: have b looked at; report:" in text
+
+
+# --- said once, and in plain words --------------------------------------------------------------------------
+
+
+def test_what_a_cost_is_made_of_adds_up_and_no_number_stands_there_twice() -> None:
+    journal = Journal().start().steps(1, 24)
+    journal.save(20)
+    journal.write(account_of(1, step=24), "agent-a")
+    journal.end("failed").start(resume=(name_of(20), 20)).steps(21, 30)
+    (incident,) = incidents(journal.lines)
+    again = incident.seconds_lost - incident.seconds_down
+    assert cost_of(incident) == (
+        f"{duration(incident.seconds_lost)}: {duration(incident.seconds_down)} until it trained again, "
+        f"then 4 steps done again in {duration(again)}"
+    )
+    quick = replace(incident, seconds_lost=incident.seconds_down)
+    assert cost_of(quick) == f"{duration(incident.seconds_down)} until it trained again, 4 steps done again"
+    assert cost_of(replace(quick, steps_lost=0)).endswith("until it trained again, no step lost")
+
+
+def test_a_refused_checkpoint_changes_what_is_said_to_have_been_done() -> None:
+    account = account_of(1, step=24, saved=20)
+    account.done = "restarting from step 20: 4 steps to redo (restart 1 of 3)"
+    meant = "restarting from step 10, as what was saved later was refused: 14 steps to redo (restart 1 of 3)"
+    assert done_of(account, None) == done_of(account, 20) == account.done
+    assert done_of(account, 10) == meant
+    assert meant in one_line(account, 10)
+    assert done_of(account, 0).startswith(
+        "restarting from the beginning, as what was saved later was refused"
+    )
+
+
+def test_the_error_of_a_loaders_process_is_said_once() -> None:
+    passed_on = (
+        "KeyError: Caught KeyError in DataLoader worker process 0. Original Traceback (most recent call "
+        "last): … KeyError: 'no label'"
+    )
+    account = told(ended(1, 1, passed_on, "train.py:18 in __getitem__"), Cause.DATA)
+    assert account.what == "failed in step 25 with KeyError: 'no label'"
+    assert account.why[0] == "raised at train.py:18 in __getitem__: this points to the data"
+    assert account.next == "nothing to do, unless it comes back: mend train.py:18 in __getitem__"
+    assert "train.py:18" in one_line(account)
+
+
+def test_no_room_for_a_thread_is_not_laid_to_the_line_that_asked_for_one() -> None:
+    root = ended(1, 1, "RuntimeError: can't start new thread", "train.py:39 in <module>")
+    account = told(root, Cause.UNKNOWN, action=Action.STOP, code=ExitCode.NOTHING_LEFT)
+    assert "ulimit -u" in account.why[0]
+    assert (
+        account.next == "raise that limit, or end what else that user runs there, then run the same command"
+    )
+    assert "train.py" not in " ".join([*account.why, account.next])
+
+
+def test_an_end_that_could_not_be_written_down_is_told_by_its_code() -> None:
+    journal = Journal().start().steps(1, 34)
+    journal.save(30)
+    journal.end("failed", ExitCode.STORAGE_FAILED)
+    (incident,) = incidents(journal.lines)
+    said = dict(one for one in five(incident) if one.question)
+    assert set(said) == {"who", "what", "why", "done", "cost", "next"}
+    assert "storage could not be written" in said["what"]
+    assert said["cost"] == "the run ended; saved up to step 30, steps 31–34 are lost"
+    assert "look at the storage" in said["next"]
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        ("nothing to do", ""),
+        ("nothing to do, unless it comes back: mend train.py:7", ""),
+        ("check the adapter mlx5_3 on a; the run itself needs nothing", "check the adapter mlx5_3 on a"),
+        (
+            "give it more time between SIGTERM and SIGKILL (Slurm: GraceTime), or save more "
+            "often; the run itself needs nothing",
+            "give it more time between SIGTERM and SIGKILL",
+        ),
+    ],
+)  # fmt: skip
+def test_a_line_that_says_much_else_names_what_to_do_briefly(told: str, wanted: str) -> None:
+    assert short(told) == wanted
+
+
+def test_two_ranks_of_which_one_is_slow_cost_all_that_the_other_waited() -> None:
+    """Of two, the median is half of the difference."""
+    report = StragglersReported(
+        step=30, steps=20, seconds=3.0, step_seconds=0.06, ranks=[0, 1], nodes=["a", "a"],
+        sections={"compute": [0.01, 0.06]},
+    )  # fmt: skip
+    assert report.behind(1, "") == pytest.approx(1.0)
+    assert report.behind(0, "") == 0.0
+    assert report.behind(None, "a") == 0.0, "nobody is left to wait for that node"

@@ -528,12 +528,12 @@ def test_an_import_error_of_one_rank_is_told_as_its_own() -> None:
             "exit code 1 (unknown) on rank 1 on b only may not happen again",
         )
         [where] = [line for line in decision.evidence if "rank 1 on b only" in line]
-        assert where.endswith("what differs is that node, or that rank's path")
+        assert where.endswith("what differs is that node, or what that rank does")
         attempts = [first]
         while (decision := decide(*attempts)).action is not Action.STOP:
             attempts.append(again(attempts[-1]))
         assert "on rank 1 on b only" in decision.reason
-        assert "that node, or that rank's path" in decision.reason
+        assert any("what differs is that node" in text for text in decision.evidence)
         assert "alike" not in decision.reason
 
 
@@ -596,7 +596,7 @@ def test_every_decision_says_what_it_rests_on() -> None:
     assert decision.evidence[:2] == ["seen", "cause: hang"]
     assert "100 of 100 restarts without progress were left" in decision.evidence
     ended = decide(lost, again(lost, action=""))
-    assert "tried since the last progress: restart 1×" in ended.evidence
+    assert "tried since the last progress: restart once" in ended.evidence
     assert "2 times" in ended.reason
 
 

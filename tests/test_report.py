@@ -85,7 +85,7 @@ def test_the_report_tells_the_whole_story(page: str) -> None:
         "A run – Holdfast report",
         "finished : 60 steps, 2 restarts, 21 steps done again", "Steps 60",
         "Attempts 3", "Incidents 2", "bitwise equal",
-        "rank 1 killed by SIGKILL", "resume from step 10", ALTERED, "17 steps again", "productive",
+        "rank 1 killed by SIGKILL", "resume from step 10", ALTERED, "17 steps done again", "productive",
         "recomputed", "✓ resumed from", "✕ rejected", "not stop: the budget is not spent",
         "run finished at step 60",
         name_of(20),

@@ -148,7 +148,7 @@ def test_a_stop_by_decision_is_a_failure_also_before_the_launcher_is_gone(contro
         launch.fail(launch.begin(resumed=0), STOP)
         found = look(control)
     assert (found.state, found.exit_code) == ("failed", 22)
-    assert found.detail == "code 22: Restarts, or launches, without progress used up the budget. none left"
+    assert found.detail == "none left (exit code 22)"
     assert (look(control).state, look(control).ok) == ("failed", False)
 
 
@@ -194,7 +194,7 @@ def test_a_stop_is_shown_while_it_is_under_way_and_by_what_it_saved(control: Con
         rank.close()
     found = look(control)
     assert (found.state, found.exit_code, found.ok) == ("stopped", 31, False)
-    assert found.detail.startswith("code 31: step 7 is saved (step_00000007-00000001); asked by SIGTERM")
+    assert found.detail.startswith("step 7 is saved (step_00000007-00000001); asked by SIGTERM")
     assert found.stop is not None
     assert (found.stop.step, found.stop.checkpoint) == (7, "step_00000007-00000001")
     with launched(control) as launch:
@@ -214,7 +214,7 @@ def test_a_stop_that_saved_nothing_says_why(control: ControlDirectory) -> None:
         agent.close()
         launch.end(number, "stopped", 32)
     told = look(control).detail
-    assert told.startswith("code 32: ended without saving (a second signal means now); asked by an operator")
+    assert told.startswith("ended without saving (a second signal means now); asked by an operator")
 
 
 def test_a_launcher_that_is_gone_or_silent_lost_its_attempt(control: ControlDirectory) -> None:
@@ -289,7 +289,7 @@ def test_step_rate_loss_save_incident_and_budget(control: ControlDirectory) -> N
     assert re.search(r"step: 6, [\d.e+]+ steps/s, loss NaN \(", text)
     assert "last save: step 6, " in text
     assert "local save" not in text
-    assert "budget: 3 of 3 restarts left" in text
+    assert "restarts: 0 since the last progress, 3 of 3 left" in text
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d  running  attempt 2  step 6, .* steps/s, loss NaN \(.* ago\)  saved step 6",
         short(found),

@@ -88,7 +88,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ),
     ExitCode.REQUEUE_WANTED: (
         "The run cannot go on with the nodes it has, and wants to be queued again.",
-        "nothing under a scheduler that queues it again; else launch it on other nodes",
+        "launch it on other nodes; a scheduler that queues it again does that by itself",
     ),
     ExitCode.NO_CAPACITY: (
         "Too few usable nodes were there, and no more came in time.",
@@ -116,7 +116,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
     ),
     ExitCode.STORAGE_FAILED: (
         "The run's storage could not be written; nothing is known to be wrong with the run.",
-        "nothing under a scheduler that queues it again; else look at the storage, then start it again",
+        "look at the storage, then start it again; a scheduler that queues it again does that by itself",
     ),
 }
 

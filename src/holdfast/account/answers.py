@@ -43,6 +43,15 @@ _LOSSES = {
     Loss.CLOSED: "nobody told it to leave: its machine went down, or its launcher was killed",
     Loss.SILENT: "it hangs, its launcher is stopped, or the network to it is cut",
 }
+NO_MORE_PROCESSES = (
+    "no more processes or threads can be started there: the limit of its user (`ulimit -u`) or of the "
+    "container (pids.max) is reached"
+)
+_ONLY_ON = re.compile(r"^it failed on (rank .*) only: ")
+_STOOD_STILL = re.compile(
+    r"^(ranks? [\d, -]*\d) stood still for [^:]*: (?:it|they|its process|their processes) "
+)
+"""How the words about whoever stood still begin: `what` says already for how long."""
 _VERDICTS = {
     "device": "the fault follows the device to whichever rank uses it",
     "reproducible": "the same comes out on other devices: it is in the data, the state or the script",
@@ -50,6 +59,11 @@ _VERDICTS = {
 }
 _UNDECIDED = "one bad result does not say yet whether the device, the data or the state is to blame"
 _ADAPTER = "check the network adapter "
+_PASSED_ON = re.compile(r"^([\w.]+): Caught \1 in [^.]*\. .*?(?=\1\b)\1")
+_NO_ROOM = re.compile(
+    r"can't start new thread|pthread_create failed|\[Errno 11\]|Resource temporarily unavailable"
+)
+"""What the limit of processes and threads makes of whatever is started beyond it."""
 _SAID = re.compile(
     r"^cause: |^rank \d+ on \S+ \(pid \d+\) failed: |restarts? without progress (was|were) left$"
     r"|^check the network adapter "
@@ -99,7 +113,7 @@ def _who(failed: PastAttempt, root: FailureRecord | None, hang: Hang | None, los
     if failed.rejection is not None:
         return _rejected_by(failed.rejection)
     if root is not None and failed.alike and failed.world_size > 1:
-        return f"all {failed.world_size} ranks"
+        return "both ranks" if failed.world_size == 2 else f"all {failed.world_size} ranks"
     if root is not None:
         return f"rank {root.rank} on {printable(root.node)}"
     if lost:
@@ -161,13 +175,17 @@ def _ended(root: FailureRecord, when: str) -> str:
     if _is_own(root):
         meaning = MEANINGS[ExitCode(root.exit_code)][0].rstrip(".")
         return f"could not go on{when}: {meaning[0].lower()}{meaning[1:]}"
-    where = _where(root)
     if root.exit_code < 0:
         said = f": {printable(root.message, MESSAGE_LIMIT)}" if root.message else ""
         return f"was killed by {_signal(-root.exit_code)}{when}{said}"
     if root.message:
-        return f"failed{when} with {printable(root.message, MESSAGE_LIMIT)}{f' at {where}' if where else ''}"
+        return f"failed{when} with {_said(root)}"
     return f"ended{when} with exit code {root.exit_code} and said nothing"
+
+
+def _said(root: FailureRecord) -> str:
+    """Its last words; of an error that a data loader passes on, the error itself."""
+    return printable(_PASSED_ON.sub(r"\1", printable(root.message, 4 * MESSAGE_LIMIT)), MESSAGE_LIMIT)
 
 
 def _is_own(root: FailureRecord) -> bool:
@@ -220,12 +238,19 @@ def _why(
     if cause is Cause.HANG:
         found += seen
     undecided = failed.rejection is not None and not decision.verdict
-    if cause is not Cause.UNKNOWN or undecided or root is None or not _is_own(root):  # its words say why
-        found.append(_UNDECIDED if undecided else _POINTS_TO[cause])
+    if undecided:
+        found.append(_UNDECIDED)
+    elif cause is Cause.UNKNOWN:
+        if root is None or not (_is_own(root) or (root.exit_code > 0 and root.message)):  # that says why
+            found.append(_POINTS_TO[cause])
+    elif cause is not Cause.HANG or not seen:
+        found = _together(found, _POINTS_TO[cause])
     said = {one.detail for one in lost}
     found += [
         text for text in (detail, *decision.evidence) if text and text not in said and not _SAID.search(text)
     ]
+    if any(_ONLY_ON.match(text) for text in found):
+        found = [text for text in found if not text.endswith("failed in their first lines")]
     if failed.alike:
         found = [text for text in found if not text.endswith(" failed too")]
     followed = [one for one in failures if root is not None and one.rank != root.rank and not one.left]
@@ -233,7 +258,15 @@ def _why(
     if consequences and not any("then lost" in text for text in found):
         who = "it" if len(consequences) == 1 else "they"
         found.append(f"{list_ranks(consequences)} ended only because {who} lost that one")
-    return [printable(text) for text in dict.fromkeys(found)]
+    return [printable(text) for text in dict.fromkeys(_STOOD_STILL.sub(r"\1 ", text) for text in found)]
+
+
+def _together(found: list[str], origin: str) -> list[str]:
+    """The line that raised it and what that points to are one reason."""
+    at = next((index for index, text in enumerate(found) if text.startswith("raised at ")), None)
+    if at is None:
+        return [*found, origin]
+    return [*found[:at], f"{found[at]}: {origin}", *found[at + 1 :]]
 
 
 def _of_the_end(root: FailureRecord) -> list[str]:
@@ -242,10 +275,12 @@ def _of_the_end(root: FailureRecord) -> list[str]:
     if root.exit_code == -signal.SIGKILL:
         return [
             "SIGKILL always comes from outside: Holdfast did not send it, and the kernel counts no "
-            "out-of-memory kill here. The scheduler, an administrator or a container limit may have"
+            "out-of-memory kill here. It may have been the scheduler, an administrator or a container's limit"
         ]
     if _is_own(root):
         return [printable(root.message)] if root.message else []
+    if _NO_ROOM.search(root.message):
+        return [NO_MORE_PROCESSES]
     where = _where(root)
     return [f"raised at {where}"] if where else []
 
@@ -317,10 +352,10 @@ def _next(
             gone = printable(", ".join(dict.fromkeys(one.node for one in lost)))
             return f"find out why {gone} was lost; the run itself needs nothing"
         if not out:
-            own = failed.cause == Cause.JOB and root is not None and root.exit_code > 0
+            own = failed.cause in _OWN and _to_mend(root)
             return f"nothing to do, unless it comes back: {_to_mend(root)}" if own else "nothing to do"
         named = printable(", ".join(out))
-        return f"nothing to do now; have {named} looked at, then `holdfast control readmit`"
+        return f"have {named} looked at, then `holdfast control readmit`; the run itself needs nothing"
     if look_at:
         return f"{look_at}, then run the same command"
     if root is not None and root.message.startswith(KERNEL_OOM):
@@ -329,6 +364,11 @@ def _next(
         return (
             "find out what kills it (the kernel's log, the scheduler's, a container's limits), "
             "then run the same command"
+        )
+    only = next((found[1] for text in decision.evidence if (found := _ONLY_ON.match(text))), "")
+    if only and decision.exit_code in _BY_CAUSE:
+        return (
+            f"find out what differs for {printable(only)} (packages, paths, files), then run the same command"
         )
     if _to_mend(root) and failed.cause in _OWN and decision.exit_code in _BY_CAUSE:
         return f"{_to_mend(root)}, then run the same command"
@@ -345,7 +385,10 @@ def _to_mend(root: FailureRecord | None) -> str:
     """What of the user's own is to blame; empty if nothing is known to be."""
     if root is None or root.exit_code <= 0 or not root.message or _is_own(root):
         return ""
-    return f"mend {_where(root) or printable(root.message.partition(':')[0]) + ' (see above)'}"
+    if _NO_ROOM.search(root.message):
+        return "raise that limit, or end what else that user runs there"
+    where = _where(root)
+    return f"mend {where}" if where else f"mend what raised {printable(root.message.partition(':')[0])}"
 
 
 def _files(root: FailureRecord | None, saved: str) -> list[str]:

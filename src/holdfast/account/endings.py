@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.exit_codes import ExitCode
+from holdfast.exit_codes import MEANINGS, ExitCode
 from holdfast.journal.account_events import Account
 from holdfast.journal.cluster_events import StopAsked
 from holdfast.journal.text import duration, printable
@@ -87,6 +87,27 @@ def launch_lost(
         next=to_do,
         step=step,
         saved=saved,
+    )
+
+
+def untold(attempt: int, code: int, step: int | None, saved: int | None) -> Account | None:
+    """Of an attempt that ended for good and of which no more than its code could be written down, as on a
+    disk that is full; None for a code that says nothing."""
+    if code not in set(ExitCode) or code in (ExitCode.OK, ExitCode.FAILED, ExitCode.USAGE):
+        return None
+    meaning, then = MEANINGS[ExitCode(code)]
+    said = f"{meaning[0].lower()}{meaning[1:].rstrip('.')}"
+    return Account(
+        attempt=attempt,
+        cause=Cause.UNKNOWN,
+        who="the run",
+        what=f"ended{_in(step)}: {said}",
+        why=["no more than its exit code could be written down; the launcher's output says more"],
+        done=f"stopped: {said}",
+        next=then,
+        step=step,
+        saved=saved,
+        exit_code=code,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.account.endings import untold
 from holdfast.account.history import Attempt, attempts
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import STOP, Account
@@ -113,6 +114,20 @@ def headline(account: Account) -> str:
     return printable(f"{account.who} {account.what}")
 
 
+def done_of(told: Account, resumed: int | None) -> str:
+    """What was done, as it came out. `resumed`: the step that it went on from in the end, as the checkpoint
+    that was to be used may have been refused since; None while that is not known."""
+    if resumed is None or told.ends or not told.saved or told.step is None or resumed == told.saved:
+        return told.done
+    begin, found, budget = told.done.partition(f"from step {told.saved}: ")
+    if not found:
+        return told.done
+    where = f"from step {resumed}" if resumed else "from the beginning"
+    redo = plural(max(0, told.step - resumed), "step")
+    counted = f" ({budget.rpartition(' (')[2]}" if " (" in budget else ""
+    return f"{begin}{where}, as what was saved later was refused: {redo} to redo{counted}"
+
+
 def _since(attempt: Attempt, seen: float) -> float:
     """When it began to cost time: a rank that stood still did so before it was seen."""
     began = attempt.account.began if attempt.account is not None else None
@@ -128,6 +143,7 @@ def _incident(
     last_at: float,
 ) -> Incident:
     failed, later = life[index], life[index + 1 :]
+    account = failed.account or (None if later else _untold(life[: index + 1]))
     until = len(life) if following is None else following[0] + 1
     highest = max((reached for one in life[: index + 1] if (reached := one.reached) is not None), default=0)
     position = next((one.reached for one in reversed(life[: index + 1]) if one.reached is not None), 0)
@@ -146,8 +162,8 @@ def _incident(
         number=number,
         attempt=failed.number,
         at=fault.at,
-        what=headline(failed.account) if failed.account else _what(failed),
-        account=failed.account,
+        what=headline(account) if account else _what(failed),
+        account=account,
         refused=tuple(
             printable(f"{name}: {'; '.join(why) or 'rejected'}")
             for name, why in (_passed_over(resumed or later[0]) if later else [])
@@ -166,6 +182,15 @@ def _incident(
         overtaken_by=number + 1 if overtaken else None,
         open=caught_up is None and not overtaken,
     )
+
+
+def _untold(life: list[Attempt]) -> Account | None:
+    """What can be said of the run's end where nobody's account of it is in the journal."""
+    failed = life[-1]
+    if failed.ended is None or failed.ended.outcome != "failed" or failed.recovery is not None:
+        return None
+    saved = [save.step for one in life for _, save in one.saves if save.tier != "local"]
+    return untold(failed.number, failed.ended.exit_code, failed.reached, max(saved, default=None))
 
 
 def _steps_lost(position: int, resumed: Attempt | None, first: int | None) -> int:
@@ -256,11 +281,12 @@ def _passed_over(attempt: Attempt) -> list[tuple[str, list[str]]]:
 def _decision(failed: Attempt, after: Attempt | None) -> str:
     parts = [failed.recovery.chosen] if failed.recovery is not None else []
     if failed.account is not None:
-        parts = [failed.account.done]
+        resumed = after.resumed.step if after is not None and after.resumed is not None else None
+        parts = [done_of(failed.account, resumed)]
     if failed.planned is not None:
         parts.append(f"in place, with {plural(failed.planned.world_size, 'rank')}")
     if after is not None:
-        if after.resumed is not None:
+        if after.resumed is not None and failed.account is None:  # an account says it itself
             parts.append(resume_text(after.resumed.checkpoint, after.resumed.step))
         elif after.resume is not None:
             parts.append(_chosen(after.resume))

@@ -135,7 +135,8 @@ def _dropped(dropped: dict[int, StepRejected], line: Line, usual: float) -> Rema
         "dropped",
         line.at,
         f"{done}: {why}",
-        "look at those batches if it goes on; validation.rerun_mode = validate_results names the culprit",
+        "nothing to do, unless it goes on: look at those batches, or let validation.rerun_mode = "
+        "validate_results find out what is to blame",
         len(steps),
         who=f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}" if ranks else "the job",
         did=f"gave a result that is not usable in {'step' if len(steps) == 1 else 'steps'} {named}",
@@ -219,9 +220,14 @@ def _stop(body: StopAsked, line: Line, after: Sequence[Line]) -> Remark:
         done = "stopped"
     begun = ended if ended is not None else line.at
     down = max(0.0, again - begun) if again is not None else 0.0
-    cost = f"{duration(max(0.0, begun - line.at))} to save and stop, " if ended is not None else ""
+    ending = max(0.0, begun - line.at)
+    cost = f"{duration(ending)} to save and stop, " if ended is not None else ""
     cost += f"{duration(down)} until it was started again" if again is not None else "not started again yet"
-    who, did, why = printable(body.detail), "asked to stop", _ASKED_BY.get(body.source, "it was asked to")
+    who, did, why = (
+        printable(body.detail),
+        "asked the run to stop",
+        _ASKED_BY.get(body.source, "it was asked to"),
+    )
     next_ = "run the same command to go on"
     told = next((one.body for one in own if isinstance(one.body, Account) and one.body.kind == STOP), None)
     if told is not None:  # the launcher's own words; without it nobody made an account
@@ -237,7 +243,7 @@ def _stop(body: StopAsked, line: Line, after: Sequence[Line]) -> Remark:
         why=why,
         done=done,
         cost=cost,
-        seconds=down,
+        seconds=ending + down,
     )
 
 
@@ -253,7 +259,7 @@ def _slow(body: StragglerFound, line: Line) -> Remark:
         "slow",
         line.at,
         f"{who} slowed the others{each}: {why}",
-        "look at that device or node; straggler.stop_if_detected acts by itself",
+        "look at that device or node; straggler.stop_if_detected = true makes the run act by itself",
         who=who,
         did=f"slowed the others{each}",
         why=why,
@@ -264,25 +270,15 @@ def _slow(body: StragglerFound, line: Line) -> Remark:
 def _add_up(one: Remark, body: StragglerFound, lines: Sequence[Line]) -> None:
     one.seconds = _waited_for(body, lines)
     each = f"{duration(body.seconds)} of every step" if body.seconds else ""
-    one.cost = f"{duration(one.seconds)} in all, as far as it was measured" if one.seconds else each
+    one.cost = f"the others waited {duration(one.seconds)} for it in all" if one.seconds else each
 
 
 def _waited_for(body: StragglerFound, lines: Sequence[Line]) -> float:
     """For how long the others waited for it in all, by what every comparison measured: how much later than
     most it arrived in an average step, times the steps."""
-    total = 0.0
-    for line in lines:
-        if not isinstance(line.body, StragglersReported) or not line.body.sections:
-            continue
-        report, rows = line.body, len(line.body.ranks)
-        own = [sum(column[row] for column in report.sections.values()) for row in range(rows)]
-        mine = [
-            own[row]
-            for row in range(rows)
-            if (report.ranks[row] == body.rank if body.rank is not None else report.nodes[row] == body.node)
-        ]
-        if mine:
-            total += max(0.0, max(mine) - median(own)) * report.steps
+    total = sum(
+        line.body.behind(body.rank, body.node) for line in lines if isinstance(line.body, StragglersReported)
+    )
     return total or body.seconds * max(
         (one.body.steps for one in lines if isinstance(one.body, StragglersReported)), default=0
     )

@@ -14,6 +14,12 @@ _WHY = {
     Source.TIME_LIMIT: "the scheduler ends the job at its time limit; the run saves before that",
     Source.STRAGGLER: "a rank slowed the others by more than straggler.stop_if_detected lets it",
 }
+_ASKED = {
+    Source.STOP_FILE: ("the stop file", "asked the run to stop"),
+    Source.TIME_LIMIT: ("the job's time limit", "is near, so the run was asked to stop"),
+    Source.STRAGGLER: ("a slow rank", "made the run stop"),
+}
+"""Who asked, and what it did, where the request's own words are rather the reason."""
 _UNSAVED = (ExitCode.STOPPED_UNSAVED,)
 
 
@@ -31,13 +37,15 @@ def of_stop(
         done += " without saving"
     elif saved:
         done += ", saved" if saved == step else f"; saved up to step {saved}"
+    who, what = _ASKED.get(request.source, (printable(request.detail), "asked the run to stop"))
+    said = [printable(request.detail)] if request.source in _ASKED else []
     return Account(
         attempt=attempt,
         cause="",
         kind=STOP,
-        who=printable(request.detail),
-        what="asked the run to stop",
-        why=[_WHY[request.source], *([printable(more)] if more else [])],
+        who=who,
+        what=what,
+        why=[*said, _WHY[request.source], *([printable(more)] if more else [])],
         done=done,
         next=MEANINGS[ExitCode(code)][1] if code in set(ExitCode) else MEANINGS[ExitCode.FAILED][1],
         step=step,

@@ -7,13 +7,13 @@ and steps comes from `incidents`, which every other page uses too.
 from __future__ import annotations
 
 from holdfast.account.incidents import Incident
-from holdfast.account.remarks import Remark, counted, resized
+from holdfast.account.remarks import KINDS, Remark, counted, resized
+from holdfast.account.wording import NOTHING, short
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
 from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
 from holdfast.journal.text import duration, plural, printable
 
-NOTHING = "nothing to do"
 AVOIDED = "avoided:"
 """How the reason begins of a checkpoint that may be sound, and that the next attempt is to do without."""
 MOST_REFUSED = 20
@@ -84,8 +84,8 @@ def back(incident: Incident, step: int) -> str:
     """Said once the run has caught up."""
     redone = f", {plural(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
     told = incident.account
-    left = told.next if told is not None and told.next else "nothing to do"
-    return f"back at step {step} after {duration(incident.seconds_lost)}{redone}: {left}"
+    left = short(told.next) if told is not None else ""
+    return f"back at step {step} after {duration(incident.seconds_lost)}{redone}: {left or NOTHING}"
 
 
 def closing(found: list[Incident], others: list[Remark], steps: int, run_dir: str) -> str:
@@ -100,17 +100,19 @@ def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
     """How a run that finished came through, for the terminal's last line and the report's first."""
     if not found and not others:
         return f"finished: {plural(steps, 'step')}, no incident"
-    met = "".join(f"; {plural(count, kind)}" for count, kind in counted(others)) + _slowest(others)
-    if not found:
-        return f"finished: {plural(steps, 'step')}, no restart{met}"
     restarts = sum(one.account is None or not one.account.ends for one in found)
     redone = sum(one.steps_lost for one in found)
-    lost = duration(sum(one.seconds_lost for one in found))
-    what = [plural(steps, "step"), plural(restarts, "restart")]
+    what = [plural(steps, "step"), plural(restarts, "restart") if restarts else "no restart"]
     what += [f"{plural(redone, 'step')} done again"] if redone else []
-    asked = [one.account.next for one in found if one.account is not None and one.account.next != NOTHING]
-    left = f"; {printable(asked[-1])}" if asked else "" if others else f", {NOTHING}"
-    return f"finished: {', '.join(what)}, {lost} lost{left}{met}"
+    what += [f"{duration(sum(one.seconds_lost for one in found))} lost"] if found else []
+    asked = [one.account.next for one in found if one.account is not None]
+    asked += [one.next for one in others if one.kind != "stop"]  # it went on since
+    left = list(dict.fromkeys(filter(None, map(short, asked))))
+    more = f", and {len(left) - 1} more" if len(left) > 1 else ""
+    to_do = f"; to do: {left[-1]}{more}" if left else f", {NOTHING}"
+    slowest = {KINDS["slow"]: _slowest(others)}
+    met = "".join(f"; {plural(count, kind)}{slowest.get(kind, '')}" for count, kind in counted(others))
+    return f"finished: {', '.join(what)}{met}{to_do}"
 
 
 def _slowest(others: list[Remark]) -> str:
@@ -118,5 +120,4 @@ def _slowest(others: list[Remark]) -> str:
     slow = max((one for one in others if one.kind == "slow"), key=lambda one: one.seconds, default=None)
     if slow is None:
         return ""
-    cost = f", {slow.cost}" if slow.cost else ""
-    return f"; {slow.who} {slow.did}{cost}: {slow.next}"
+    return f" ({slow.who}{f': {slow.cost}' if slow.cost else ''})"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holdfast.account.incidents import Incident, headline
+from holdfast.account.incidents import Incident, done_of, headline
 from holdfast.exit_codes import ExitCode
 from holdfast.journal.account_events import Account
 from holdfast.journal.text import duration, plural, printable
 from holdfast.policy.signs import Cause
+
+NOTHING = "nothing to do"
+NEEDS_NOTHING = "; the run itself needs nothing"
+"""How `next` ends where it asks for something that the run goes on without."""
 
 
 class Answer(NamedTuple):
@@ -18,9 +22,11 @@ class Answer(NamedTuple):
     text: str
 
 
-def one_line(account: Account) -> str:
-    """An incident and what was decided about it, for alerts and `holdfast status`."""
-    return f"{headline(account)} → {printable(account.done)}"
+def one_line(account: Account, resumed: int | None = None) -> str:
+    """An incident, what was decided about it and what is left to do, for alerts and `holdfast status`.
+    `resumed`: see `done_of`."""
+    left = "" if account.next in ("", NOTHING) else f"; next: {printable(account.next)}"
+    return f"{headline(account)} → {printable(done_of(account, resumed))}{left}"
 
 
 def on_the_terminal(account: Account, run_dir: str) -> str:
@@ -32,7 +38,7 @@ def on_the_terminal(account: Account, run_dir: str) -> str:
         lines += [f"      {printable(text)}" for text in account.why[1:2]]
     if not account.ends:
         lines.append(f"done: {printable(account.done)}")
-        if account.next != "nothing to do":
+        if account.next != NOTHING:
             lines.append(f"next: {printable(account.next)}")
         return "\n  ".join(lines)
     lines += [f"      {printable(text)}" for text in account.why[1:]]
@@ -46,7 +52,9 @@ def on_the_terminal(account: Account, run_dir: str) -> str:
 def stop_on_the_terminal(account: Account, run_dir: str) -> str:
     """At the end of a run that was asked to stop."""
     lines = [f"stopped: {headline(account)}"]
-    lines += [f"why:  {printable(text)}" for text in account.why[1:2]]  # the first is what the source says
+    lines += [
+        f"{'why: ' if not at else '     '} {printable(text)}" for at, text in enumerate(account.why[:3])
+    ]
     lost = _unsaved(account) if account.exit_code == ExitCode.STOPPED_UNSAVED else ""
     lines.append(f"done: {printable(account.done)} (exit code {account.exit_code}){lost}")
     lines.append(f"next: {printable(account.next)}")
@@ -57,14 +65,33 @@ def stop_on_the_terminal(account: Account, run_dir: str) -> str:
 def cost_of(incident: Incident) -> str:
     """What it cost, by the numbers that every page shows."""
     lost = duration(incident.seconds_lost)
-    steps = f"{plural(incident.steps_lost, 'step')} done again" if incident.steps_lost else "no step lost"
     told = incident.account
     if told is not None and told.ends and incident.open:
         return f"the run ended{_unsaved(told)}"
     if incident.open:
         return f"{lost} so far, {plural(incident.steps_lost, 'step')} to do again"
-    down = f"{duration(incident.seconds_down)} until the first step after it"
-    return f"{lost} ({down}), {steps}"
+    if incident.caught_up_at is None:  # the next one came first, and goes on from there
+        return f"{lost} until the next incident"
+    if not incident.steps_lost:
+        return f"{lost} until it trained again, no step lost"
+    steps = f"{plural(incident.steps_lost, 'step')} done again"
+    again = incident.seconds_lost - incident.seconds_down
+    if again < LITTLE * incident.seconds_lost:  # the same number twice says less than once
+        return f"{lost} until it trained again, {steps}"
+    down = duration(incident.seconds_down)
+    return f"{lost}: {down} until it trained again, then {steps} in {duration(again)}"
+
+
+LITTLE = 0.02
+"""Part of the time lost that is not worth a number of its own."""
+
+
+def short(next_: str) -> str:
+    """What is to be done, in a few words, for a line that has said much else; empty if nothing is."""
+    asked = next_.removesuffix(NEEDS_NOTHING)
+    if not asked or asked.startswith(NOTHING):
+        return ""
+    return printable(asked.partition(" (")[0].partition(": ")[0].partition("; ")[0])
 
 
 def _unsaved(account: Account) -> str:
@@ -91,12 +118,10 @@ def five(incident: Incident) -> list[Answer]:
         Answer("who", printable(told.who)),
         Answer("what", printable(told.what)),
         *(Answer("why" if not at else "", printable(text)) for at, text in enumerate(told.why)),
-        Answer("done", printable(told.done)),
+        Answer("done", printable(done_of(told, incident.resumed_step))),
     ]
     if incident.refused:
         found += [Answer("", f"refused {text}") for text in incident.refused]
-    if incident.resumed_step is not None:
-        found.append(Answer("", f"resumed from step {incident.resumed_step}"))
     found.append(Answer("cost", cost_of(incident)))
     now = told.next if told.ends or not incident.open else "wait: it is not back yet"
     return [*found, Answer("next", printable(now))]

@@ -12,6 +12,7 @@ from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.account.incidents import Incident
+    from holdfast.account.remarks import Remark
 
 
 def why(
@@ -49,15 +50,31 @@ def why(
     if as_json:
         print_json({"incident": _as_json(chosen), "others": [asdict(one) for one in others]})
         return
-    if chosen is not None:
+    stop = next((one for one in others if chosen in asked and _is_of(one, chosen)), None)
+    if stop is not None:  # told with what the stop cost, which no incident knows
+        _show_remark(stop, "stop on request")
+    elif chosen is not None:
         _show(chosen, "stop on request" if chosen in asked else f"incident {chosen.number} of {len(found)}")
     elif not others:
         typer.echo("no incident: nothing in this run's journal has failed")
-    ours = chosen.attempt if chosen is not None and chosen in asked else None
-    shown = [one for one in others if one.kind != "stop" or one.attempt != ours]
-    for one in shown if attempt is None else []:
+    else:
+        stop = max(others, key=lambda one: (one.seconds, one.count))
+        _show_remark(stop, "not a failure, but told")
+    for one in [one for one in others if one is not stop] if attempt is None else []:
         times = f" ({one.count} times)" if one.count > 1 and one.kind != "dropped" else ""
         typer.echo(f"also, {show_time(one.at)}: {one.what}{times}\n  next  {one.next}")
+
+
+def _is_of(one: Remark, stopped: Incident | None) -> bool:
+    return one.kind == "stop" and stopped is not None and one.attempt == stopped.attempt
+
+
+def _show_remark(one: Remark, which: str) -> None:
+    from holdfast.account.remarks import answers_of
+
+    typer.echo(f"{which}, attempt {one.attempt}, {show_time(one.at)}")
+    for question, text in answers_of(one):
+        typer.echo(f"  {question:<5} {text}")
 
 
 def _show(incident: Incident, which: str) -> None:

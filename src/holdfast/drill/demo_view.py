@@ -7,27 +7,29 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from holdfast.account.incidents import headline, incidents
+from holdfast.account.story import Story, back
+from holdfast.journal.account_events import Account
 from holdfast.journal.events import (
     AttemptStarted,
-    Decision,
     Line,
     Resumed,
     RunFinished,
+    RungRejected,
     SaveCommitted,
     SaveFailed,
     StepsDone,
     Warned,
-    WorkerFailed,
     decode_loss,
 )
-from holdfast.journal.render import number, render
+from holdfast.journal.render import number, printable, render
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-SHOWN = (AttemptStarted, Decision, Resumed, RunFinished, SaveCommitted, SaveFailed, Warned, WorkerFailed)
-"""Events shown as lines. A rejected rung is not among them: the decision to resume names it and says why."""
+SHOWN = (AttemptStarted, Resumed, RunFinished, SaveCommitted, SaveFailed, Warned)
+"""Events shown as lines. An incident is told as `holdfast run` tells it, by its account and what follows."""
 STYLES = {"fault": "bold red", "warning": "yellow", "decision": "bold cyan", "saved": "blue", "good": "green"}
 PLAIN_EVERY = 5.0
 """Seconds between two lines about the step, where there is no bar."""
@@ -41,6 +43,7 @@ class DemoView:
         self._began = time.monotonic()
         self._bar: tuple[Progress, TaskID] | None = None
         self._attempt, self._loss, self._saved, self._said = 1, "–", "none yet", 0.0
+        self._story, self._lines = Story(), list[Line]()
 
     def say(self, text: str, style: str = "") -> None:
         """A line with the time since the demo began."""
@@ -86,9 +89,12 @@ class DemoView:
     def see(self, line: Line, *, quiet: bool = False) -> None:
         """A journal line: moves the bar, and is shown if it is of interest (`quiet`: never)."""
         body = line.body
+        if not quiet:
+            self._lines.append(line)
         if isinstance(body, StepsDone):
             if line.who == "rank-0":
                 self._progress(line, body)
+                self._tell_return(line)
             return
         if isinstance(body, AttemptStarted):
             self._attempt = line.attempt
@@ -98,11 +104,25 @@ class DemoView:
             self._saved = f"step {body.step}" if body.checkpoint else "none yet"
             if self._bar is not None:
                 self._bar[0].update(self._bar[1], completed=body.step)
-        if isinstance(body, SHOWN) and not quiet:
+        told = None if quiet else self._story.line(line)
+        if isinstance(body, Account) and not quiet:
+            self._story.fell(body)
+            self.say(headline(body), STYLES["fault"])
+            self.say(f"  why:  {printable(body.why[0])}" if body.why else "", "dim")
+            self.say(f"  done: {printable(body.done)}", "dim")
+        elif told:
+            self.say(told, STYLES["warning" if isinstance(body, RungRejected) else "decision"])
+        elif isinstance(body, SHOWN) and not quiet:
             shown = render(body)
             self.say(shown.text, STYLES.get(shown.style, ""))
             for detail in shown.details:
                 self.say(f"  {detail}", "dim")
+
+    def _tell_return(self, line: Line) -> None:
+        over = self._story.is_back(line)
+        mine = [one for one in incidents(self._lines) if over is not None and one.attempt == over.attempt]
+        for incident in mine[-1:]:
+            self.say(back(incident, self._story.target), STYLES["good"])
 
     def _progress(self, line: Line, body: StepsDone) -> None:
         step = body.first + len(body.seconds) - 1

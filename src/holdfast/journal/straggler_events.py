@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import msgspec
 
 from holdfast.journal.base import Event
@@ -33,6 +35,20 @@ class StragglersReported(Event, tag="stragglers_reported"):
     """Whether a row is a node: there are too many ranks to list."""
     group_slower: bool = False
     """Most ranks lost speed at once, so nobody could be named."""
+
+    def behind(self, rank: int | None, node: str) -> float:
+        """Seconds for which the others waited for that rank (or, without one, for the slowest of that node):
+        how much later than most of them it arrived in an average step, times the steps."""
+        arrived = [sum(column[row] for column in self.sections.values()) for row in range(len(self.ranks))]
+        mine = {
+            row
+            for row in range(len(self.ranks))
+            if (self.ranks[row] == rank if rank is not None else self.nodes[row] == node)
+        }
+        others = [value for row, value in enumerate(arrived) if row not in mine]
+        if not mine or not others or not self.sections:
+            return 0.0
+        return max(0.0, max(arrived[row] for row in mine) - median(others)) * self.steps
 
 
 class StragglerFound(Event, tag="straggler_found"):

@@ -52,7 +52,7 @@ class StopRequests:
             return None
         node = self._attempt.place.node
         return self._request(
-            Source.SIGNAL, f"{received.name} to the agent on {node}", signal=received.name, node=node
+            Source.SIGNAL, f"{received.name} to the launcher on {node}", signal=received.name, node=node
         )
 
     def _by_rank(self, ended: Mapping[int, int], wishes: Mapping[int, Wish]) -> StopRequest | None:

@@ -356,7 +356,7 @@ class Stopping:
         again = self._context.signals.again
         urgent = next((rank for rank, wish in sorted(words.wishes.items()) if wish.now), None)
         if again is not None:
-            why = f"{again.name} to the agent on {self._attempt.place.node}, a second signal, means now"
+            why = f"{again.name} to the launcher on {self._attempt.place.node}, a second signal, means now"
         elif urgent is not None:
             why = f"a second signal to rank {urgent} means now"
         else:

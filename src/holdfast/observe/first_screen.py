@@ -100,9 +100,11 @@ def _lead(
         said += f"; not back yet from incident {caught.number}" if caught is not None else ""
         left = "nothing to do; if the last sign is long ago, ask `holdfast status`"
     elif ended is not None and ended.account is not None:
-        style, said, left = " bad", f"{ended.account.done}; {cost_of(ended)}", ended.account.next
+        done = ended.account.done.removeprefix("stopped: ")
+        cost = cost_of(ended).removeprefix("the run ended").removeprefix("; ")
+        style, said, left = " bad", f"{done}; {cost}" if cost else done, ended.account.next
     elif stopped is not None:
-        said, left = f"{stopped.done}, as {stopped.who} asked", stopped.next
+        said, left = f"{stopped.done.removeprefix('stopped ')} ({stopped.who} {stopped.did})", stopped.next
     elif state in ("Failed", "Lost", "Ended"):
         style, said = " bad", f"it came to step {steps}"
         left = "run the same command to go on from the newest sound checkpoint"

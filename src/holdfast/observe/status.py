@@ -219,18 +219,22 @@ def _failed(
     if decided is not None and decided.action == "stop":
         return (
             "failed",
-            f"{_meaning(decided.exit_code)} {printable(decided.reason)}".strip(),
+            f"{printable(decided.reason) or _meaning(decided.exit_code)} (exit code {decided.exit_code})",
             decided.exit_code,
         )
     if not live:
-        return "failed", f"{_meaning(end.exit_code)} launch it again to resume".strip(), end.exit_code
+        return (
+            "failed",
+            f"{_meaning(end.exit_code)} (exit code {end.exit_code}); launch it again to resume",
+            end.exit_code,
+        )
     if controls.paused is not None:
         return "paused", f"recovery was paused by {printable(controls.paused.describe())}", None
     return "restarting", "", None
 
 
 def _meaning(code: int) -> str:
-    return f"code {code}: {MEANINGS[ExitCode(code)][0]}" if code in set(ExitCode) else f"code {code};"
+    return MEANINGS[ExitCode(code)][0].rstrip(".") if code in set(ExitCode) else "it failed"
 
 
 def _stopped_by(code: int) -> str:
@@ -318,7 +322,9 @@ def _last_incident(
         if end is not None and end.outcome == "failed":
             told = read_record(control.attempt(number) / ACCOUNT, Account)
             if told is not None:
-                return LastIncident(attempt=number, text=account_line(told), at=end.at, account=told)
+                head = read_record(control.attempt(number + 1) / "head.json", HeadRecord)
+                text = account_line(told, head.step if head is not None else None)
+                return LastIncident(attempt=number, text=text, at=end.at, account=told)
             known = _known(control, number)
             text = one_line(
                 attempt=number,

@@ -37,7 +37,7 @@ def rows(status: Status) -> list[Row]:
         found.append(Row("ranks", _ranks(status)))
     if status.lease is not None:
         lease = status.lease
-        found.append(Row("lease", f"epoch {lease.epoch}, {lease.holder}: {lease.detail}"))
+        found.append(Row("launcher", f"{lease.holder}: {lease.detail}"))
     if status.step is not None:
         found.append(Row("step", _step(status)))
     for what, save in (("last save", status.save), ("local save", status.local_save)):
@@ -48,7 +48,7 @@ def rows(status: Status) -> list[Row]:
         when = f" ({_ago(status, status.incident.at)})" if status.incident.at is not None else ""
         found.append(Row("incident", f"{status.incident.text}{when}", "red" if not status.ok else ""))
     if status.budget is not None:
-        found.append(Row("budget", _budget(status.budget)))
+        found.append(Row("restarts", _budget(status.budget)))
     found += _controls(status)
     found += [Row("problem", printable(problem), "yellow") for problem in status.problems]
     return found
@@ -106,10 +106,8 @@ def _step(status: Status) -> str:
 
 
 def _budget(budget: BudgetState) -> str:
-    used = f"{plural(budget.used, 'restart')} without progress"
-    if budget.max_restarts is None:
-        return f"{used} so far"
-    return f"{budget.left} of {plural(budget.max_restarts, 'restart')} left without progress"
+    used = f"{budget.used} since the last progress"
+    return used if budget.max_restarts is None else f"{used}, {budget.left} of {budget.max_restarts} left"
 
 
 def _controls(status: Status) -> list[Row]:

@@ -73,7 +73,7 @@ def outcome(code: int, stop: StopState | None) -> str:
     """Of one that is over."""
     known = code in (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
     if not known or stop is None:
-        told = f"code {code}: {MEANINGS[ExitCode(code)][0]} " if known else ""
+        told = f"{MEANINGS[ExitCode(code)][0].rstrip('.')} (exit code {code}); " if known else ""
         return f"{told}launch it again to resume"
     if code == ExitCode.STOPPED and stop.checkpoint:
         what = f"step {stop.step} is saved ({stop.checkpoint})"
@@ -81,4 +81,4 @@ def outcome(code: int, stop: StopState | None) -> str:
         what = "there was nothing to save"
     else:
         what = f"ended without saving{f' ({stop.forced})' if stop.forced else ''}"
-    return f"code {code}: {what}; asked by {stop.asked_by}; launch it again to resume"
+    return f"{what}; asked by {stop.asked_by}; launch it again to resume (exit code {code})"

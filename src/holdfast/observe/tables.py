@@ -41,4 +41,5 @@ def cost(incident: Incident) -> str:
         first = f"{lost}, then incident {incident.overtaken_by}"
     else:
         first = f"{lost} so far" if incident.open else lost
-    return f"{first}\n{duration(incident.seconds_down)} down\n{plural(incident.steps_lost, 'step')} again"
+    down = f"{duration(incident.seconds_down)} until it trained again"
+    return f"{first}\n{down}\n{plural(incident.steps_lost, 'step')} done again"

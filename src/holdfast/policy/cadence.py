@@ -264,9 +264,8 @@ def concerns(steps: int, costs: Costs) -> dict[str, str]:
             "committed. Raise checkpoint.interval, or use faster storage"
         )
     if costs.blocked > BLOCKED_SHARE * (seconds + costs.blocked):
-        share = costs.blocked / (seconds + costs.blocked)
         found["blocking"] = (
-            f"saving holds training up for {share:.0%} of the time at {every}: each save blocks for "
-            f"{duration(costs.blocked)}. Make saves cheaper, or raise checkpoint.interval"
+            f"saving holds training up: a usual save for {duration(costs.blocked)}, at {every}. "
+            "Make saves cheaper, or raise checkpoint.interval"
         )
     return found

@@ -139,7 +139,7 @@ it for reasons of their own."""
 
 _FOUND = ("verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial", "readmit")
 """What a judgement hands on to the decision as it is."""
-_DIFFERS = "the others run the same lines, so what differs is that node, or that rank's path"
+_DIFFERS = "the others run the same lines, so what differs is that node, or what that rank does"
 _FROM_OUTSIDE = frozenset({Cause.PREEMPTION, Cause.INFRASTRUCTURE})
 """Causes that another place or time may be free of."""
 
@@ -516,7 +516,6 @@ class _Case:
         alone = self._on_one_rank_only()
         where = f" on {alone}" if alone else ""
         why = f"the same failure came back {times} times{where}, and nothing is left to vary against it"
-        why += f": {_DIFFERS}" if alone else ""
         if self._guilty() and self._failed.culprit_node and self._may_requeue():
             node, reason = self._failed.culprit_node, self._accusation()
             return self._requeue(f"{why} on these nodes", [Exclusion(node, None, reason)])
@@ -588,9 +587,13 @@ class _Case:
 def _progress(past: Sequence[PastAttempt], failed: PastAttempt) -> str:
     before = highest_step(past)
     if failed.highest_step > before:
-        return f"it had got on before that: step {failed.highest_step} is saved"
+        return f"the run had made progress before that: step {failed.highest_step} is saved"
     saved = max(before, failed.highest_step)
-    return f"nothing new was saved since: still step {saved}" if saved else "nothing was saved yet"
+    return (
+        f"nothing new was saved since the last failure: still step {saved}"
+        if saved
+        else "nothing was saved yet"
+    )
 
 
 def describe_end(exit_code: int) -> str:

@@ -118,7 +118,7 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
         whose = "their speed" if self.relative is not None else "its own best speed"
         return (
             f"{who} is slow {where}: {_seconds(self.seconds)} a step more than {against} "
-            f"({self.share:.0%} of a step; score {score or 0.0:.2f}: {score or 0.0:.0%} of {whose})"
+            f"({self.share:.0%} of a step; score {score or 0.0:.2f}, which is {score or 0.0:.0%} of {whose})"
         )
 
 

@@ -127,7 +127,11 @@ class Tried:
     def told(self) -> str:
         """What was decided since the last progress, in words."""
         counts = Counter(attempt.action for attempt in self._attempts if attempt.action)
-        return ", ".join(f"{deed(action)} {count}×" for action, count in sorted(counts.items()))
+        return ", ".join(f"{deed(action)} {_times(count)}" for action, count in sorted(counts.items()))
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _place(attempt: PastAttempt) -> tuple[str, str]:

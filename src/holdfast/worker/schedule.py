@@ -70,6 +70,8 @@ class SaveSchedule:
         self._interval = interval if isinstance(interval, int) else 0
         self._given_mtbf = mtbf_hours * 3600
         self._saves: deque[tuple[float, float]] = deque(maxlen=RECENT_SAVES)
+        self._noted = 0
+        """Saves of this attempt."""
         self._earlier = Measured()
         self._began = time.monotonic()
         self._leads = False
@@ -102,6 +104,10 @@ class SaveSchedule:
         elif self._auto:
             self._interval = decisions.await_decision("cadence", CadenceDecision, timeout).interval
         elif leads:
+            known = self._costs([])
+            if self._earlier.restart and known is not None and len(self._saves) >= ENOUGH_SAVES:
+                # It was said before, and right after a restart it would read as if that had to do with it.
+                self._concerns |= set(concerns(self._interval, known[0])) - {"exposed"}
             self._judge([])
         self._advance(step)
 
@@ -117,6 +123,7 @@ class SaveSchedule:
 
     def note(self, *, blocked: float, commit: float) -> None:
         """A save was committed, and this is what it cost. Only what the leading rank notes is used."""
+        self._noted += 1
         self._saves.append((blocked, commit))
 
     def last_commit(self) -> float | None:
@@ -203,6 +210,8 @@ class SaveSchedule:
     def _tell(self, event: CadenceChosen) -> None:
         self._told = event.interval
         self._write(event)
+        if self._earlier.restart and not self._noted and "exposed" not in self._concerns:
+            return  # as where an interval is given
         for warning in event.warnings:
             log.warning("holdfast: %s", warning)
 

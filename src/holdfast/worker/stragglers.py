@@ -42,7 +42,7 @@ from holdfast.worker.section_times import DeviceTimes, HostTimes, Section, Times
 from holdfast.worker.slots import before_steps
 from holdfast.worker.straggler_actions import TOLD, Actions, Fate
 from holdfast.worker.straggler_letters import letter_of, padded, read_letter
-from holdfast.worker.straggler_report import event_of, found_event, lines_of
+from holdfast.worker.straggler_report import Tally, event_of, found_event, lines_of
 
 log = logging.getLogger("holdfast")
 
@@ -98,6 +98,7 @@ class Stragglers:
         self._off = False
         self._failed: set[str] = set()
         self._hooks = before_steps(list(optimizers), self._ready)
+        self._tally = Tally()
         self.finding: Finding | None = None
         """What the last report came to; on rank 0."""
 
@@ -290,14 +291,18 @@ class Stragglers:
     def _tell(
         self, ranks: Sequence[RankTimes], finding: Finding, fates: Sequence[Fate], step: int, seconds: float
     ) -> None:
-        self._actions.tell(event_of(ranks, finding, step, seconds))
+        event = event_of(ranks, finding, step, seconds)
+        self._actions.tell(event)
+        self._tally.count(event, finding)
         if self._chosen.enable_logging:
             for line in lines_of(finding, self._chosen.num_gpu_perf_scores_to_print, step):
                 self._actions.say(line)
         for fate in fates:
             if self._chosen.enable_logging:
-                log.warning("holdfast: straggler: %s", fate.why)
+                log.warning("holdfast: straggler: %s%s", fate.why, self._tally.so_far(fate.named))
             self._actions.tell(found_event(fate, step))
+        for line in self._tally.still_slow() if self._chosen.enable_logging else []:
+            log.warning("holdfast: straggler: %s", line)
 
     def _act(self, named: Named | None, step: int) -> None:
         """Do what was chosen on rank 0; nobody is named on the others."""
