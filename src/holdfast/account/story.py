@@ -7,11 +7,11 @@ and steps comes from `incidents`, which every other page uses too.
 from __future__ import annotations
 
 from holdfast.account.incidents import Incident
-from holdfast.account.remarks import Remark, counted, resized
+from holdfast.account.remarks import Remark, counted, resized, stored_slowly, what_of_slow_storage
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
-from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
-from holdfast.journal.text import duration, plural, printable
+from holdfast.journal.events import Line, Resumed, RungRejected, SaveCommitted, StepsDone
+from holdfast.journal.text import duration, plural, printable, size
 
 NOTHING = "nothing to do"
 AVOIDED = "avoided:"
@@ -30,6 +30,8 @@ class Story:
         self._refused: set[str] = set()
         self._unsound = False
         """Whether one of them was no good."""
+        self._slow: set[str] = set()
+        """Storage that was told to be slow: the end says what it came to."""
 
     def fell(self, account: Account) -> None:
         """An incident was told; if the run goes on, it is followed until it is back."""
@@ -46,6 +48,9 @@ class Story:
             return "\n  ".join(filter(None, (_resumed(body, self._unsound), resized(body))))
         if isinstance(body, Resumed):
             return resized(body) or None
+        if isinstance(body, SaveCommitted) and stored_slowly(body) and body.root not in self._slow:
+            self._slow.add(body.root)
+            return _stored_slowly(body)
         return None
 
     def is_back(self, line: Line) -> Account | None:
@@ -78,6 +83,15 @@ def _resumed(body: Resumed, refused: bool) -> str:
         return "begins anew: there is no checkpoint to go on from"
     below = ", the newest that is sound" if refused else ""
     return f"goes on from step {body.step}{below} ({printable(body.checkpoint)}, verified)"
+
+
+def _stored_slowly(body: SaveCommitted) -> str:
+    waited = ", and training stood still meanwhile" if body.blocked_seconds >= 1 else ""
+    return (
+        f"the storage of {printable(body.root, 4096)} is slow: it took "
+        f"{duration(body.stored_seconds)} to store the {size(body.bytes)} of the save of step {body.step}{waited}; the save is sound\n"
+        f"  next: {what_of_slow_storage(body.blocked_seconds)}"
+    )
 
 
 def back(incident: Incident, step: int) -> str:
@@ -114,9 +128,11 @@ def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
 
 
 def _slowest(others: list[Remark]) -> str:
-    """What the rank that cost most came to: a count alone says nothing about it."""
-    slow = max((one for one in others if one.kind == "slow"), key=lambda one: one.seconds, default=None)
-    if slow is None:
-        return ""
-    cost = f", {slow.cost}" if slow.cost else ""
-    return f"; {slow.who} {slow.did}{cost}: {slow.next}"
+    """What the rank, and the storage, that cost most came to: a count alone says nothing about it."""
+    told = ""
+    for kind in ("slow", "storage"):
+        slow = max((one for one in others if one.kind == kind), key=lambda one: one.seconds, default=None)
+        if slow is not None:
+            cost = f", {slow.cost}" if slow.cost else ""
+            told += f"; {slow.who} {slow.did}{cost}: {slow.next}"
+    return told

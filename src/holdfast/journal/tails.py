@@ -5,11 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.journal.events import Line, StepsDone, WorkersStarted, decode_loss, encode_loss
+from holdfast.journal.events import (
+    Line,
+    SaveCommitted,
+    SaveFailed,
+    SaveSkipped,
+    SaveStarted,
+    StepsDone,
+    WorkersStarted,
+    decode_loss,
+    encode_loss,
+)
 from holdfast.journal.reader import read_tail
 from holdfast.journal.render import REPORTER, printable
 
 TAIL_BYTES = 256 * 1024
+WRITER = "writer-0"
+"""Who journals what became of a save in the background."""
 RATE_WINDOW = 60.0
 """Seconds before the newest step over which the rate is taken."""
 
@@ -48,6 +60,23 @@ def last_step(journal: Path, files: list[str], attempt: int) -> int | None:
     """The last step that an attempt is known to have done."""
     found = batches(journal, files, attempt)
     return found[-1].last if found else None
+
+
+def unfinished_save(journal: Path, files: list[str], attempt: int) -> str | None:
+    """The checkpoint whose save an attempt had begun last and had not ended, if there is one."""
+    lines = [line.body for who in (REPORTER, WRITER) for line in tails(journal, files, attempt, who)]
+    begun = [body for body in lines if isinstance(body, SaveStarted)]
+    newest = begun[-1] if begun else None
+    for body in lines:
+        if newest is None:
+            break
+        if isinstance(body, SaveCommitted | SaveSkipped) and body.checkpoint == newest.checkpoint:
+            return None
+        if (
+            isinstance(body, SaveFailed) and body.step == newest.step
+        ):  # it may have failed before it had an id
+            return None
+    return newest.checkpoint if newest is not None else None
 
 
 def last_loss(found: list[Batch]) -> float | str | None:
