@@ -87,9 +87,10 @@ def _resumed(body: Resumed, refused: bool) -> str:
 
 def _stored_slowly(body: SaveCommitted) -> str:
     waited = ", and training stood still meanwhile" if body.blocked_seconds >= 1 else ""
+    which = f"the {size(body.bytes)} of the save of step {body.step}"
     return (
         f"the storage of {printable(body.root, 4096)} is slow: it took "
-        f"{duration(body.stored_seconds)} to store the {size(body.bytes)} of the save of step {body.step}{waited}; the save is sound\n"
+        f"{duration(body.stored_seconds)} to store {which}{waited}; the save is sound\n"
         f"  next: {what_of_slow_storage(body.blocked_seconds)}"
     )
 
