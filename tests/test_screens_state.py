@@ -15,6 +15,8 @@ from machines import inside_mounts
 SCRIPTS = REPO / "tests" / "scripts"
 SCRIPT = SCRIPTS / "meet_a_bad_state.py"
 SCRIPT_NAMED = [("(\\.\\./)*" + str(SCRIPT).lstrip("/"), "train.py"), ("/train.py", "train.py")]
+EITHER_COSTLIEST = [(r"(?s)(The costliest of 3 incidents).*?(?=\nSteps: )", r"\1 …")]
+"""Two incidents that cost about the same: which of them cost more depends on the machine."""
 ALWAYS = ["--nproc-per-node", "2", "--run-dir", "run", "--set", "launch.node_name=here"]
 
 
@@ -66,7 +68,7 @@ def test_what_is_seen_of_a_rank_that_the_kernel_kills_for_memory(tmp_path: Path)
 @pytest.mark.drill
 def test_what_is_seen_of_an_error_on_all_ranks_again_and_again(tmp_path: Path) -> None:
     result = finish(launch("exception on all"), cwd=tmp_path, timeout=150)
-    see("exception on all", result, tmp_path, 1)
+    see("exception on all", result, tmp_path, 1, *EITHER_COSTLIEST)
 
 
 @pytest.mark.drill

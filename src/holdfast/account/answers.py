@@ -49,6 +49,8 @@ _VERDICTS = {
     "reproducible": "the same comes out on other devices: it is in the data, the state or the script",
     "transient": "it did not come back when the step was run again",
 }
+_CLASS = re.compile(r"^\w+(?:Error|Exception): ")
+"""Of an error of Holdfast's own: its words say it."""
 _UNDECIDED = "one bad result does not say yet whether the device, the data or the state is to blame"
 _ADAPTER = "check the network adapter "
 _SAID = re.compile(
@@ -85,10 +87,13 @@ def answers(
         cause=failed.cause,
         who=_who(failed, root, hang, lost),
         what=_what(failed, root, hang, lost, detail, cut_off),
-        why=[
-            *_of_storage(decision, storage, cut_off),
-            *_why(failed, root, failures, decision, seen, detail, [] if root is not None else lost),
-        ][:MOST_WHY],
+        why=_with_storage(
+            _why(failed, root, failures, decision, seen, detail, [] if root is not None else lost),
+            root,
+            decision,
+            storage,
+            cut_off,
+        )[:MOST_WHY],
         done=_done(situation, decision, storage, cut_off),
         next=_next(failed, root, decision, [] if root is not None else lost, storage),
         step=failed.last_step,
@@ -209,16 +214,27 @@ def _when(failed: PastAttempt) -> str:
 # --- why ----------------------------------------------------------------------------------------------------
 
 
-def _of_storage(decision: Decision, storage: Trouble | None, cut_off: CheckpointName | None) -> list[str]:
-    """What is known of the run's storage, and of a save that was not complete."""
+def _with_storage(
+    found: list[str],
+    root: FailureRecord | None,
+    decision: Decision,
+    storage: Trouble | None,
+    cut_off: CheckpointName | None,
+) -> list[str]:
+    """With what is known of the run's storage first, and of a save that was not complete right after the end
+    of whoever failed. What storage or memory led to points to nothing else."""
     full = storage is not None and decision.exit_code == ExitCode.STORAGE_FAILED
-    found = [storage.describe()] if full and storage is not None else []
+    if full or (root is not None and root.message.startswith(KERNEL_OOM)):
+        found = [text for text in found if text not in _POINTS_TO.values()]
     if cut_off is not None:
-        found.append(
+        torn = (
             f"the save of step {cut_off.step} had begun and was not complete ({cut_off}): it was never "
             "committed, so what there is of it is not used"
         )
-    return [printable(text) for text in found]
+        found = [*found[:1], printable(torn), *found[1:]] if root is not None else [*found, printable(torn)]
+    if full and storage is not None:
+        found = [printable(storage.describe()), *found]
+    return list(dict.fromkeys(found))
 
 
 def _why(
@@ -267,10 +283,10 @@ def _of_the_end(root: FailureRecord) -> list[str]:
     if root.exit_code == -signal.SIGKILL:
         return [
             "SIGKILL always comes from outside: Holdfast did not send it, and the kernel counts no "
-            "out-of-memory kill here. The scheduler, an administrator or a container runtime may have sent it"
+            "out-of-memory kill here. The scheduler, an administrator or a container limit may have"
         ]
     if _is_own(root):
-        return [printable(root.message)] if root.message else []
+        return [printable(_CLASS.sub("", root.message))] if root.message else []
     where = _where(root)
     return [f"raised at {where}"] if where else []
 
@@ -335,7 +351,7 @@ def _from(situation: Situation, decision: Decision, cut_off: CheckpointName | No
     older = "the older checkpoint at " if decision.action is Action.LOWER_RUNG else ""
     where = "from the beginning, as nothing was saved yet" if step is None else f"from {older}step {step}"
     if cut_off is not None and cut_off.step > (step or 0):
-        why = f"as the save of step {cut_off.step} was cut off before it was complete"
+        why = f"as the save of step {cut_off.step} was cut off and is not used"
         where = f"from the beginning, {why}" if step is None else f"{where}, {why}"
     if last is None:
         return where

@@ -137,7 +137,9 @@ def what_of_slow_storage(blocked: float) -> str:
     """What to do about it; `blocked`: the seconds for which training stood still."""
     if blocked < 1:
         return "use faster storage there if saves are to be newer; training did not wait for it"
-    return "use faster storage there, or set checkpoint.async_save: training then goes on during a save"
+    return (
+        "use faster storage there, or set checkpoint.async_save = true: training then goes on during a save"
+    )
 
 
 def _slow_storage(root: str, saves: Sequence[tuple[Line, SaveCommitted]], lines: Sequence[Line]) -> Remark:
@@ -145,7 +147,7 @@ def _slow_storage(root: str, saves: Sequence[tuple[Line, SaveCommitted]], lines:
     stored, taken = sum(one.bytes for _, one in saves), sum(one.stored_seconds for _, one in saves)
     blocked = sum(one.blocked_seconds for _, one in saves)
     who = f"the storage of {printable(root, 4096)}"
-    did = f"took {duration(taken / len(saves))} to store a save of {size(stored // len(saves))}"
+    did = f"took {duration(taken / len(saves))} on average to store a save of {size(stored // len(saves))}"
     slowest = duration(max(one.stored_seconds for _, one in saves))
     why = (
         f"writing and committing came to {size(int(stored / taken))} a second in {len(saves)} of "
