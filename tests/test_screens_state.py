@@ -14,7 +14,11 @@ from machines import inside_mounts
 
 SCRIPTS = REPO / "tests" / "scripts"
 SCRIPT = SCRIPTS / "meet_a_bad_state.py"
-SCRIPT_NAMED = [("(\\.\\./)*" + str(SCRIPT).lstrip("/"), "train.py"), ("/train.py", "train.py")]
+SCRIPT_NAMED = [
+    ("(\\.\\./)*" + str(SCRIPT).lstrip("/"), "train.py"),
+    ("/train.py", "train.py"),
+    (r"(train|meet_a_bad_state)\.py:\d+", "train.py:N"),
+]
 EITHER_COSTLIEST = [(r"(?s)(The costliest of 3 incidents).*?(?=\nSteps: )", r"\1 …")]
 """Two incidents that cost about the same: which of them cost more depends on the machine."""
 ALWAYS = ["--nproc-per-node", "2", "--run-dir", "run", "--set", "launch.node_name=here"]
