@@ -164,6 +164,8 @@ class SaveStarted(Event, tag="save_started"):
 
     checkpoint: str
     step: int
+    background: bool = False
+    """Whether a process beside the rank writes it, which may outlive the rank."""
 
 
 class SaveCommitted(Event, tag="save_committed"):

@@ -20,8 +20,6 @@ from holdfast.journal.reader import read_tail
 from holdfast.journal.render import REPORTER, printable
 
 TAIL_BYTES = 256 * 1024
-WRITER = "writer-0"
-"""Who journals what became of a save in the background."""
 RATE_WINDOW = 60.0
 """Seconds before the newest step over which the rate is taken."""
 
@@ -63,19 +61,22 @@ def last_step(journal: Path, files: list[str], attempt: int) -> int | None:
 
 
 def unfinished_save(journal: Path, files: list[str], attempt: int) -> str | None:
-    """The checkpoint whose save an attempt had begun last and had not ended, if there is one."""
-    lines = [line.body for who in (REPORTER, WRITER) for line in tails(journal, files, attempt, who)]
-    begun = [body for body in lines if isinstance(body, SaveStarted)]
-    newest = begun[-1] if begun else None
-    for body in lines:
-        if newest is None:
-            break
-        if isinstance(body, SaveCommitted | SaveSkipped) and body.checkpoint == newest.checkpoint:
-            return None
-        if (
+    """The checkpoint whose save the ranks of an attempt had begun last and had not ended, if there is one.
+
+    Of a save in the background nobody can say so: its writer may still commit it after its rank has ended.
+    """
+    newest: SaveStarted | None = None
+    for line in tails(journal, files, attempt, REPORTER):
+        body = line.body
+        if isinstance(body, SaveStarted):
+            newest = None if body.background else body
+        elif newest is None:
+            continue
+        # One that failed may have failed before it had an id.
+        elif (isinstance(body, SaveCommitted | SaveSkipped) and body.checkpoint == newest.checkpoint) or (
             isinstance(body, SaveFailed) and body.step == newest.step
-        ):  # it may have failed before it had an id
-            return None
+        ):
+            newest = None
     return newest.checkpoint if newest is not None else None
 
 

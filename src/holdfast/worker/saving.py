@@ -300,7 +300,7 @@ class Saving:
     ) -> CheckpointName | None:
         facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
         name = self._snapshots.next_name(facts.step)
-        self._write(SaveStarted(checkpoint=str(name), step=facts.step))
+        self._write(SaveStarted(checkpoint=str(name), step=facts.step, background=True))
         begun = saver.begin(
             self._tracked,
             self._own,
