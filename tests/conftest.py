@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from machines import mount_namespaces
+from machines import mount_namespaces, slow_io
 from slurm_cluster import slurm, slurm_session
 from untested import pytest_terminal_summary
 
-__all__ = ["mount_namespaces", "pytest_terminal_summary", "slurm", "slurm_session"]
+__all__ = ["mount_namespaces", "pytest_terminal_summary", "slow_io", "slurm", "slurm_session"]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -139,3 +139,14 @@ def mount_namespaces() -> None:
         why = (done.stderr.strip() or f"unshare ended with {done.returncode}") if done.returncode else ""
     if why:
         pytest.skip(f"NO MOUNT NAMESPACES: {why}; bad storage and kernel logs are not tested")
+
+
+@pytest.fixture(scope="session")
+def slow_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What makes a disk slow, to be preloaded: see scripts/slow_io.c."""
+    library = tmp_path_factory.mktemp("slow") / "slow_io.so"
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler is not None, "a C compiler is part of what the tests need"
+    source = str(Path(__file__).with_name("scripts") / "slow_io.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), source, "-ldl"], check=True)
+    return library

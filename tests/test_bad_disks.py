@@ -90,16 +90,6 @@ def test_a_root_that_was_taken_away_is_not_made_anew(tmp_path: Path, background:
     assert [body.step for body in failed] == [6]
 
 
-@pytest.fixture(scope="module")
-def slow_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("slow") / "slow_io.so"
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler is not None, "a C compiler is part of what the tests need"
-    source = str(SCRIPTS / "slow_io.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), source, "-ldl"], check=True)
-    return library
-
-
 TRAIN = """
 import sys, time, torch
 sys.path.insert(0, sys.argv[1])

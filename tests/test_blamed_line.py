@@ -276,7 +276,7 @@ def test_the_record_of_an_end_holds_the_line(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))
     write_error_file(error)
-    (found,) = evidence.gather(tmp_path / "attempt", "a", {3: 7}, {3: 1}, {3: str(path)}, oom_kills=0)
+    (found,) = evidence.gather(tmp_path / "attempt", "a", {3: 7}, {3: 1}, {3: str(path)}, memory=None)
     line = f"test_blamed_line.py:{line_of('raise ValueError(')} in wrapped"
     assert found.errors[0].where == line
     report = json.loads(path.read_text())

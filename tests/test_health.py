@@ -239,7 +239,7 @@ def test_the_tightest_cgroup_limit_counts_and_what_can_be_reclaimed_is_free(
     (step.parent / limit).write_text(str(4 * GIB))
     (step.parent / used).write_text(str(3 * GIB))
     (step.parent / "memory.stat").write_text(f"anon 5\n{cache} {GIB // 2}\n{other} {GIB // 2}\n")
-    assert node.cgroup_memory(tmp_path / "cg", own) == (4 * GIB, 2 * GIB)
+    assert node.cgroup_memory(tmp_path / "cg", own) == (4 * GIB, 2 * GIB, "/job")
     found = node.check_memory(tmp_path / "cg", own)
     assert "4.0 GiB that its cgroup allows" in found.found
 

@@ -20,6 +20,7 @@ import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from cgroups import LIMITS, inside_group, memory_group
 from harness import REPO, Job, finish, holdfast, job, wait_until
 from holdfast.control.attempts import (
     EndRecord,
@@ -43,7 +44,7 @@ from holdfast.launch import evidence
 from holdfast.launch.options import parse
 from holdfast.policy.budgets import MAX_FAILED_LAUNCHES
 from holdfast.policy.classify import KERNEL_OOM, Cause, diagnose, end_of
-from holdfast.policy.evidence import Evidence
+from holdfast.policy.evidence import Evidence, MemoryKill
 from holdfast.settings import LaunchSettings, Settings
 from journals import journalled
 
@@ -327,7 +328,7 @@ def end_of_rank(tmp_path: Path, exit_code: int, error: object = None, **more: An
     path.unlink(missing_ok=True)
     if error is not None:
         path.write_text(json.dumps(error))
-    known = {"oom_kills": 0, **more}
+    known = {"memory": None, **more}
     (found,) = evidence.gather(tmp_path / "attempt", "a", {3: 7}, {3: exit_code}, {3: str(path)}, **known)
     return found
 
@@ -361,8 +362,9 @@ def test_a_loader_that_the_kernel_killed_for_memory_is_the_jobs_and_one_that_som
     ], "from the traceback that torch writes"
     assert diagnose(Evidence(ends=[end_of(killed)])).cause is Cause.INFRASTRUCTURE
     for code in (1, -signal.SIGKILL):
-        starved = end_of_rank(tmp_path, code, error, oom_kills=1)
+        starved = end_of_rank(tmp_path, code, error, memory=MemoryKill(kills=1, group="/job"))
         assert starved.message.startswith(KERNEL_OOM)
+        assert starved.memory is not None
         assert diagnose(Evidence(ends=[end_of(starved)])).cause is Cause.JOB
     other = end_of_rank(tmp_path, 1, {"message": "ValueError: x"})
     assert (other.message, other.errors) == ("ValueError: x", [])
@@ -404,34 +406,26 @@ def test_without_an_error_file_the_last_lines_tell(
 
 
 EATER = """
-import os, subprocess, sys
-from pathlib import Path
-Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-from holdfast.launch.evidence import count_oom_kills
+import subprocess, sys
+from holdfast.launch.evidence import count_oom_kills, memory_kill
 before = count_oom_kills()
 eats = [sys.executable, "-c", "x = [bytes([1]) * (1 << 20) for _ in range(400)]"]
-print(subprocess.run(eats).returncode, count_oom_kills() - before)
+assert memory_kill(before) is None
+code = subprocess.run(eats).returncode
+found = memory_kill(before)
+print(code, found.kills, found.limit >> 20, found.group, found.limited)
 """
 
 
 def test_the_kernels_own_kills_for_memory_are_counted(tmp_path: Path) -> None:
     """By a real kernel, with whichever version of cgroups it has."""
-    first = Path("/sys/fs/cgroup/memory")
-    place = (first if first.is_dir() else Path("/sys/fs/cgroup")) / f"holdfast-{os.getpid()}"
-    limit = place / ("memory.limit_in_bytes" if first.is_dir() else "memory.max")
-    try:
-        place.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    try:
-        if not limit.exists():
-            pytest.skip("the memory controller is not handed down here")
+    with memory_group() as place:
+        limit = next(place / name for name in LIMITS if (place / name).exists())
         limit.write_text(str(200 << 20))
-        result = finish([sys.executable, "-c", EATER, str(place)], cwd=tmp_path, timeout=60)
-        assert result.out.split() == ["-9", "1"], result.text
-    finally:
-        wait_until(lambda: not (place / "cgroup.procs").read_text(), 10, "the cgroup is empty")
-        place.rmdir()
+        result = finish(inside_group(place, [sys.executable, "-c", EATER]), cwd=tmp_path, timeout=60)
+        code, kills, allowed, group, limited = result.out.split()
+        assert (code, kills, allowed) == ("-9", "1", "200"), result.text
+        assert Path(group).name == Path(limited).name == place.name
 
 
 @pytest.mark.parametrize(

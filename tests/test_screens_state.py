@@ -7,13 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from cgroups import inside_group, memory_group
 from golden import compare
 from harness import REPO, Result, finish, holdfast
 from machines import inside_mounts
 
 SCRIPTS = REPO / "tests" / "scripts"
 SCRIPT = SCRIPTS / "meet_a_bad_state.py"
-SCRIPT_NAMED = [("(\\.\\./)*" + str(SCRIPT).lstrip("/"), "train.py"), ("/train.py", "train.py")]
+SCRIPT_NAMED = [
+    ("(\\.\\./)*" + str(SCRIPT).lstrip("/"), "train.py"),
+    ("/train.py", "train.py"),
+    (r"(train|meet_a_bad_state)\.py:\d+", "train.py:N"),
+]
+EITHER_COSTLIEST = [(r"(?s)(The costliest of 3 incidents).*?(?=\nSteps: )", r"\1 …")]
+"""Two incidents that cost about the same: which of them cost more depends on the machine."""
 ALWAYS = ["--nproc-per-node", "2", "--run-dir", "run", "--set", "launch.node_name=here"]
 
 
@@ -47,4 +54,41 @@ def test_what_is_seen_of_a_disk_that_stays_full(tmp_path: Path) -> None:
     result = finish(inside_mounts("mount -t tmpfs -o size=80m tmpfs run", kept), cwd=tmp_path, timeout=150)
     (tmp_path / "run").rmdir()
     (tmp_path / "kept").rename(tmp_path / "run")
-    see("full disk", result, tmp_path, 34)
+    see("full disk", result, tmp_path, 34, (r"rank \d( and 1 more)?: OSError", "rank N: OSError"))
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_rank_that_the_kernel_kills_for_memory(tmp_path: Path) -> None:
+    with memory_group() as group:
+        result = finish(
+            inside_group(group, launch("OOM kill")),
+            cwd=tmp_path,
+            env={"SCREEN_CGROUP": str(group)},
+            timeout=120,
+        )
+    see("OOM kill", result, tmp_path, 0, (r"/[^ ,]*holdfast-\d+-\d+", "/the-group-of-the-job"))
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_an_error_on_all_ranks_again_and_again(tmp_path: Path) -> None:
+    result = finish(launch("exception on all"), cwd=tmp_path, timeout=150)
+    see("exception on all", result, tmp_path, 1, *EITHER_COSTLIEST)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_save_that_is_cut_off(tmp_path: Path) -> None:
+    result = finish(launch("torn save"), cwd=tmp_path, timeout=120)
+    see("torn save", result, tmp_path, 0)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_slow_disk(tmp_path: Path, slow_io: Path) -> None:
+    """Every write and fsync below the checkpoint root takes long."""
+    slow = {
+        "LD_PRELOAD": str(slow_io),
+        "SLOW_DIR": str(tmp_path / "run" / "checkpoints"),
+        "SLOW_MB_PER_S": "10",
+        "SLOW_MS": "700",
+    }
+    result = finish(launch("slow disk"), cwd=tmp_path, env=slow, timeout=150)
+    see("slow disk", result, tmp_path, 0)

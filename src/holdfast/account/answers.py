@@ -11,18 +11,19 @@ import re
 import signal
 from collections.abc import Sequence
 
-from holdfast.checkpoint.identity import parse_name
+from holdfast.checkpoint.identity import CheckpointName, parse_name
 from holdfast.control.attempts import FailureRecord
 from holdfast.exit_codes import MEANINGS, ExitCode
 from holdfast.journal.account_events import Account
-from holdfast.journal.text import plural, printable
+from holdfast.journal.text import plural, printable, size
 from holdfast.policy.actions import Action
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.classify import KERNEL_OOM, is_symptom
-from holdfast.policy.evidence import Hang, Loss, LostNode, blamed
+from holdfast.policy.evidence import Hang, Loss, LostNode, MemoryKill, blamed
+from holdfast.policy.lost_storage import Trouble, what_to_do
 from holdfast.policy.missing import ranks as list_ranks
 from holdfast.policy.plain_words import activity
-from holdfast.policy.recovery import Decision, Situation
+from holdfast.policy.recovery import INSTEAD, Decision, Situation
 from holdfast.policy.rejection import Rejection
 from holdfast.policy.signs import Cause
 from holdfast.policy.timeouts import STEP
@@ -57,6 +58,8 @@ _VERDICTS = {
     "reproducible": "the same comes out on other devices: it is in the data, the state or the script",
     "transient": "it did not come back when the step was run again",
 }
+_CLASS = re.compile(r"^\w+(?:Error|Exception): ")
+"""Of an error of Holdfast's own: its words say it."""
 _UNDECIDED = "one bad result does not say yet whether the device, the data or the state is to blame"
 _ADAPTER = "check the network adapter "
 _PASSED_ON = re.compile(r"^([\w.]+): Caught \1 in [^.]*\. .*?(?=\1\b)\1")
@@ -66,7 +69,7 @@ _NO_ROOM = re.compile(
 """What the limit of processes and threads makes of whatever is started beyond it."""
 _SAID = re.compile(
     r"^cause: |^rank \d+ on \S+ \(pid \d+\) failed: |restarts? without progress (was|were) left$"
-    r"|^check the network adapter "
+    rf"|^check the network adapter |^{re.escape(INSTEAD)}"
 )
 """Evidence that is said in other words here."""
 
@@ -82,11 +85,14 @@ def answers(
     seen: Sequence[str] = (),
     detail: str = "",
     saved: str = "",
+    cut_off: CheckpointName | None = None,
+    storage: Trouble | None = None,
 ) -> Account:
     """What is told of an attempt that failed, and of the decision about it.
 
     `seen`: what was seen of a hang, in sentences; `detail`: what happened, where no worker ended by itself;
-    `saved`: where a diagnostic save is.
+    `saved`: where a diagnostic save is; `cut_off`: the checkpoint whose save was not complete by then;
+    `storage`: what keeps the run's storage from taking anything.
     """
     failed = situation.attempt
     hang = hangs[0] if root is None and hangs else None
@@ -94,10 +100,16 @@ def answers(
         attempt=failed.number,
         cause=failed.cause,
         who=_who(failed, root, hang, lost),
-        what=_what(failed, root, hang, lost, detail),
-        why=_why(failed, root, failures, decision, seen, detail, [] if root is not None else lost)[:MOST_WHY],
-        done=_done(situation, decision),
-        next=_next(failed, root, decision, [] if root is not None else lost),
+        what=_what(failed, root, hang, lost, detail, cut_off),
+        why=_with_storage(
+            _why(failed, root, failures, decision, seen, detail, [] if root is not None else lost),
+            root,
+            decision,
+            storage,
+            cut_off,
+        )[:MOST_WHY],
+        done=_done(situation, decision, storage, cut_off),
+        next=_next(failed, root, decision, [] if root is not None else lost, storage),
         step=failed.last_step,
         saved=None if failed.exit_code == ExitCode.NO_VALID_RUNG else resumes_from(situation, decision),
         began=hang.at - hang.seconds if hang is not None and hang.at else None,
@@ -135,6 +147,7 @@ def _what(
     hang: Hang | None,
     lost: Sequence[LostNode],
     detail: str,
+    cut_off: CheckpointName | None,
 ) -> str:
     when = _when(failed)
     if failed.rejection is not None:
@@ -142,7 +155,8 @@ def _what(
         again = ", twice" if failed.rejection.rerun else ""
         return f"gave a bad result in step {failed.rejection.step}{again}: {why}"
     if root is not None:
-        return _ended(root, when)
+        saving = cut_off is not None and cut_off.step == failed.last_step
+        return _ended(root, f" while step {failed.last_step} was being saved" if saving else when)
     if lost:
         told = printable(lost[0].detail.removeprefix(f"node {lost[0].node} was lost: "), MESSAGE_LIMIT)
         return f"was lost{when}{f': {told}' if told else ''}"
@@ -171,7 +185,11 @@ def _ended(root: FailureRecord, when: str) -> str:
     if root.left:
         return "left with exit code 0 before its peers were done"
     if root.message.startswith(KERNEL_OOM):
-        return f"was killed by the kernel{when}: the memory of the machine or of the job's group was used up"
+        if root.exit_code > 0:
+            return f"failed{when}: the kernel killed a process of its data loader, as memory ran out"
+        return f"was killed by the kernel{when}: out of memory"
+    if root.exit_code == ExitCode.STORAGE_FAILED:
+        return f"could not go on{when}: the run's storage could not be written"
     if _is_own(root):
         meaning = MEANINGS[ExitCode(root.exit_code)][0].rstrip(".")
         return f"could not go on{when}: {meaning[0].lower()}{meaning[1:]}"
@@ -212,6 +230,29 @@ def _when(failed: PastAttempt) -> str:
 
 
 # --- why ----------------------------------------------------------------------------------------------------
+
+
+def _with_storage(
+    found: list[str],
+    root: FailureRecord | None,
+    decision: Decision,
+    storage: Trouble | None,
+    cut_off: CheckpointName | None,
+) -> list[str]:
+    """With what is known of the run's storage first, and of a save that was not complete right after the end
+    of whoever failed. What storage or memory led to points to nothing else."""
+    full = storage is not None and decision.exit_code == ExitCode.STORAGE_FAILED
+    if full or (root is not None and root.message.startswith(KERNEL_OOM)):
+        found = [text for text in found if text not in _POINTS_TO.values()]
+    if cut_off is not None:
+        torn = (
+            f"the save of step {cut_off.step} had begun and was not complete ({cut_off}): it was never "
+            "committed, so what there is of it is not used"
+        )
+        found = [*found[:1], printable(torn), *found[1:]] if root is not None else [*found, printable(torn)]
+    if full and storage is not None:
+        found = [printable(storage.describe()), *found]
+    return list(dict.fromkeys(found))
 
 
 def _why(
@@ -271,25 +312,42 @@ def _together(found: list[str], origin: str) -> list[str]:
 
 def _of_the_end(root: FailureRecord) -> list[str]:
     if root.message.startswith(KERNEL_OOM):
-        return ["the kernel's out-of-memory counter of this job rose when it was killed"]
+        return [_counted(root.memory)]
     if root.exit_code == -signal.SIGKILL:
         return [
             "SIGKILL always comes from outside: Holdfast did not send it, and the kernel counts no "
             "out-of-memory kill here. It may have been the scheduler, an administrator or a container's limit"
         ]
     if _is_own(root):
-        return [printable(root.message)] if root.message else []
+        return [printable(_CLASS.sub("", root.message))] if root.message else []
     if _NO_ROOM.search(root.message):
         return [NO_MORE_PROCESSES]
     where = _where(root)
     return [f"raised at {where}"] if where else []
 
 
+def _counted(memory: MemoryKill | None) -> str:
+    """What the kernel says about it, with the limit that was met."""
+    if memory is None or not memory.group:
+        return "the kernel's out-of-memory counter of this job rose when it was killed"
+    rose = f"the kernel's count of out-of-memory kills rose by {memory.kills}"
+    where = f"in the control group {memory.group}"
+    if memory.limit is None:
+        return f"{rose} {where}, which has no limit: the memory of the whole machine was used up"
+    if memory.limited in ("", memory.group):
+        return f"{rose} {where}, all of whose processes together may use {size(memory.limit)}"
+    return f"{rose} {where}, part of {memory.limited}, which may use {size(memory.limit)} in all"
+
+
 # --- what was done, and what is left to do ------------------------------------------------------------------
 
 
-def _done(situation: Situation, decision: Decision) -> str:
+def _done(
+    situation: Situation, decision: Decision, storage: Trouble | None, cut_off: CheckpointName | None
+) -> str:
     reason = printable(decision.reason, MESSAGE_LIMIT)
+    if storage is not None and decision.exit_code == ExitCode.STORAGE_FAILED:
+        reason = printable(storage.describe(), MESSAGE_LIMIT)
     if decision.action is Action.STOP:
         return f"stopped: {reason}"
     if decision.action is Action.REQUEUE:
@@ -314,7 +372,7 @@ def _done(situation: Situation, decision: Decision) -> str:
         how += f" on the spare {printable(', '.join(decision.spares))}"
     if decision.skip is not None:
         how += f" without batches {decision.skip.first} to {decision.skip.last}"
-    return f"{how} {_from(situation, decision)}{_budget(situation, decision)}"
+    return f"{how} {_from(situation, decision, cut_off)}{_budget(situation, decision)}"
 
 
 def resumes_from(situation: Situation, decision: Decision) -> int | None:
@@ -323,10 +381,13 @@ def resumes_from(situation: Situation, decision: Decision) -> int | None:
     return next((name.step for name in usable if name is not None), None)
 
 
-def _from(situation: Situation, decision: Decision) -> str:
+def _from(situation: Situation, decision: Decision, cut_off: CheckpointName | None) -> str:
     step, last = resumes_from(situation, decision), situation.attempt.last_step
     older = "the older checkpoint at " if decision.action is Action.LOWER_RUNG else ""
     where = "from the beginning, as nothing was saved yet" if step is None else f"from {older}step {step}"
+    if cut_off is not None and cut_off.step > (step or 0):
+        why = f"as the save of step {cut_off.step} was cut off and is not used"
+        where = f"from the beginning, {why}" if step is None else f"{where}, {why}"
     if last is None:
         return where
     redo = max(0, last - (step or 0))
@@ -339,8 +400,14 @@ def _budget(situation: Situation, decision: Decision) -> str:
 
 
 def _next(
-    failed: PastAttempt, root: FailureRecord | None, decision: Decision, lost: Sequence[LostNode]
+    failed: PastAttempt,
+    root: FailureRecord | None,
+    decision: Decision,
+    lost: Sequence[LostNode],
+    storage: Trouble | None,
 ) -> str:
+    if storage is not None and decision.exit_code == ExitCode.STORAGE_FAILED:
+        return what_to_do(storage, requeued=decision.action is Action.REQUEUE)
     look_at = printable(next((text for text in decision.evidence if text.startswith(_ADAPTER)), ""))
     if decision.action is Action.WAIT:
         return "bring nodes, or let it wait"
@@ -351,6 +418,8 @@ def _next(
         if not out and any(one.how in _LOSSES for one in lost):
             gone = printable(", ".join(dict.fromkeys(one.node for one in lost)))
             return f"find out why {gone} was lost; the run itself needs nothing"
+        if not out and root is not None and root.message.startswith(KERNEL_OOM):
+            return f"nothing to do, unless it comes back: {_less_memory(root.memory)}"
         if not out:
             own = failed.cause in _OWN and _to_mend(root)
             return f"nothing to do, unless it comes back: {_to_mend(root)}" if own else "nothing to do"
@@ -359,7 +428,7 @@ def _next(
     if look_at:
         return f"{look_at}, then run the same command"
     if root is not None and root.message.startswith(KERNEL_OOM):
-        return "use less memory (batch, workers, prefetching) or a larger machine, then run the same command"
+        return f"{_less_memory(root.memory)}, then run the same command"
     if root is not None and root.exit_code == -signal.SIGKILL and decision.exit_code in _BY_CAUSE:
         return (
             "find out what kills it (the kernel's log, the scheduler's, a container's limits), "
@@ -374,6 +443,13 @@ def _next(
         return f"{_to_mend(root)}, then run the same command"
     code = decision.exit_code
     return MEANINGS[ExitCode(code)][1] if code in set(ExitCode) else MEANINGS[ExitCode.FAILED][1]
+
+
+def _less_memory(memory: MemoryKill | None) -> str:
+    more = "take a larger machine"
+    if memory is not None and memory.limit is not None:
+        more = f"raise the limit of {size(memory.limit)}"
+    return f"use less memory (smaller batches, fewer data loader workers, less prefetching) or {more}"
 
 
 _OWN = (Cause.JOB, Cause.DATA, Cause.UNKNOWN)

@@ -21,12 +21,14 @@ from holdfast.journal.events import (
     Line,
     Resumed,
     RungRejected,
+    SaveCommitted,
     SaveFailed,
     StepRejected,
     StepsDone,
 )
 from holdfast.journal.straggler_events import StragglerFound, StragglersReported
-from holdfast.journal.text import duration, plural, printable
+from holdfast.journal.text import duration, plural, printable, size
+from holdfast.policy.slow_storage import is_slow
 
 NAMED = 5
 """Steps that are named one by one."""
@@ -37,7 +39,7 @@ class Remark:
     """One kind of thing that happened, once or often."""
 
     kind: str
-    """dropped, stop, slow, refused, save, copy or resized."""
+    """dropped, stop, slow, refused, save, storage, copy or resized."""
     at: float
     """The first time."""
     what: str
@@ -61,6 +63,7 @@ KINDS = {
     "slow": "slow rank",
     "refused": "refused checkpoint",
     "save": "failed save",
+    "storage": "slow save",
     "copy": "failed upload",
     "resized": "change of the number of ranks",
 }
@@ -71,7 +74,7 @@ def counted(others: Sequence[Remark]) -> list[tuple[int, str]]:
     """How many there were of each kind; the same slow rank, stop or checkpoint counts once."""
     found: dict[str, int] = {}
     for one in others:
-        often = one.count if one.kind in ("dropped", "save", "copy") else 1
+        often = one.count if one.kind in ("dropped", "save", "storage", "copy") else 1
         found[one.kind] = found.get(one.kind, 0) + often
     return [(count, KINDS[kind]) for kind, count in found.items() if kind in KINDS]
 
@@ -112,7 +115,59 @@ def remarks(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remar
         _add_up(kept["slow", who], body, lines)
     if dropped and first_drop is not None:
         kept[("dropped", "")] = _dropped(dropped, first_drop, _usual_step(lines))
+    for root, saves in _slow_saves(lines).items():
+        kept[("storage", root)] = _slow_storage(root, saves, lines)
     return sorted(kept.values(), key=lambda remark: remark.at)
+
+
+def _slow_saves(lines: Sequence[Line]) -> dict[str, list[tuple[Line, SaveCommitted]]]:
+    """By the directory that it was."""
+    found: dict[str, list[tuple[Line, SaveCommitted]]] = {}
+    for line in lines:
+        if isinstance(line.body, SaveCommitted) and stored_slowly(line.body):
+            found.setdefault(line.body.root, []).append((line, line.body))
+    return found
+
+
+def stored_slowly(body: SaveCommitted) -> bool:
+    return bool(body.root) and is_slow(body.bytes, body.stored_seconds)
+
+
+def what_of_slow_storage(blocked: float) -> str:
+    """What to do about it; `blocked`: the seconds for which training stood still."""
+    if blocked < 1:
+        return "use faster storage there if saves are to be newer; training did not wait for it"
+    return (
+        "use faster storage there, or set checkpoint.async_save = true: training then goes on during a save"
+    )
+
+
+def _slow_storage(root: str, saves: Sequence[tuple[Line, SaveCommitted]], lines: Sequence[Line]) -> Remark:
+    every = [line.body for line in lines if isinstance(line.body, SaveCommitted) and line.body.root == root]
+    stored, taken = sum(one.bytes for _, one in saves), sum(one.stored_seconds for _, one in saves)
+    blocked = sum(one.blocked_seconds for _, one in saves)
+    who = f"the storage of {printable(root, 4096)}"
+    did = f"took {duration(taken / len(saves))} on average to store a save of {size(stored // len(saves))}"
+    slowest = duration(max(one.stored_seconds for _, one in saves))
+    why = (
+        f"writing and committing came to {size(int(stored / taken))} a second in {len(saves)} of "
+        f"{plural(len(every), 'save')}; the slowest took {slowest}"
+    )
+    cost = f"training stood still for {duration(blocked)} in all" if blocked >= 1 else "training did not wait"
+    return Remark(
+        "storage",
+        saves[0][0].at,
+        f"{who} {did}: {why}; {cost}",
+        what_of_slow_storage(blocked),
+        len(saves),
+        who=who,
+        did=did,
+        why=why,
+        done="told only: these saves were committed and are sound, and the run went on",
+        cost=cost,
+        seconds=blocked,
+        attempt=saves[0][0].attempt,
+    )
 
 
 def _usual_step(lines: Sequence[Line]) -> float:
@@ -178,7 +233,8 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
             return _refused(body, line, lines[index:])
         case SaveFailed():
             why = printable(body.error)
-            next_ = "look at the checkpoint root's space and permissions"
+            full = any(sign in body.error for sign in _FULL)
+            next_ = "free space there" if full else "look at the checkpoint root's space and permissions"
             return Remark(
                 "save", line.at, f"a save failed: {why}", next_, who="a save", did="failed", why=why,
                 done="training went on without it", cost="a fault before the next save costs more steps",
@@ -195,6 +251,8 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
             return None
 
 
+_FULL = ("No space left on device", "Disk quota exceeded")
+"""How an error says that there is no room."""
 _ASKED_BY = {
     "signal": "a signal reached the run",
     "stop_file": "somebody made the stop file",

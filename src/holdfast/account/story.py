@@ -7,12 +7,12 @@ and steps comes from `incidents`, which every other page uses too.
 from __future__ import annotations
 
 from holdfast.account.incidents import Incident
-from holdfast.account.remarks import KINDS, Remark, counted, resized
+from holdfast.account.remarks import KINDS, Remark, counted, resized, stored_slowly, what_of_slow_storage
 from holdfast.account.wording import NOTHING, short
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
-from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
-from holdfast.journal.text import duration, plural, printable
+from holdfast.journal.events import Line, Resumed, RungRejected, SaveCommitted, StepsDone
+from holdfast.journal.text import duration, plural, printable, size
 
 AVOIDED = "avoided:"
 """How the reason begins of a checkpoint that may be sound, and that the next attempt is to do without."""
@@ -30,6 +30,8 @@ class Story:
         self._refused: set[str] = set()
         self._unsound = False
         """Whether one of them was no good."""
+        self._slow: set[str] = set()
+        """Storage that was told to be slow: the end says what it came to."""
 
     def fell(self, account: Account) -> None:
         """An incident was told; if the run goes on, it is followed until it is back."""
@@ -46,6 +48,9 @@ class Story:
             return "\n  ".join(filter(None, (_resumed(body, self._unsound), resized(body))))
         if isinstance(body, Resumed):
             return resized(body) or None
+        if isinstance(body, SaveCommitted) and stored_slowly(body) and body.root not in self._slow:
+            self._slow.add(body.root)
+            return _stored_slowly(body)
         return None
 
     def is_back(self, line: Line) -> Account | None:
@@ -80,6 +85,16 @@ def _resumed(body: Resumed, refused: bool) -> str:
     return f"goes on from step {body.step}{below} ({printable(body.checkpoint)}, verified)"
 
 
+def _stored_slowly(body: SaveCommitted) -> str:
+    waited = ", and training stood still meanwhile" if body.blocked_seconds >= 1 else ""
+    which = f"the {size(body.bytes)} of the save of step {body.step}"
+    return (
+        f"the storage of {printable(body.root, 4096)} is slow: it took "
+        f"{duration(body.stored_seconds)} to store {which}{waited}; the save is sound\n"
+        f"  next: {what_of_slow_storage(body.blocked_seconds)}"
+    )
+
+
 def back(incident: Incident, step: int) -> str:
     """Said once the run has caught up."""
     redone = f", {plural(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
@@ -110,14 +125,14 @@ def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
     left = list(dict.fromkeys(filter(None, map(short, asked))))
     more = f", and {len(left) - 1} more" if len(left) > 1 else ""
     to_do = f"; to do: {left[-1]}{more}" if left else f", {NOTHING}"
-    slowest = {KINDS["slow"]: _slowest(others)}
-    met = "".join(f"; {plural(count, kind)}{slowest.get(kind, '')}" for count, kind in counted(others))
+    worst = {KINDS[kind]: _costliest(others, kind) for kind in ("slow", "storage")}
+    met = "".join(f"; {plural(count, kind)}{worst.get(kind, '')}" for count, kind in counted(others))
     return f"finished: {', '.join(what)}{met}{to_do}"
 
 
-def _slowest(others: list[Remark]) -> str:
-    """What the rank that cost most came to: a count alone says nothing about it."""
-    slow = max((one for one in others if one.kind == "slow"), key=lambda one: one.seconds, default=None)
-    if slow is None:
+def _costliest(others: list[Remark], kind: str) -> str:
+    """What the slow rank, or the slow save, that cost most came to: a count alone says nothing about it."""
+    most = max((one for one in others if one.kind == kind), key=lambda one: one.seconds, default=None)
+    if most is None:
         return ""
-    return f" ({slow.who}{f': {slow.cost}' if slow.cost else ''})"
+    return f" ({most.who}{f': {most.cost}' if most.cost else ''})"

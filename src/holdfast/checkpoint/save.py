@@ -42,6 +42,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """Stored by all ranks; known to rank 0 only, 0 elsewhere."""
     files: int
     seconds: float
+    stored_seconds: float
+    """Of these, for writing and committing the files."""
 
 
 class SaveContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,16 +107,22 @@ class Saver:
         root = self._context.root_for(diagnostic=diagnostic)
         name = self._snapshots.next_name(facts.step)
 
+        opening = 0.0
+
         def open_staged(name: CheckpointName) -> None:
+            nonlocal opening
             if self._group.is_coordinator:
                 self._context.fence.check(f"stage {name}")
+                begun = time.monotonic()
                 commits.open_staged(root, name, self._context.owner())
+                opening = time.monotonic() - begun
 
         try:
             snapshot = self._snapshots.take(
                 tracked, own, facts.step, prepare=open_staged, prove=not diagnostic
             )
             assert snapshot is not None  # nobody is ever busy with a save in the foreground
+            storing = time.monotonic()
             together(self._group, name, lambda: self._write(root, snapshot))
             stored = together(
                 self._group, name, lambda: self._commit(root, snapshot, facts, diagnostic=diagnostic)
@@ -123,7 +131,14 @@ class Saver:
             if self._group.is_coordinator:
                 commits.drop_staged(root, str(name))
             raise
-        return Saved(name=name, bytes=stored.bytes, files=stored.files, seconds=time.monotonic() - started)
+        now = time.monotonic()
+        return Saved(
+            name=name,
+            bytes=stored.bytes,
+            files=stored.files,
+            seconds=now - started,
+            stored_seconds=opening + now - storing,
+        )
 
     def _write(self, root: CheckpointRoot, snapshot: Snapshot) -> commits.Committed:
         staged = root.staged(snapshot.name)

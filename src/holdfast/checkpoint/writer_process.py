@@ -303,7 +303,7 @@ class Writer:
         local: LocalCommit | None = None,
     ) -> commits.Committed | None:
         """Into the root, from the staging buffer, or from the `local` copy that was committed before."""
-        staged = root.staged(name)
+        staged, begun = root.staged(name), time.monotonic()
         if self._enter(job, root, name, deadline):
             if job.failed:
                 raise SaveFailedError(job.failed)
@@ -327,7 +327,8 @@ class Writer:
         if not job.diagnostic and local is None:
             self._parent = job.id
         if not (job.again and self._was_told(name, "global")):
-            self._tell_committed(job, manifest, "global", job.blocked if local is None else 0.0, committed)
+            blocked, taken = job.blocked if local is None else 0.0, time.monotonic() - begun
+            self._tell_committed(job, manifest, "global", blocked, committed, taken)
         return committed
 
     def _manifest(self, job: Job) -> Manifest | None:
@@ -344,7 +345,9 @@ class Writer:
         tier: str,
         blocked: float,
         stored: commits.Committed | None = None,
+        taken: float = 0.0,
     ) -> None:
+        """`taken`: seconds for writing and committing it in the checkpoint root."""
         files = manifest.files
         self._journal.write(
             SaveCommitted(
@@ -356,6 +359,8 @@ class Writer:
                 seconds=time.time() - job.called,
                 blocked_seconds=blocked,
                 tier=tier,
+                stored_seconds=taken,
+                root=str(self._root.path) if tier == "global" else "",
             )
         )
 

@@ -17,7 +17,7 @@ from holdfast.control.directory import ControlDirectory, create_record, list_nam
 from holdfast.control.handover import told_progress
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
-from holdfast.policy.evidence import Raised
+from holdfast.policy.evidence import MemoryKill, Raised
 
 log = logging.getLogger("holdfast")
 
@@ -83,6 +83,8 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The exception and what led to it, the outermost first, as far as it is known."""
     stderr_file: str = ""
     """Where its last lines of standard error are kept, if they were caught."""
+    memory: MemoryKill | None = None
+    """What the kernel counted, where it killed this worker, or a process of its, for lack of memory."""
     left: bool = False
     """Whether it is the first of its node that left with exit code 0 while others failed."""
     step: int | None = None

@@ -10,6 +10,7 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.health.storage import nearest
 from holdfast.policy.health import (
@@ -36,8 +37,7 @@ def check_memory(cgroups: Path = CGROUPS, own: Path = OWN) -> CheckResult:
     found = cgroup_memory(cgroups, own)
     if found is None:
         return judge_memory(available, None)
-    limit, used = found
-    return judge_memory(max(0, min(available, limit - used)), limit)
+    return judge_memory(max(0, min(available, found.limit - found.used)), found.limit)
 
 
 def _available() -> int:
@@ -48,17 +48,28 @@ def _available() -> int:
     raise OSError("/proc/meminfo does not say how much memory is available")
 
 
-def cgroup_memory(cgroups: Path = CGROUPS, own: Path = OWN) -> tuple[int, int] | None:
-    """The tightest memory limit of the cgroups that this process is in, and what is used of it."""
-    found: list[tuple[int, int]] = []
+class MemoryLimit(NamedTuple):
+    """The tightest memory limit of the cgroups that a process is in."""
+
+    limit: int
+    used: int
+    """Without what the kernel would give up."""
+    group: str
+    """Whose limit it is, as a path below the root of what is mounted."""
+
+
+def cgroup_memory(cgroups: Path = CGROUPS, own: Path = OWN) -> MemoryLimit | None:
+    found: list[MemoryLimit] = []
     for version, place in _groups("memory", cgroups, own):
         names = ("memory.max", "memory.current")
         if version == 1:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         limit, used = (_number(place / name) for name in names)
         if limit is not None and used is not None and limit < _NO_LIMIT:
-            found.append((limit, max(0, used - _reclaimable(place))))
-    return min(found, key=lambda one: one[0] - one[1], default=None)
+            group = f"/{place.relative_to(cgroups if version == 2 else cgroups / 'memory')}"
+            named = "/" if group == "/." else group
+            found.append(MemoryLimit(limit, max(0, used - _reclaimable(place)), named))
+    return min(found, key=lambda one: one.limit - one.used, default=None)
 
 
 def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[tuple[int, Path]]:

@@ -164,6 +164,8 @@ class SaveStarted(Event, tag="save_started"):
 
     checkpoint: str
     step: int
+    background: bool = False
+    """Whether a process beside the rank writes it, which may outlive the rank."""
 
 
 class SaveCommitted(Event, tag="save_committed"):
@@ -180,6 +182,10 @@ class SaveCommitted(Event, tag="save_committed"):
     """Time for which training stood still."""
     tier: str = "global"
     """`local`: committed on the nodes. A save to both tiers is told twice, the second without blocking."""
+    stored_seconds: float = 0.0
+    """Of `seconds`, what writing and committing the files took on rank 0; 0 if that was not measured."""
+    root: str = ""
+    """The directory that it was committed in; empty for the local tier."""
 
 
 class SaveFailed(Event, tag="save_failed"):

@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.journal.events import Line, StepsDone, WorkersStarted, decode_loss, encode_loss
+from holdfast.journal.events import (
+    Line,
+    SaveCommitted,
+    SaveFailed,
+    SaveSkipped,
+    SaveStarted,
+    StepsDone,
+    WorkersStarted,
+    decode_loss,
+    encode_loss,
+)
 from holdfast.journal.reader import read_tail
 from holdfast.journal.render import REPORTER, printable
 
@@ -48,6 +58,26 @@ def last_step(journal: Path, files: list[str], attempt: int) -> int | None:
     """The last step that an attempt is known to have done."""
     found = batches(journal, files, attempt)
     return found[-1].last if found else None
+
+
+def unfinished_save(journal: Path, files: list[str], attempt: int) -> str | None:
+    """The checkpoint whose save the ranks of an attempt had begun last and had not ended, if there is one.
+
+    Of a save in the background nobody can say so: its writer may still commit it after its rank has ended.
+    """
+    newest: SaveStarted | None = None
+    for line in tails(journal, files, attempt, REPORTER):
+        body = line.body
+        if isinstance(body, SaveStarted):
+            newest = None if body.background else body
+        elif newest is None:
+            continue
+        # One that failed may have failed before it had an id.
+        elif (isinstance(body, SaveCommitted | SaveSkipped) and body.checkpoint == newest.checkpoint) or (
+            isinstance(body, SaveFailed) and body.step == newest.step
+        ):
+            newest = None
+    return newest.checkpoint if newest is not None else None
 
 
 def last_loss(found: list[Batch]) -> float | str | None:

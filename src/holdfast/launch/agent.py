@@ -55,7 +55,7 @@ from holdfast.launch.consent import Consent
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.endpoints import StoreLostError
 from holdfast.launch.ends import Ends
-from holdfast.launch.evidence import count_oom_kills, gather, stop_and_see
+from holdfast.launch.evidence import count_oom_kills, gather, memory_kill, stop_and_see
 from holdfast.launch.hanging import look_at_hang
 from holdfast.launch.in_process import InProcess
 from holdfast.launch.incident import is_starting, report
@@ -503,7 +503,7 @@ class HoldfastAgent(LocalElasticAgent):
             workers.pids,
             failed,
             self._error_files(),
-            oom_kills=count_oom_kills() - self._oom_kills,
+            memory=memory_kill(self._oom_kills),
             devices=attempt.told.arrangement.devices_of_ranks(attempt.place.node, local),
             last_lines=lambda rank: started.last_lines(local[rank]) if started is not None else "",
             seen=workers.seen,

@@ -20,9 +20,10 @@ import msgspec
 
 from holdfast.control.attempts import FailureRecord
 from holdfast.files import read_regular
+from holdfast.health.node import CGROUPS, OWN, cgroup_memory
 from holdfast.launch.workers import Workers
 from holdfast.policy.classify import KERNEL_OOM, is_symptom, tells
-from holdfast.policy.evidence import MOST_RAISED, Raised, told_by_traceback
+from holdfast.policy.evidence import MOST_RAISED, MemoryKill, Raised, told_by_traceback
 from holdfast.policy.frames import clipped
 from holdfast.policy.signs import LOADER_KILLED, in_words
 
@@ -211,7 +212,7 @@ def gather(
     exit_codes: Mapping[int, int],
     error_files: Mapping[int, str],
     *,
-    oom_kills: int,
+    memory: MemoryKill | None,
     devices: Mapping[int, str] = MappingProxyType({}),
     last_lines: Callable[[int], str] = lambda _: "",
     seen: Mapping[int, float] = MappingProxyType({}),
@@ -221,7 +222,7 @@ def gather(
     """One record for each worker in `exit_codes` (by global rank) that ended by itself.
 
     By global rank too: `last_lines` of standard error, when each was `seen` to have ended, the last `steps`.
-    `causes`: what the configuration adds.
+    `memory`: what the kernel counted in this attempt; `causes`: what the configuration adds.
     """
     records = []
     for rank, code in sorted(exit_codes.items()):
@@ -230,10 +231,11 @@ def gather(
         written = last_lines(rank) if code else ""
         if not message:
             errors, message = heard_in(written, code, causes)
-        if oom_kills > 0 and code == -signal.SIGKILL:
+        starved = memory is not None and code == -signal.SIGKILL
+        if starved:
             message = KERNEL_OOM
-        elif oom_kills > 0 and any(LOADER_KILLED in one.message for one in errors):
-            message = f"{KERNEL_OOM}: {message}"
+        elif memory is not None and any(LOADER_KILLED in one.message for one in errors):
+            message, starved = f"{KERNEL_OOM}: {message}", True
         now = time.time()
         records.append(
             FailureRecord(
@@ -247,6 +249,7 @@ def gather(
                 device=devices.get(rank, ""),
                 errors=errors,
                 stderr_file=keep_last_lines(written, attempt, rank) if written.strip() else "",
+                memory=memory if starved else None,
                 left=code == 0,
                 step=steps.get(rank) if code == 0 else None,
             )
@@ -254,13 +257,32 @@ def gather(
     return records
 
 
-def count_oom_kills(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """How often the kernel killed something in this process's cgroup for lack of memory; 0 if unknown.
+def memory_kill(before: int) -> MemoryKill | None:
+    """What the kernel killed of this job for lack of memory since it had counted `before`; None: nothing."""
+    group, now = _oom_counter()
+    if now <= before:
+        return None
+    tightest = cgroup_memory()
+    return MemoryKill(
+        kills=now - before,
+        group=group,
+        limit=tightest.limit if tightest is not None else None,
+        limited=tightest.group if tightest is not None else "",
+    )
 
-    Both versions of cgroups count it, in files of their own. Inside a container the group's own path may not
+
+def count_oom_kills(groups: Path = OWN, mounted: Path = CGROUPS) -> int:
+    """How often the kernel killed something in this process's cgroup for lack of memory; 0 if unknown."""
+    return _oom_counter(groups, mounted)[1]
+
+
+def _oom_counter(groups: Path = OWN, mounted: Path = CGROUPS) -> tuple[str, int]:
+    """The cgroup that has the counter, and what it counts.
+
+    Both versions of cgroups have one, in files of their own. Inside a container the group's own path may not
     be there, and the root of what is mounted is the group.
     """
-    files: list[Path] = []
+    files: list[tuple[str, Path]] = []
     with contextlib.suppress(OSError):
         for line in groups.read_text().splitlines():
             _, _, rest = line.partition(":")
@@ -271,11 +293,11 @@ def count_oom_kills(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Pa
                 root, name = mounted, "memory.events"
             else:
                 continue
-            files += [root / path.lstrip("/") / name, root / name]
-    for file in files:
+            files += [(path, root / path.lstrip("/") / name), ("/", root / name)]
+    for group, file in files:
         with contextlib.suppress(OSError, ValueError):
             for line in file.read_text().splitlines():
                 name, _, value = line.partition(" ")
                 if name == "oom_kill":
-                    return int(value)
-    return 0
+                    return group, int(value)
+    return "", 0

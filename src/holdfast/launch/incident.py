@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.account.answers import answers
-from holdfast.checkpoint.identity import CheckpointRoot, parse_name
+from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot, parse_name
 from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.checkpoint.suspicion import situation_of, write_down
 from holdfast.config import Settings
@@ -41,7 +41,7 @@ from holdfast.errors import ControlError
 from holdfast.exit_codes import ExitCode
 from holdfast.journal import events
 from holdfast.journal.account_events import Account
-from holdfast.journal.tails import last_step
+from holdfast.journal.tails import last_step, unfinished_save
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.attempt import Attempt, Notice
 from holdfast.policy.budgets import PastAttempt
@@ -157,7 +157,7 @@ def decide(
     else:
         cause = failed.cause
         attempt.end("failed", exit_code=failed.exit_code, cause=cause, highest_step=failed.highest_step)
-    account = _tell(situation, root, decision, failures, known, saved)
+    account = _tell(control, situation, root, decision, failures, known, saved)
     _keep(control, attempt.journal, account)
     return Incident(attempt=failed.number, cause=failed.cause, root=root, decision=decision, account=account)
 
@@ -180,7 +180,15 @@ def _diagnostic(settings: Settings, failed: PastAttempt) -> str:
     return str(path) if path is not None and path.is_dir() else ""
 
 
+def _cut_off(control: ControlDirectory, situation: Situation) -> CheckpointName | None:
+    """The checkpoint whose save the attempt had begun and did not end; whoever has one may not use it."""
+    journal, attempt = control.journal, situation.attempt.number
+    name = parse_name(unfinished_save(journal, list_names(journal), attempt) or "")
+    return None if name is None or str(name) in situation.rungs else name
+
+
 def _tell(
+    control: ControlDirectory,
     situation: Situation,
     root: FailureRecord | None,
     decision: Decision,
@@ -202,6 +210,8 @@ def _tell(
         seen=known.facts,
         detail=detail,
         saved=saved,
+        cut_off=_cut_off(control, situation),
+        storage=known.storage,
     )
 
 
@@ -251,7 +261,7 @@ def decide_lost(
         end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
         end_attempt(control, fence, lost.number, end)
         journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
-        account = _tell(situation, None, decision, failures, known, _diagnostic(settings, failed))
+        account = _tell(control, situation, None, decision, failures, known, _diagnostic(settings, failed))
         _keep(control, journal, account)
     return Incident(attempt=failed.number, cause=failed.cause, root=None, decision=decision, account=account)
 

@@ -28,6 +28,19 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True):
     that is not known."""
 
 
+class MemoryKill(msgspec.Struct, frozen=True, kw_only=True):
+    """What the kernel counted when it killed something of a job for lack of memory."""
+
+    kills: int
+    """By how much its counter rose in this attempt."""
+    group: str = ""
+    """The control group (cgroup) that has the counter; empty if not known."""
+    limit: int | None = None
+    """Bytes that the tightest of the groups may use; None if none has a limit."""
+    limited: str = ""
+    """The group that has this limit: the one that has the counter, or one above it."""
+
+
 class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that ended by itself, not because it was stopped.
 

@@ -45,10 +45,15 @@ def last_words(trouble: Trouble, *, saved: int | None, last: int | None, requeue
     if saved is not None:
         kept = f"Saved up to step {saved}" if saved else "Nothing is saved"
         words.append(f"{kept}{_lost(saved, last)}.")
+    words.append(f"Next: {what_to_do(trouble, requeued=requeued)}.")
+    return " ".join(words)
+
+
+def what_to_do(trouble: Trouble, *, requeued: bool = False) -> str:
+    """`free space, run the same command`."""
     mend = "free space" if trouble.full else "mend the storage"
     then = "the job comes back when it is queued again" if requeued else "run the same command"
-    words.append(f"Next: {mend}, {then}.")
-    return " ".join(words)
+    return f"{mend}, {then}"
 
 
 def _lost(saved: int, last: int | None) -> str:

@@ -137,6 +137,9 @@ INCURABLE = frozenset(
 """Codes by which a worker says that the same start would end the same way. 2 is none of them: scripts use
 it for reasons of their own."""
 
+INSTEAD = "with storage that works the decision would have been: "
+"""How the evidence begins that says what was given up for want of storage."""
+
 _FOUND = ("verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial", "readmit")
 """What a judgement hands on to the decision as it is."""
 _DIFFERS = "the others run the same lines, so what differs is that node, or what that rank does"
@@ -279,7 +282,7 @@ class _Case:
             reason=self._now.storage,
             evidence=[
                 *self._evidence,
-                f"once it takes what is written: {deed(wanted.action)}, {wanted.reason}",
+                f"{INSTEAD}{deed(wanted.action)}, {wanted.reason}",
             ],
             restarts_left=self._left,
             wait_seconds=0.0,

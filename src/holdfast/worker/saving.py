@@ -277,6 +277,8 @@ class Saving:
                 files=saved.files,
                 seconds=seconds,
                 blocked_seconds=seconds,
+                stored_seconds=saved.stored_seconds,
+                root=str(self._root.path),
             )
         )
         if not diagnostic:
@@ -298,7 +300,7 @@ class Saving:
     ) -> CheckpointName | None:
         facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
         name = self._snapshots.next_name(facts.step)
-        self._write(SaveStarted(checkpoint=str(name), step=facts.step))
+        self._write(SaveStarted(checkpoint=str(name), step=facts.step, background=True))
         begun = saver.begin(
             self._tracked,
             self._own,
@@ -426,9 +428,9 @@ class Saving:
         self._write(SaveFailed(checkpoint=shown, step=name.step, error=told, in_a_row=in_a_row))
         log.error("holdfast: %s (%d in a row)", told, in_a_row)
         if fatal and self._failed >= self._settings.max_failed_saves:
+            often = "a failed save" if self._failed == 1 else f"{self._failed} failed saves in a row"
             self._too_many = type(error)(
-                f"{self._failed} saves in a row failed, as many as checkpoint.max_failed_saves "
-                f"allows; the last: {error}"
+                f"{error}; the run stops after {often} (checkpoint.max_failed_saves)"
             )
             self._too_many.__cause__ = error
 
