@@ -48,3 +48,46 @@ def test_what_is_seen_of_a_disk_that_stays_full(tmp_path: Path) -> None:
     (tmp_path / "run").rmdir()
     (tmp_path / "kept").rename(tmp_path / "run")
     see("full disk", result, tmp_path, 34)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_bad_local_copy(tmp_path: Path) -> None:
+    """The newest checkpoint is on the nodes only; one rank's own copy of it is bad, its replica is sound."""
+    (tmp_path / "memory").mkdir()
+    flags = settings(
+        "checkpoint.async_save=true",
+        "checkpoint.non_persistent_ckpt_type=local",
+        "checkpoint.non_persistent_local_ckpt_dir=memory",
+        "checkpoint.non_persistent_save_interval=5",
+        "checkpoint.replication_factor=1",
+    )
+    result = finish(launch("bad local copy", *flags), cwd=tmp_path, timeout=120)
+    see("bad local copy", result, tmp_path, 0)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_state_that_makes_nan(tmp_path: Path) -> None:
+    flags = settings("validation.rerun_mode=validate_results")
+    result = finish(launch("NaN from state", *flags), cwd=tmp_path, timeout=120)
+    see("NaN from state", result, tmp_path, 0)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_bad_device(tmp_path: Path) -> None:
+    """Devices are only names here; what one of them computes is falsified, whichever rank has it."""
+    flags = settings(
+        "validation.rerun_mode=validate_results",
+        "validation.error_injection_type=persistent_error",
+        "validation.error_injection_step=25",
+        "validation.error_injection_ranks=1",
+    )
+    env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    result = finish(launch("wrong device", *flags), cwd=tmp_path, env=env, timeout=120)
+    see("wrong device", result, tmp_path, 0)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_remote_that_is_gone(tmp_path: Path) -> None:
+    flags = settings(f"checkpoint.remote_root=file://{tmp_path.resolve()}/remote")
+    result = finish(launch("drain failed", *flags), cwd=tmp_path, timeout=120)
+    see("drain failed", result, tmp_path, 0)
