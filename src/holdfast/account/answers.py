@@ -26,6 +26,8 @@ from holdfast.policy.recovery import Decision, Situation
 from holdfast.policy.rejection import Rejection
 from holdfast.policy.signs import Cause
 from holdfast.policy.timeouts import STEP
+from holdfast.policy.unsettled import DEVICE
+from holdfast.policy.verdicts import FOLLOWS, NO_OTHER_DEVICE
 
 MESSAGE_LIMIT = 300
 MOST_WHY = 12
@@ -48,6 +50,14 @@ _VERDICTS = {
     "reproducible": "the same comes out on other devices: it is in the data, the state or the script",
     "transient": "it did not come back when the step was run again",
 }
+_ALONE = (
+    "it came back when the step was done again from a checkpoint, on the only devices there are: it is in "
+    "the data, the state or the script, unless they share a fault"
+)
+_SAME_STATE = (
+    "the same happened before with this state, and every byte of the checkpoint is what was saved: what was "
+    "saved may have been bad already"
+)
 _UNDECIDED = "one bad result does not say yet whether the device, the data or the state is to blame"
 _ADAPTER = "check the network adapter "
 _SAID = re.compile(
@@ -79,8 +89,8 @@ def answers(
     return Account(
         attempt=failed.number,
         cause=failed.cause,
-        who=_who(failed, root, hang, lost),
-        what=_what(failed, root, hang, lost, detail),
+        who=_who(failed, root, hang, lost, decision),
+        what=_what(failed, root, hang, lost, detail, decision),
         why=_why(failed, root, failures, decision, seen, detail, [] if root is not None else lost)[:MOST_WHY],
         done=_done(situation, decision),
         next=_next(failed, root, decision, [] if root is not None else lost),
@@ -89,14 +99,27 @@ def answers(
         began=hang.at - hang.seconds if hang is not None and hang.at else None,
         exit_code=decision.exit_code if decision.action in (Action.STOP, Action.REQUEUE) else 0,
         files=_files(root, saved),
+        suspects=decision.suspect,
+        undecided=failed.rejection is not None and not decision.verdict,
     )
 
 
 # --- who, and what ------------------------------------------------------------------------------------------
 
 
-def _who(failed: PastAttempt, root: FailureRecord | None, hang: Hang | None, lost: Sequence[LostNode]) -> str:
+def _who(
+    failed: PastAttempt,
+    root: FailureRecord | None,
+    hang: Hang | None,
+    lost: Sequence[LostNode],
+    decision: Decision,
+) -> str:
     if failed.rejection is not None:
+        if decision.suspect:
+            return _checkpoint(decision.suspect[0])
+        out = decision.exclude[0] if decision.exclude and decision.verdict == DEVICE else None
+        if out is not None and out.device is not None:
+            return f"device {printable(out.device)} of {printable(out.node)}"
         return _rejected_by(failed.rejection)
     if root is not None and failed.alike and failed.world_size > 1:
         return f"all {failed.world_size} ranks"
@@ -121,12 +144,14 @@ def _what(
     hang: Hang | None,
     lost: Sequence[LostNode],
     detail: str,
+    decision: Decision,
 ) -> str:
     when = _when(failed)
     if failed.rejection is not None:
         why = "; ".join(printable(reason) for reason in failed.rejection.reasons[:3]) or "it was rejected"
-        again = ", twice" if failed.rejection.rerun else ""
-        return f"gave a bad result in step {failed.rejection.step}{again}: {why}"
+        again = ", and again when the step was repeated" if failed.rejection.rerun else ""
+        gave = f"gave a bad result in step {failed.rejection.step}{again}: {why}"
+        return f"may be bad: the run went on from it and {gave}" if decision.suspect else gave
     if root is not None:
         return _ended(root, when)
     if lost:
@@ -139,6 +164,12 @@ def _what(
         return still + waits
     how = printable(detail or failed.message, MESSAGE_LIMIT)
     return f"failed{when}{f': {how}' if how else ''}"
+
+
+def _checkpoint(named: str) -> str:
+    """`the checkpoint at step 20 (step_00000020-3fa9c1d2)`."""
+    name = parse_name(named)
+    return f"the checkpoint at step {name.step} ({printable(named)})" if name else printable(named)
 
 
 def _rejected_by(rejection: Rejection) -> str:
@@ -207,7 +238,9 @@ def _why(
 ) -> list[str]:
     found: list[str] = []
     if decision.verdict:
-        found += [_VERDICTS.get(decision.verdict, f"verdict: {decision.verdict}"), *decision.grounds]
+        found += [_of_the_verdict(decision), *decision.grounds]
+        if decision.suspect:
+            found.insert(0, _SAME_STATE)
     cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
     named = next((text for text in decision.evidence if text.startswith(_ADAPTER)), "")
     if named:
@@ -226,7 +259,7 @@ def _why(
     found += [
         text for text in (detail, *decision.evidence) if text and text not in said and not _SAID.search(text)
     ]
-    if failed.alike:
+    if failed.alike or failed.rejection is not None:  # the ranks agree on what they reject, and end alike
         found = [text for text in found if not text.endswith(" failed too")]
     followed = [one for one in failures if root is not None and one.rank != root.rank and not one.left]
     consequences = [one.rank for one in followed if is_symptom(one.exit_code, one.message)]
@@ -234,6 +267,14 @@ def _why(
         who = "it" if len(consequences) == 1 else "they"
         found.append(f"{list_ranks(consequences)} ended only because {who} lost that one")
     return [printable(text) for text in dict.fromkeys(found)]
+
+
+def _of_the_verdict(decision: Decision) -> str:
+    said = _VERDICTS.get(decision.verdict, f"verdict: {decision.verdict}")
+    if any(text.startswith(NO_OTHER_DEVICE) for text in decision.grounds):
+        return _ALONE
+    _, follows, where = decision.reason.partition(FOLLOWS)
+    return f"{said}: {where}" if follows else said
 
 
 def _of_the_end(root: FailureRecord) -> list[str]:
@@ -271,20 +312,21 @@ def _done(situation: Situation, decision: Decision) -> str:
     out = [
         one.node if one.device is None else f"device {one.device} of {one.node}" for one in decision.exclude
     ]
-    if decision.suspect:
-        how += f", as {printable(decision.suspect[0])} may be the cause,"
     if out:
         how += f" without {printable(', '.join(out))}"
     if decision.spares:
         how += f" on the spare {printable(', '.join(decision.spares))}"
     if decision.skip is not None:
         how += f" without batches {decision.skip.first} to {decision.skip.last}"
-    return f"{how} {_from(situation, decision)}{_budget(situation, decision)}"
+    trial = situation.attempt.rejection if decision.suspect else None
+    aim = f", to see whether step {trial.step} is sound without it" if trial is not None else ""
+    return f"{how} {_from(situation, decision)}{aim}{_budget(situation, decision)}"
 
 
 def resumes_from(situation: Situation, decision: Decision) -> int | None:
     """The step of the newest checkpoint that the next attempt may use; None for a fresh start."""
-    usable = (parse_name(name) for name in situation.rungs if name not in decision.avoid)
+    without = {*decision.avoid, *decision.suspect}
+    usable = (parse_name(name) for name in situation.rungs if name not in without)
     return next((name.step for name in usable if name is not None), None)
 
 
@@ -319,7 +361,8 @@ def _next(
         if not out:
             own = failed.cause == Cause.JOB and root is not None and root.exit_code > 0
             return f"nothing to do, unless it comes back: {_to_mend(root)}" if own else "nothing to do"
-        named = printable(", ".join(out))
+        devices = [f"device {one.device} of {one.node}" for one in decision.exclude if one.device is not None]
+        named = printable(", ".join(devices if len(devices) == len(decision.exclude) else out))
         return f"nothing to do now; have {named} looked at, then `holdfast control readmit`"
     if look_at:
         return f"{look_at}, then run the same command"

@@ -6,11 +6,11 @@ and steps comes from `incidents`, which every other page uses too.
 
 from __future__ import annotations
 
-from holdfast.account.incidents import Incident
+from holdfast.account.incidents import Incident, bad_copies, verdict_on
 from holdfast.account.remarks import Remark, counted, resized
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
-from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
+from holdfast.journal.events import Line, Resumed, RungRejected, StandingChanged, StepsDone
 from holdfast.journal.text import duration, plural, printable
 
 NOTHING = "nothing to do"
@@ -28,6 +28,8 @@ class Story:
         self.target = 0
         """The step at which the run is back."""
         self._refused: set[str] = set()
+        self._suspects: set[str] = set()
+        """Checkpoints that may have been the cause of something, until it is known."""
         self._unsound = False
         """Whether one of them was no good."""
 
@@ -35,6 +37,7 @@ class Story:
         """An incident was told; if the run goes on, it is followed until it is back."""
         self._open = None if account.ends else account
         self.target = max(self.target, account.step or 0)
+        self._suspects |= set(account.suspects)
         self._refused, self._unsound = set(), False
 
     def line(self, line: Line) -> str | None:
@@ -43,9 +46,12 @@ class Story:
         if isinstance(body, RungRejected):
             return self._refuses(body)
         if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
-            return "\n  ".join(filter(None, (_resumed(body, self._unsound), resized(body))))
+            told = (_resumed(body, self._unsound), *bad_copies(body), resized(body))
+            return "\n  ".join(filter(None, told))
         if isinstance(body, Resumed):
-            return resized(body) or None
+            return "\n  ".join(filter(None, (*bad_copies(body), resized(body)))) or None
+        if isinstance(body, StandingChanged) and body.checkpoint in self._suspects:
+            return verdict_on(body) or None
         return None
 
     def is_back(self, line: Line) -> Account | None:
@@ -100,7 +106,8 @@ def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
     """How a run that finished came through, for the terminal's last line and the report's first."""
     if not found and not others:
         return f"finished: {plural(steps, 'step')}, no incident"
-    met = "".join(f"; {plural(count, kind)}" for count, kind in counted(others)) + _slowest(others)
+    met = "".join(f"; {plural(count, kind)}" for count, kind in counted(others))
+    met += _slowest(others) + _not_copied(others)
     if not found:
         return f"finished: {plural(steps, 'step')}, no restart{met}"
     restarts = sum(one.account is None or not one.account.ends for one in found)
@@ -111,6 +118,11 @@ def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
     asked = [one.account.next for one in found if one.account is not None and one.account.next != NOTHING]
     left = f"; {printable(asked[-1])}" if asked else "" if others else f", {NOTHING}"
     return f"finished: {', '.join(what)}, {lost} lost{left}{met}"
+
+
+def _not_copied(others: list[Remark]) -> str:
+    """Copies that are missing still: the run is done, and nothing else will say so."""
+    return "".join(f"; {one.next}" for one in others if one.kind == "copy" and one.next != NOTHING)
 
 
 def _slowest(others: list[Remark]) -> str:

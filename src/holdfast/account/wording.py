@@ -95,8 +95,10 @@ def five(incident: Incident) -> list[Answer]:
     ]
     if incident.refused:
         found += [Answer("", f"refused {text}") for text in incident.refused]
+    found += [Answer("", text) for text in incident.copies]
     if incident.resumed_step is not None:
         found.append(Answer("", f"resumed from step {incident.resumed_step}"))
+    found += [Answer("", text) for text in incident.settled]
     found.append(Answer("cost", cost_of(incident)))
     now = told.next if told.ends or not incident.open else "wait: it is not back yet"
     return [*found, Answer("next", printable(now))]

@@ -66,6 +66,8 @@ class AssembledShards:
         self.checkpoint = checkpoint
         self.used: Counter[str] = Counter()
         """Bytes read, by source: own, peer, global."""
+        self.bad: list[str] = []
+        """Sources whose bytes were wrong: another one served in their place."""
         self._assembly = assembly
         self._places = places
         self._rank = rank
@@ -136,6 +138,8 @@ class AssembledShards:
         """A source was no good, and why; `failure` is what reading raised, None where the bytes are wrong."""
         self._given_up.add((place, entry.path))
         gone = failure is not None and issubclass(failure, _GoneCopyError)
+        if failure is None:
+            self.bad.append(self._told(place, why))
         if place == self._here and entry.path in self._own and not gone:
             self._quarantine(self._own[entry.path][0], why)
         elif place != GLOBAL:
@@ -147,6 +151,12 @@ class AssembledShards:
                 Warned(message=f"{entry.path} of {self.checkpoint} could not be read from {node}: {why}")
             )
             log.warning("holdfast: %s of %s is not read from %s: %s", entry.path, self.checkpoint, node, why)
+
+    def _told(self, place: str, why: str) -> str:
+        if place == GLOBAL:
+            return f"the copy in the checkpoint root: {why}"
+        info = self._places.find(place)
+        return f"the copy on {info.node if info is not None else place}: {why}"
 
     def _quarantine(self, record: CopyRecord, why: str) -> None:
         self._given_up.update((self._here, file.path) for file in record.files)  # it never counts again
