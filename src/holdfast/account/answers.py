@@ -59,6 +59,7 @@ _SAME_STATE = (
     "saved may have been bad already"
 )
 _UNDECIDED = "one bad result does not say yet whether the device, the data or the state is to blame"
+_GOT_ON = "it had got on before that:"
 _ADAPTER = "check the network adapter "
 _SAID = re.compile(
     r"^cause: |^rank \d+ on \S+ \(pid \d+\) failed: |restarts? without progress (was|were) left$"
@@ -91,7 +92,7 @@ def answers(
         cause=failed.cause,
         who=_who(failed, root, hang, lost, decision),
         what=_what(failed, root, hang, lost, detail, decision),
-        why=_why(failed, root, failures, decision, seen, detail, [] if root is not None else lost)[:MOST_WHY],
+        why=_why(situation, root, failures, decision, seen, detail, [] if root is not None else lost)[:MOST_WHY],
         done=_done(situation, decision),
         next=_next(failed, root, decision, [] if root is not None else lost),
         step=failed.last_step,
@@ -228,7 +229,7 @@ def _when(failed: PastAttempt) -> str:
 
 
 def _why(
-    failed: PastAttempt,
+    situation: Situation,
     root: FailureRecord | None,
     failures: Sequence[FailureRecord],
     decision: Decision,
@@ -237,6 +238,7 @@ def _why(
     lost: Sequence[LostNode],
 ) -> list[str]:
     found: list[str] = []
+    failed = situation.attempt
     if decision.verdict:
         found += [_of_the_verdict(decision), *decision.grounds]
         if decision.suspect:
@@ -259,6 +261,15 @@ def _why(
     found += [
         text for text in (detail, *decision.evidence) if text and text not in said and not _SAID.search(text)
     ]
+    if failed.rejection is not None:  # said with what happened
+        found = [text for text in found if not text.startswith(f"step {failed.rejection.step} was rejected")]
+    kept = resumes_from(situation, decision)
+    if kept is not None and kept > failed.highest_step:  # the newest one has not come to the root yet
+        root_has = f", step {failed.highest_step} in the checkpoint root" if failed.highest_step else ""
+        found = [
+            f"{_GOT_ON} step {kept} is saved on the nodes{root_has}" if text.startswith(_GOT_ON) else text
+            for text in found
+        ]
     if failed.alike or failed.rejection is not None:  # the ranks agree on what they reject, and end alike
         found = [text for text in found if not text.endswith(" failed too")]
     followed = [one for one in failures if root is not None and one.rank != root.rank and not one.left]

@@ -95,11 +95,9 @@ def verdict_on(body: StandingChanged) -> str:
 
 def bad_copies(body: Resumed) -> list[str]:
     """Each copy of what was loaded that was no good, and what was used instead."""
-    read = f", read {' and '.join(body.read_from)}" if body.read_from else ""
-    served = f"; it was loaded from sound copies{read}"
     return [
-        printable(f"of the checkpoint at step {body.step}, {text} was bad: {why}{served}")
-        for text, _, why in (told.partition(": ") for told in body.bad_copies)
+        printable(f"a copy of the checkpoint at step {body.step} was bad and is not used again: {told}")
+        for told in body.bad_copies
     ]
 
 

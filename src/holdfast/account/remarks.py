@@ -191,8 +191,8 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
             text = f"the copy to {where} could not be made: {why}"
             return Remark(
                 "copy", line.at, text, f"look at {where} (checkpoint.remote_root)",
-                who=f"the copy to {where}", did="could not be made", why=why, done="training went on; nothing is lost",
-                cost="no time",
+                who=f"the copy to {where}", did="could not be made", why=why,
+                done="training went on; nothing is lost", cost="no time",
             )  # fmt: skip
         case _:
             return None

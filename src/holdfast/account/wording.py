@@ -94,7 +94,8 @@ def five(incident: Incident) -> list[Answer]:
         Answer("done", printable(told.done)),
     ]
     if incident.refused:
-        found += [Answer("", f"refused {text}") for text in incident.refused]
+        others = (text for text in incident.refused if text.partition(":")[0] not in told.suspects)
+        found += [Answer("", f"refused {text}") for text in others]
     found += [Answer("", text) for text in incident.copies]
     if incident.resumed_step is not None:
         found.append(Answer("", f"resumed from step {incident.resumed_step}"))

@@ -156,7 +156,6 @@ class Resumer:
         self._numbers = itertools.count()
         self._bad_copies: list[str] = []
         """On rank 0: copies of what is proposed whose bytes are wrong, whether or not others serve."""
-        self._read_from: list[str] = []
         self._sources: list[str] = []
         self.taken: Proposal | None = None
         """What was loaded in the end, and from where."""
@@ -195,7 +194,6 @@ class Resumer:
                     world_size=self._group.world_size,
                     saved_by=saved_by,
                     bad_copies=self._bad_copies if name is not None else [],
-                    read_from=self._read_from if name is not None else [],
                 )
             )
             return decision, state
@@ -365,7 +363,6 @@ class Resumer:
             samples, tokens = samples + answer.samples, tokens + answer.tokens
             self._bad_copies += [one for one in answer.bad if one not in self._bad_copies]
         self.counted = samples, tokens
-        self._read_from = [where for one, where in USED.items() if used[one]]
         if used:
             told = [f"{size(used[one])} {where}" for one, where in USED.items() if used[one]]
             self._sources.append(f"read {', '.join(told)}")

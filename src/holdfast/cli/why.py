@@ -56,7 +56,7 @@ def why(
     ours = chosen.attempt if chosen is not None and chosen in asked else None
     shown = [one for one in others if one.kind != "stop" or one.attempt != ours]
     for one in shown if attempt is None else []:
-        times = f" ({one.count} times)" if one.count > 1 and one.kind != "dropped" else ""
+        times = f" ({one.count} times)" if one.count > 1 and one.kind not in ("dropped", "copy") else ""
         typer.echo(f"also, {show_time(one.at)}: {one.what}{times}\n  next  {one.next}")
 
 

@@ -158,9 +158,7 @@ class Resumed(Event, tag="resumed"):
     saved_by: int = 0
     """How many ranks had saved it; 0 if not recorded."""
     bad_copies: list[str] = msgspec.field(default_factory=list)
-    """Copies of it whose bytes are wrong, each with what is wrong; it was read from others."""
-    read_from: list[str] = msgspec.field(default_factory=list)
-    """Where it was read from, in words, if there was more than one place."""
+    """Copies of it whose bytes are wrong: where, what is wrong, and what was read instead."""
 
 
 class SaveStarted(Event, tag="save_started"):

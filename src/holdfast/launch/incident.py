@@ -148,7 +148,7 @@ def decide(
     history = past_attempts(control, before=attempt.number)
     facts += [known.storage.describe()] if known.storage is not None else []
     saved = _diagnostic(settings, failed)
-    facts += [f"the state that the rejected step began from: {saved}"] if saved else []
+    facts += [f"the state that this step began from is kept: {saved}"] if saved else []
     situation = _situation(control, failed, history, settings, known, facts)
     decision = attempt.decisions.decide(RECOVERY, Decision, lambda: recover(history, situation))
     write_down(control, attempt.fence, attempt.journal, failed, root, decision)
@@ -177,7 +177,7 @@ def _diagnostic(settings: Settings, failed: PastAttempt) -> str:
     name = parse_name(told) if told else None
     place = CheckpointRoot(settings.checkpoint_root()).diagnostic()
     path = place.committed(name) if name is not None else None
-    return str(path) if path is not None and path.is_dir() else ""
+    return str(path.absolute()) if path is not None and path.is_dir() else ""
 
 
 def _tell(

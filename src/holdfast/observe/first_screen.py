@@ -180,7 +180,7 @@ def _also(rest: Sequence[Remark]) -> str:
 
 
 def _times(one: Remark) -> str:
-    return f" ({one.count} times)." if one.count > 1 and one.kind not in ("dropped", "stop") else "."
+    return f" ({one.count} times)." if one.count > 1 and one.kind not in ("dropped", "stop", "copy") else "."
 
 
 def _figures(life: Sequence[Attempt], found: list[Incident], others: list[Remark], ledger: Ledger) -> str:
