@@ -87,14 +87,17 @@ def answers(
     """
     failed = situation.attempt
     hang = hangs[0] if root is None and hangs else None
+    gone = [] if root is not None else lost
     return Account(
         attempt=failed.number,
         cause=failed.cause,
         who=_who(failed, root, hang, lost, decision),
         what=_what(failed, root, hang, lost, detail, decision),
-        why=_why(situation, root, failures, decision, seen, detail, [] if root is not None else lost)[:MOST_WHY],
+        why=_why(situation, root, failures, decision, seen, detail, [] if root is not None else lost)[
+            :MOST_WHY
+        ],
         done=_done(situation, decision),
-        next=_next(failed, root, decision, [] if root is not None else lost),
+        next=_next(failed, root, decision, gone),
         step=failed.last_step,
         saved=None if failed.exit_code == ExitCode.NO_VALID_RUNG else resumes_from(situation, decision),
         began=hang.at - hang.seconds if hang is not None and hang.at else None,
