@@ -79,11 +79,14 @@ def answers(
     seen: Sequence[str] = (),
     detail: str = "",
     saved: str = "",
+    in_place: bool = False,
+    newest: int | None = None,
 ) -> Account:
     """What is told of an attempt that failed, and of the decision about it.
 
     `seen`: what was seen of a hang, in sentences; `detail`: what happened, where no worker ended by itself;
-    `saved`: where a diagnostic save is.
+    `saved`: where a diagnostic save is; `in_place`: the processes that there are go on;
+    `newest`: the step of the newest checkpoint, where it is not known which of them may be used.
     """
     failed = situation.attempt
     hang = hangs[0] if root is None and hangs else None
@@ -96,10 +99,12 @@ def answers(
         why=_why(situation, root, failures, decision, seen, detail, [] if root is not None else lost)[
             :MOST_WHY
         ],
-        done=_done(situation, decision),
+        done=_done(situation, decision, in_place=in_place, newest=newest),
         next=_next(failed, root, decision, gone),
         step=failed.last_step,
-        saved=None if failed.exit_code == ExitCode.NO_VALID_RUNG else resumes_from(situation, decision),
+        saved=None
+        if failed.exit_code == ExitCode.NO_VALID_RUNG
+        else resumes_from(situation, decision, newest),
         began=hang.at - hang.seconds if hang is not None and hang.at else None,
         exit_code=decision.exit_code if decision.action in (Action.STOP, Action.REQUEUE) else 0,
         files=_files(root, saved),
@@ -163,7 +168,8 @@ def _what(
         return f"was lost{when}{f': {told}' if told else ''}"
     if hang is not None:
         inside = "" if hang.section == STEP else f", {printable(activity(hang.section, hang.exiting))}"
-        still = f"stood still{when} for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)"
+        long = f" for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)" if hang.limit else inside
+        still = f"stood still{when}{long}"
         waits = f"; rank {hang.rank} waited for it" if hang.missing and hang.rank not in hang.missing else ""
         return still + waits
     how = printable(detail or failed.message, MESSAGE_LIMIT)
@@ -308,10 +314,11 @@ def _of_the_end(root: FailureRecord) -> list[str]:
 # --- what was done, and what is left to do ------------------------------------------------------------------
 
 
-def _done(situation: Situation, decision: Decision) -> str:
+def _done(situation: Situation, decision: Decision, *, in_place: bool, newest: int | None) -> str:
     reason = printable(decision.reason, MESSAGE_LIMIT)
     if decision.action is Action.STOP:
-        return f"stopped: {reason}"
+        here = decision.exit_code == ExitCode.HANDED_OVER
+        return f"{'ended these processes' if here else 'stopped'}: {reason}"
     if decision.action is Action.REQUEUE:
         return f"gave the job back to its scheduler: {reason}"
     if decision.action is Action.WAIT:
@@ -319,7 +326,7 @@ def _done(situation: Situation, decision: Decision) -> str:
     how = {
         Action.ROTATE: "restarting on other devices",
         Action.SHRINK: "restarting with fewer nodes",
-    }.get(decision.action, "restarting")
+    }.get(decision.action, "calling the function again in the same processes," if in_place else "restarting")
     if decision.action is Action.SHRINK and situation.cluster is not None and situation.attempt.node_count:
         left = len(situation.cluster.nodes)
         how = f"restarting with {left} of {plural(situation.attempt.node_count, 'node')}"
@@ -334,18 +341,20 @@ def _done(situation: Situation, decision: Decision) -> str:
         how += f" without batches {decision.skip.first} to {decision.skip.last}"
     trial = situation.attempt.rejection if decision.suspect else None
     aim = f", to see whether step {trial.step} is sound without it" if trial is not None else ""
-    return f"{how} {_from(situation, decision)}{aim}{_budget(situation, decision)}"
+    return f"{how} {_from(situation, decision, newest)}{aim}{_budget(situation, decision)}"
 
 
-def resumes_from(situation: Situation, decision: Decision) -> int | None:
+def resumes_from(situation: Situation, decision: Decision, newest: int | None = None) -> int | None:
     """The step of the newest checkpoint that the next attempt may use; None for a fresh start."""
+    if not situation.rungs and newest:
+        return newest
     without = {*decision.avoid, *decision.suspect}
     usable = (parse_name(name) for name in situation.rungs if name not in without)
     return next((name.step for name in usable if name is not None), None)
 
 
-def _from(situation: Situation, decision: Decision) -> str:
-    step, last = resumes_from(situation, decision), situation.attempt.last_step
+def _from(situation: Situation, decision: Decision, newest: int | None) -> str:
+    step, last = resumes_from(situation, decision, newest), situation.attempt.last_step
     older = "the older checkpoint at " if decision.action is Action.LOWER_RUNG else ""
     where = "from the beginning, as nothing was saved yet" if step is None else f"from {older}step {step}"
     if last is None:

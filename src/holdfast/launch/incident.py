@@ -20,7 +20,6 @@ from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.checkpoint.suspicion import situation_of, write_down
 from holdfast.config import Settings
 from holdfast.control.attempts import (
-    ACCOUNT,
     AttemptRecord,
     EndRecord,
     FailureRecord,
@@ -28,6 +27,7 @@ from holdfast.control.attempts import (
     end_attempt,
     ends_of,
     failures_of,
+    keep_account,
     read_attempt,
     record_failure,
 )
@@ -80,6 +80,8 @@ class Circumstances:
     """What keeps the run's storage from taking anything, however long it was waited for."""
     restarts_chosen: bool = False
     """Whether somebody gave launch.max_restarts."""
+    in_place: Callable[[Decision], bool] = lambda _: False
+    """Whether the processes that there are can do what is decided."""
     can_requeue: Callable[[], bool] = lambda: False
     """Whether a scheduler would start the job again; it may have to be asked."""
 
@@ -202,6 +204,7 @@ def _tell(
         seen=known.facts,
         detail=detail,
         saved=saved,
+        in_place=known.in_place(decision),
     )
 
 
@@ -209,7 +212,7 @@ def _keep(control: ControlDirectory, journal: JournalWriter, account: Account) -
     """Beside the decision, which stands: an account that cannot be kept is told all the same."""
     journal.write(account)
     try:
-        create_record(control.attempt(account.attempt) / ACCOUNT, account)
+        keep_account(control, account)
     except ControlError as error:
         journal.write(events.Warned(message=f"the account of attempt {account.attempt} is not kept: {error}"))
 
