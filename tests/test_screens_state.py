@@ -19,6 +19,10 @@ WHICH_DIFFERS = [(r"__\d_0\.distcp", "__N_0.distcp")]
 ALWAYS = ["--nproc-per-node", "2", "--run-dir", "run", "--set", "launch.node_name=here"]
 
 
+IN_PLACE = SCRIPTS / "meet_a_fault_in_place.py"
+IN_PLACE_NAMED = [("(\\.\\./)*" + str(IN_PLACE).lstrip("/"), "train.py"), ("/train.py", "train.py")]
+
+
 def settings(*given: str) -> list[str]:
     return [word for one in given for word in ("--set", one)]
 
@@ -93,3 +97,18 @@ def test_what_is_seen_of_a_remote_that_is_gone(tmp_path: Path) -> None:
     flags = settings(f"checkpoint.remote_root=file://{tmp_path.resolve()}/remote")
     result = finish(launch("drain failed", *flags), cwd=tmp_path, timeout=120)
     see("drain failed", result, tmp_path, 0)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_restart_in_the_same_processes(tmp_path: Path) -> None:
+    flags = settings(
+        "inprocess.enabled=true",
+        "inprocess.granularity=rank",
+        "inprocess.soft_timeout=10",
+        "inprocess.hard_timeout=15",
+        "inprocess.barrier_timeout=30",
+    )
+    command = holdfast("run", *ALWAYS, *flags, str(IN_PLACE), "exception")
+    result = finish(command, cwd=tmp_path, timeout=120)
+    assert result.code == 0, result.text
+    compare("restart in place", result.err, tmp_path, IN_PLACE_NAMED)
