@@ -348,7 +348,7 @@ class Resumer:
         found_by: dict[str, list[int]] = {mine.problem: [0]} if mine.problem else {}
         unfit = mine.unfit
         used = Counter(mine.used)
-        self._bad_copies += [one for one in mine.bad if one not in self._bad_copies]
+        self._note_bad(mine.bad)
         samples, tokens = mine.samples, mine.tokens
         deadline = time.monotonic() + self._load_timeout
         for rank in range(1, self._group.world_size):
@@ -361,7 +361,7 @@ class Resumer:
             unfit = unfit or (f"rank {rank}: {answer.unfit}" if answer.unfit else "")
             used.update(answer.used)
             samples, tokens = samples + answer.samples, tokens + answer.tokens
-            self._bad_copies += [one for one in answer.bad if one not in self._bad_copies]
+            self._note_bad(answer.bad)
         self.counted = samples, tokens
         if used:
             told = [f"{size(used[one])} {where}" for one, where in USED.items() if used[one]]
@@ -373,6 +373,11 @@ class Resumer:
             if not any(problem.startswith(f"{Reason.MISSING} {path}:") for path in wrong)
         ]
         return told, unfit
+
+    def _note_bad(self, found: list[str]) -> None:
+        """Each copy once: two ranks that read different parts of one name different bytes of it."""
+        known = {text.partition(": bytes ")[0] for text in self._bad_copies}
+        self._bad_copies += [text for text in found if text.partition(": bytes ")[0] not in known]
 
     def _fix(
         self, number: int, rung: Rung | None, rejected: list[RejectedOption], resume_from: str
