@@ -23,6 +23,7 @@ from holdfast.control.secret import SealedStore, run_secret
 from holdfast.exit_codes import ExitCode
 from holdfast.inprocess.conductor import Denied, Granted, Restart
 from holdfast.inprocess.messages import PREFIX, End, EndKind, Over, OverKind, Plan, end_key, plan_key
+from holdfast.inprocess.records import as_evidence
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 from holdfast.launch import in_process
@@ -30,7 +31,6 @@ from holdfast.launch.attempt import Announcement, Attempt, Place
 from holdfast.launch.in_process import Desk, InProcess
 from holdfast.launch.learning import Learner
 from holdfast.launch.monitor import Monitor
-from holdfast.launch.restart_evidence import as_evidence
 from holdfast.launch.workers import Workers
 from holdfast.policy.faults import Fault, FaultKind
 from holdfast.policy.timeouts import Limits

@@ -227,7 +227,10 @@ def test_the_history_in_memory_grants_and_denies_by_the_same_policy() -> None:
     assert isinstance(first, Granted)
     assert first.reason
     second = memory.authorise(asked(1, [raised()]))
-    assert second == Denied(reason="the same error repeated without progress", exit_code=int(ExitCode.FAILED))
+    assert isinstance(second, Denied)
+    assert (second.reason, second.exit_code) == ("the same error repeated without progress", ExitCode.FAILED)
+    assert second.decision is not None
+    assert "attempt 1 ended with the same error at the same step" in second.decision.evidence
     assert memory.authorise(asked(2, [raised()], committed=5)) != second
 
 

@@ -75,7 +75,7 @@ def test_an_exception_on_one_rank_restarts_all_in_the_same_processes(tmp_path: P
         assert plan.order == [0, 1, 2]
         assert [fault.kind for fault in plan.faults if fault.member == 1] == [FaultKind.EXCEPTION]
         assert plan.faults[0].detail == "ValueError: a fault of rank 1 in step 4"
-        assert "rank 1 on here: exception (ValueError: a fault of rank 1 in step 4)" in job.errors()
+        assert "rank 1 on here raised: ValueError: a fault of rank 1 in step 4" in job.errors()
 
 
 def test_a_killed_rank_is_replaced_by_a_reserve(tmp_path: Path) -> None:

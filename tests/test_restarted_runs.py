@@ -20,14 +20,17 @@ import torch.distributed as dist
 
 import holdfast
 from harness import wait_until
-from holdfast.control.attempts import ends_of
-from holdfast.control.directory import ControlDirectory
+from holdfast.account.incidents import incidents
+from holdfast.control.attempts import ACCOUNT, ends_of
+from holdfast.control.directory import ControlDirectory, read_record
 from holdfast.control.lease import claim
 from holdfast.inprocess.conductor import Denied, Granted, Restart
 from holdfast.inprocess.messages import FaultKind
+from holdfast.journal.account_events import Account
 from holdfast.journal.events import LeaseClaimed
 from holdfast.journal.reader import read_journal
 from holdfast.journal.restart_events import FunctionRestarted, RestartFaulted, RestartPlanned
+from holdfast.observe.status import look
 from holdfast.scope import RestartRequested, Scope, entered
 from holdfast.worker.halting import Halting
 from holdfast.worker.watched import collective_timeout
@@ -377,3 +380,94 @@ def test_a_request_to_stop_that_was_not_followed_is_not_lost(tmp_path: Path) -> 
     assert sys.excepthook == before
     assert Halting._newest is None, "it would keep the model alive"
     run._halting.deadline.disarm()
+
+
+def failing(place: Path, iterations: int, *, with_run: bool = True) -> Callable[[], None]:
+    """A function that fails on rank 1 in so many of its calls: in step 10, or before there is a run."""
+
+    def fail(scope: Scope) -> None:
+        if scope.rank == 1 and scope.iteration < iterations:
+            raise ValueError("a fault")
+        dist.all_reduce(torch.ones(1))
+
+    def function() -> None:
+        scope = holdfast.restart_scope()
+        assert scope is not None
+        if not with_run:
+            fail(scope)
+            return
+        model, optimizer, schedule, loader = build()
+        run = holdfast.Run(run_dir=place / "run", **SETTINGS)
+        run.track(model=model, optimizer=optimizer, schedule=schedule)
+        for step, _ in run.steps(loader, until=12):
+            if step == 10:
+                fail(scope)
+
+    return function
+
+
+def accounts_of(place: Path) -> list[Account]:
+    lines = read_journal(control_of(place).journal)
+    return [line.body for line in lines if isinstance(line.body, Account)]
+
+
+def test_without_a_launcher_a_restart_is_told_by_the_five_answers(tmp_path: Path) -> None:
+    with members(tmp_path, 2, function=failing(tmp_path, 1)) as job:
+        assert job.wait() == [0, 0], job.errors()
+        said = job.errors()
+    control, (account,) = control_of(tmp_path), accounts_of(tmp_path)
+    assert (account.attempt, account.who, account.cause) == (1, "rank 1 on here", "job")
+    assert account.what.startswith("failed in step 10 with ValueError: a fault at ")
+    assert account.why[1] == "this points to the training script"
+    assert account.done == (
+        "calling the function again in the same processes, from step 8: 1 step to redo (restart 1 of 3)"
+    )
+    assert account.next.startswith("nothing to do, unless it comes back: mend ")
+    assert (account.step, account.saved, account.exit_code) == (9, 8, 0)
+    assert read_record(control.attempt(1) / ACCOUNT, Account) == account
+    (incident,) = incidents(read_journal(control.journal))
+    assert (incident.account, incident.steps_lost, incident.open) == (account, 1, False)
+    shown = look(control).incident
+    assert shown is not None
+    assert "calling the function again" in shown.text
+    assert said.count("rank 1 on here failed in step 10 with ValueError: a fault") == 1
+
+
+@pytest.mark.parametrize("with_run", [True, False])
+def test_without_a_launcher_the_end_is_told_once(tmp_path: Path, with_run: bool) -> None:
+    """The same error again: nobody calls the function for a third time, and the account says why."""
+    with members(tmp_path, 2, function=failing(tmp_path, 9, with_run=with_run)) as job:
+        assert 0 not in job.wait(), job.errors()
+        said = job.errors()
+    assert said.count("done: stopped: ") == 1, said
+    if not with_run:
+        assert not (tmp_path / "run").exists(), "there is no journal to write it into"
+        return
+    told = accounts_of(tmp_path)
+    assert [one.attempt for one in told] == [1, 2]
+    assert told[1].done == "stopped: the same error repeated without progress"
+    assert (told[1].exit_code, told[1].saved, told[1].step) == (1, 8, 9)
+    assert "attempt 1 ended with the same error at the same step" in told[1].why
+    assert read_record(control_of(tmp_path).attempt(2) / ACCOUNT, Account) == told[1]
+
+
+def test_without_a_launcher_the_loss_of_a_rank_that_nobody_can_replace_is_told(tmp_path: Path) -> None:
+    def function() -> None:
+        scope = holdfast.restart_scope()
+        assert scope is not None
+        model, optimizer, schedule, loader = build()
+        run = holdfast.Run(run_dir=tmp_path / "run", **SETTINGS)
+        run.track(model=model, optimizer=optimizer, schedule=schedule)
+        for step, _ in run.steps(loader, until=12):
+            if step == 10 and scope.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1))
+
+    with members(tmp_path, 2, function=function) as job:
+        assert 0 not in job.wait(), job.errors()
+    (account,) = accounts_of(tmp_path)
+    assert account.who == "rank 1 on here"
+    assert account.what.startswith("was killed by SIGKILL")
+    assert account.done == "ended these processes: 1 ranks are left that can train, and 2 are needed"
+    assert account.exit_code == 33
+    assert "the launcher restarts" in account.next

@@ -21,7 +21,13 @@ SCRIPT_NAMED = [
 ]
 EITHER_COSTLIEST = [(r"(?s)(The costliest of 3 incidents).*?(?=\nSteps: )", r"\1 …")]
 """Two incidents that cost about the same: which of them cost more depends on the machine."""
+WHICH_DIFFERS = [(r"__\d_0\.distcp", "__N_0.distcp")]
+"""Whose copy is the newest is chance."""
 ALWAYS = ["--nproc-per-node", "2", "--run-dir", "run", "--set", "launch.node_name=here"]
+
+
+IN_PLACE = SCRIPTS / "meet_a_fault_in_place.py"
+IN_PLACE_NAMED = [("(\\.\\./)*" + str(IN_PLACE).lstrip("/"), "train.py"), ("/train.py", "train.py")]
 
 
 def settings(*given: str) -> list[str]:
@@ -92,3 +98,61 @@ def test_what_is_seen_of_a_slow_disk(tmp_path: Path, slow_io: Path) -> None:
     }
     result = finish(launch("slow disk"), cwd=tmp_path, env=slow, timeout=150)
     see("slow disk", result, tmp_path, 0)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_bad_local_copy(tmp_path: Path) -> None:
+    """The newest checkpoint lies on the node and in the checkpoint root; one copy on the node is bad."""
+    (tmp_path / "memory").mkdir()
+    flags = settings(
+        "checkpoint.async_save=true",
+        "checkpoint.non_persistent_ckpt_type=local",
+        "checkpoint.non_persistent_local_ckpt_dir=memory",
+        "checkpoint.non_persistent_save_interval=5",
+        "checkpoint.replication_factor=1",
+    )
+    result = finish(launch("bad local copy", *flags), cwd=tmp_path, timeout=120)
+    see("bad local copy", result, tmp_path, 0, *WHICH_DIFFERS)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_state_that_makes_nan(tmp_path: Path) -> None:
+    flags = settings("validation.rerun_mode=validate_results")
+    result = finish(launch("NaN from state", *flags), cwd=tmp_path, timeout=120)
+    see("NaN from state", result, tmp_path, 0)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_bad_device(tmp_path: Path) -> None:
+    """Devices are only names here; what one of them computes is falsified, whichever rank has it."""
+    flags = settings(
+        "validation.rerun_mode=validate_results",
+        "validation.error_injection_type=persistent_error",
+        "validation.error_injection_step=25",
+        "validation.error_injection_ranks=1",
+    )
+    env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    result = finish(launch("wrong device", *flags), cwd=tmp_path, env=env, timeout=120)
+    see("wrong device", result, tmp_path, 0)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_remote_that_is_gone(tmp_path: Path) -> None:
+    flags = settings(f"checkpoint.remote_root=file://{tmp_path.resolve()}/remote")
+    result = finish(launch("drain failed", *flags), cwd=tmp_path, timeout=120)
+    see("drain failed", result, tmp_path, 0)
+
+
+@pytest.mark.drill
+def test_what_is_seen_of_a_restart_in_the_same_processes(tmp_path: Path) -> None:
+    flags = settings(
+        "inprocess.enabled=true",
+        "inprocess.granularity=rank",
+        "inprocess.soft_timeout=10",
+        "inprocess.hard_timeout=15",
+        "inprocess.barrier_timeout=30",
+    )
+    command = holdfast("run", *ALWAYS, *flags, str(IN_PLACE), "exception")
+    result = finish(command, cwd=tmp_path, timeout=120)
+    assert result.code == 0, result.text
+    compare("restart in place", result.err, tmp_path, IN_PLACE_NAMED)

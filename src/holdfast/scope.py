@@ -50,6 +50,8 @@ class Scope:
         """What had asked a run of the function to stop, and was not followed when the function was left."""
         self.attempt = 0
         """The attempt that a run of this iteration is; 0 while there is none."""
+        self.run_dir = ""
+        """Where that run keeps its records."""
         self.events: list[msgspec.Struct] = []
         """Events that the first run of this iteration is to write into its journal."""
         self.committed = 0

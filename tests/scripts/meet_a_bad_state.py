@@ -68,6 +68,15 @@ def spoil_the_newest_local_copy() -> None:
         image.write(bytes([byte ^ 1]))
 
 
+def await_copy(place: str) -> None:
+    """Until the newest checkpoint that goes there is there: copies are made beside training."""
+    deadline = time.monotonic() + 60
+    while not any((found / "holdfast.json").exists() for found in Path(place).glob("step_00000020-*")):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing came to {place}")
+        time.sleep(0.02)
+
+
 def die_in_the_save() -> None:
     """At the first write that is to last."""
 
@@ -92,11 +101,13 @@ def meet() -> None:
         case "blocked in C" if rank == 1:
             lock_up()
         case "bad local copy" if rank == 1:
+            await_copy("run/checkpoints")
             spoil_the_newest_local_copy()
             die()
         case "exception on all":
             raise ValueError("the schedule has no entry for this step")
         case "drain failed" if rank == 0:
+            await_copy("remote")
             shutil.rmtree("remote")
             Path("remote").touch()
         case "nothing left" if rank == 1:

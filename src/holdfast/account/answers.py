@@ -27,6 +27,8 @@ from holdfast.policy.recovery import INSTEAD, Decision, Situation
 from holdfast.policy.rejection import Rejection
 from holdfast.policy.signs import Cause
 from holdfast.policy.timeouts import STEP
+from holdfast.policy.unsettled import DEVICE
+from holdfast.policy.verdicts import FOLLOWS, NO_OTHER_DEVICE
 
 MESSAGE_LIMIT = 300
 MOST_WHY = 12
@@ -60,7 +62,16 @@ _VERDICTS = {
 }
 _CLASS = re.compile(r"^\w+(?:Error|Exception): ")
 """Of an error of Holdfast's own: its words say it."""
+_ALONE = (
+    "it came back when the step was done again from a checkpoint, on the only devices there are: it is in "
+    "the data, the state or the script, unless they share a fault"
+)
+_SAME_STATE = (
+    "the same happened before with this state, and every byte of the checkpoint is what was saved: what was "
+    "saved may have been bad already"
+)
 _UNDECIDED = "one bad result does not say yet whether the device, the data or the state is to blame"
+_GOT_ON = "the run had made progress before that:"
 _ADAPTER = "check the network adapter "
 _PASSED_ON = re.compile(r"^([\w.]+): Caught \1 in [^.]*\. .*?(?=\1\b)\1")
 _NO_ROOM = re.compile(
@@ -87,42 +98,61 @@ def answers(
     saved: str = "",
     cut_off: CheckpointName | None = None,
     storage: Trouble | None = None,
+    in_place: bool = False,
+    newest: int | None = None,
 ) -> Account:
     """What is told of an attempt that failed, and of the decision about it.
 
     `seen`: what was seen of a hang, in sentences; `detail`: what happened, where no worker ended by itself;
     `saved`: where a diagnostic save is; `cut_off`: the checkpoint whose save was not complete by then;
-    `storage`: what keeps the run's storage from taking anything.
+    `storage`: what keeps the run's storage from taking anything; `in_place`: the processes go on;
+    `newest`: the step of the newest checkpoint, where it is not known which of them may be used.
     """
     failed = situation.attempt
     hang = hangs[0] if root is None and hangs else None
+    gone = [] if root is not None else lost
     return Account(
         attempt=failed.number,
         cause=failed.cause,
-        who=_who(failed, root, hang, lost),
-        what=_what(failed, root, hang, lost, detail, cut_off),
+        who=_who(failed, root, hang, lost, decision),
+        what=_what(failed, root, hang, lost, detail, decision, cut_off),
         why=_with_storage(
-            _why(failed, root, failures, decision, seen, detail, [] if root is not None else lost),
+            _why(situation, root, failures, decision, seen, detail, [] if root is not None else lost),
             root,
             decision,
             storage,
             cut_off,
         )[:MOST_WHY],
-        done=_done(situation, decision, storage, cut_off),
-        next=_next(failed, root, decision, [] if root is not None else lost, storage),
+        done=_done(situation, decision, storage, cut_off, in_place=in_place, newest=newest),
+        next=_next(failed, root, decision, gone, storage),
         step=failed.last_step,
-        saved=None if failed.exit_code == ExitCode.NO_VALID_RUNG else resumes_from(situation, decision),
+        saved=None
+        if failed.exit_code == ExitCode.NO_VALID_RUNG
+        else resumes_from(situation, decision, newest),
         began=hang.at - hang.seconds if hang is not None and hang.at else None,
         exit_code=decision.exit_code if decision.action in (Action.STOP, Action.REQUEUE) else 0,
         files=_files(root, saved),
+        suspects=decision.suspect,
+        undecided=failed.rejection is not None and not decision.verdict,
     )
 
 
 # --- who, and what ------------------------------------------------------------------------------------------
 
 
-def _who(failed: PastAttempt, root: FailureRecord | None, hang: Hang | None, lost: Sequence[LostNode]) -> str:
+def _who(
+    failed: PastAttempt,
+    root: FailureRecord | None,
+    hang: Hang | None,
+    lost: Sequence[LostNode],
+    decision: Decision,
+) -> str:
     if failed.rejection is not None:
+        if decision.suspect:
+            return _checkpoint(decision.suspect[0])
+        out = decision.exclude[0] if decision.exclude and decision.verdict == DEVICE else None
+        if out is not None and out.device is not None:
+            return f"device {printable(out.device)} of {printable(out.node)}"
         return _rejected_by(failed.rejection)
     if root is not None and failed.alike and failed.world_size > 1:
         return "both ranks" if failed.world_size == 2 else f"all {failed.world_size} ranks"
@@ -147,13 +177,15 @@ def _what(
     hang: Hang | None,
     lost: Sequence[LostNode],
     detail: str,
+    decision: Decision,
     cut_off: CheckpointName | None,
 ) -> str:
     when = _when(failed)
     if failed.rejection is not None:
         why = "; ".join(printable(reason) for reason in failed.rejection.reasons[:3]) or "it was rejected"
-        again = ", twice" if failed.rejection.rerun else ""
-        return f"gave a bad result in step {failed.rejection.step}{again}: {why}"
+        again = ", and again when the step was repeated" if failed.rejection.rerun else ""
+        gave = f"gave a bad result in step {failed.rejection.step}{again}: {why}"
+        return f"may be bad: the run went on from it and {gave}" if decision.suspect else gave
     if root is not None:
         saving = cut_off is not None and cut_off.step == failed.last_step
         return _ended(root, f" while step {failed.last_step} was being saved" if saving else when)
@@ -162,11 +194,18 @@ def _what(
         return f"was lost{when}{f': {told}' if told else ''}"
     if hang is not None:
         inside = "" if hang.section == STEP else f", {printable(activity(hang.section, hang.exiting))}"
-        still = f"stood still{when} for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)"
+        long = f" for {hang.seconds:.0f} s{inside} ({hang.limit:.0f} s are allowed)" if hang.limit else inside
+        still = f"stood still{when}{long}"
         waits = f"; rank {hang.rank} waited for it" if hang.missing and hang.rank not in hang.missing else ""
         return still + waits
     how = printable(detail or failed.message, MESSAGE_LIMIT)
     return f"failed{when}{f': {how}' if how else ''}"
+
+
+def _checkpoint(named: str) -> str:
+    """`the checkpoint at step 20 (step_00000020-3fa9c1d2)`."""
+    name = parse_name(named)
+    return f"the checkpoint at step {name.step} ({printable(named)})" if name else printable(named)
 
 
 def _rejected_by(rejection: Rejection) -> str:
@@ -256,7 +295,7 @@ def _with_storage(
 
 
 def _why(
-    failed: PastAttempt,
+    situation: Situation,
     root: FailureRecord | None,
     failures: Sequence[FailureRecord],
     decision: Decision,
@@ -265,8 +304,11 @@ def _why(
     lost: Sequence[LostNode],
 ) -> list[str]:
     found: list[str] = []
+    failed = situation.attempt
     if decision.verdict:
-        found += [_VERDICTS.get(decision.verdict, f"verdict: {decision.verdict}"), *decision.grounds]
+        found += [_of_the_verdict(decision), *decision.grounds]
+        if decision.suspect:
+            found.insert(0, _SAME_STATE)
     cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
     named = next((text for text in decision.evidence if text.startswith(_ADAPTER)), "")
     if named:
@@ -292,7 +334,16 @@ def _why(
     ]
     if any(_ONLY_ON.match(text) for text in found):
         found = [text for text in found if not text.endswith("failed in their first lines")]
-    if failed.alike:
+    if failed.rejection is not None:  # said with what happened
+        found = [text for text in found if not text.startswith(f"step {failed.rejection.step} was rejected")]
+    kept = resumes_from(situation, decision)
+    if kept is not None and kept > failed.highest_step:  # the newest one has not come to the root yet
+        root_has = f", step {failed.highest_step} in the checkpoint root" if failed.highest_step else ""
+        found = [
+            f"{_GOT_ON} step {kept} is saved on the nodes{root_has}" if text.startswith(_GOT_ON) else text
+            for text in found
+        ]
+    if failed.alike or failed.rejection is not None:  # the ranks agree on what they reject, and end alike
         found = [text for text in found if not text.endswith(" failed too")]
     followed = [one for one in failures if root is not None and one.rank != root.rank and not one.left]
     consequences = [one.rank for one in followed if is_symptom(one.exit_code, one.message)]
@@ -308,6 +359,14 @@ def _together(found: list[str], origin: str) -> list[str]:
     if at is None:
         return [*found, origin]
     return [*found[:at], f"{found[at]}: {origin}", *found[at + 1 :]]
+
+
+def _of_the_verdict(decision: Decision) -> str:
+    said = _VERDICTS.get(decision.verdict, f"verdict: {decision.verdict}")
+    if any(text.startswith(NO_OTHER_DEVICE) for text in decision.grounds):
+        return _ALONE
+    _, follows, where = decision.reason.partition(FOLLOWS)
+    return f"{said}: {where}" if follows else said
 
 
 def _of_the_end(root: FailureRecord) -> list[str]:
@@ -343,13 +402,20 @@ def _counted(memory: MemoryKill | None) -> str:
 
 
 def _done(
-    situation: Situation, decision: Decision, storage: Trouble | None, cut_off: CheckpointName | None
+    situation: Situation,
+    decision: Decision,
+    storage: Trouble | None,
+    cut_off: CheckpointName | None,
+    *,
+    in_place: bool,
+    newest: int | None,
 ) -> str:
     reason = printable(decision.reason, MESSAGE_LIMIT)
     if storage is not None and decision.exit_code == ExitCode.STORAGE_FAILED:
         reason = printable(storage.describe(), MESSAGE_LIMIT)
     if decision.action is Action.STOP:
-        return f"stopped: {reason}"
+        here = decision.exit_code == ExitCode.HANDED_OVER
+        return f"{'ended these processes' if here else 'stopped'}: {reason}"
     if decision.action is Action.REQUEUE:
         return f"gave the job back to its scheduler: {reason}"
     if decision.action is Action.WAIT:
@@ -357,32 +423,37 @@ def _done(
     how = {
         Action.ROTATE: "restarting on other devices",
         Action.SHRINK: "restarting with fewer nodes",
-    }.get(decision.action, "restarting")
+    }.get(decision.action, "calling the function again in the same processes," if in_place else "restarting")
     if decision.action is Action.SHRINK and situation.cluster is not None and situation.attempt.node_count:
         left = len(situation.cluster.nodes)
         how = f"restarting with {left} of {plural(situation.attempt.node_count, 'node')}"
     out = [
         one.node if one.device is None else f"device {one.device} of {one.node}" for one in decision.exclude
     ]
-    if decision.suspect:
-        how += f", as {printable(decision.suspect[0])} may be the cause,"
     if out:
         how += f" without {printable(', '.join(out))}"
     if decision.spares:
         how += f" on the spare {printable(', '.join(decision.spares))}"
     if decision.skip is not None:
         how += f" without batches {decision.skip.first} to {decision.skip.last}"
-    return f"{how} {_from(situation, decision, cut_off)}{_budget(situation, decision)}"
+    trial = situation.attempt.rejection if decision.suspect else None
+    aim = f", to see whether step {trial.step} is sound without it" if trial is not None else ""
+    return f"{how} {_from(situation, decision, cut_off, newest)}{aim}{_budget(situation, decision)}"
 
 
-def resumes_from(situation: Situation, decision: Decision) -> int | None:
+def resumes_from(situation: Situation, decision: Decision, newest: int | None = None) -> int | None:
     """The step of the newest checkpoint that the next attempt may use; None for a fresh start."""
-    usable = (parse_name(name) for name in situation.rungs if name not in decision.avoid)
+    if not situation.rungs and newest:
+        return newest
+    without = {*decision.avoid, *decision.suspect}
+    usable = (parse_name(name) for name in situation.rungs if name not in without)
     return next((name.step for name in usable if name is not None), None)
 
 
-def _from(situation: Situation, decision: Decision, cut_off: CheckpointName | None) -> str:
-    step, last = resumes_from(situation, decision), situation.attempt.last_step
+def _from(
+    situation: Situation, decision: Decision, cut_off: CheckpointName | None, newest: int | None
+) -> str:
+    step, last = resumes_from(situation, decision, newest), situation.attempt.last_step
     older = "the older checkpoint at " if decision.action is Action.LOWER_RUNG else ""
     where = "from the beginning, as nothing was saved yet" if step is None else f"from {older}step {step}"
     if cut_off is not None and cut_off.step > (step or 0):
@@ -423,7 +494,8 @@ def _next(
         if not out:
             own = failed.cause in _OWN and _to_mend(root)
             return f"nothing to do, unless it comes back: {_to_mend(root)}" if own else "nothing to do"
-        named = printable(", ".join(out))
+        devices = [f"device {one.device} of {one.node}" for one in decision.exclude if one.device is not None]
+        named = printable(", ".join(devices if len(devices) == len(decision.exclude) else out))
         return f"have {named} looked at, then `holdfast control readmit`; the run itself needs nothing"
     if look_at:
         return f"{look_at}, then run the same command"

@@ -9,13 +9,14 @@ incidents.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from holdfast.account.endings import untold
 from holdfast.account.history import Attempt, attempts
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import STOP, Account
-from holdfast.journal.events import Decision, Line, WorkerFailed
+from holdfast.journal.events import Decision, Line, Resumed, StandingChanged, WorkerFailed
 from holdfast.journal.render import plural, printable, worker_end
 from holdfast.journal.render_restarts import restart_fault
 from holdfast.journal.restart_events import RestartFaulted
@@ -58,6 +59,10 @@ class Incident:
     refused: tuple[str, ...] = ()
     """Checkpoints that the resume after it could not use, with the reasons."""
     resumed_step: int | None = None
+    copies: tuple[str, ...] = ()
+    """Bad copies of what was resumed from, and what was used instead."""
+    settled: tuple[str, ...] = ()
+    """What was found out later about checkpoints that might have been the cause."""
 
 
 def incidents(lines: list[Line]) -> list[Incident]:
@@ -65,11 +70,49 @@ def incidents(lines: list[Line]) -> list[Incident]:
     life = attempts(lines)
     last_at = max((line.at for line in lines), default=0.0)
     faults = [(index, fault) for index in range(len(life)) if (fault := _fault(life, index)) is not None]
+    judged = [line.body for line in lines if isinstance(line.body, StandingChanged)]
     found: list[Incident] = []
     for position, (index, fault) in enumerate(faults):
         following = faults[position + 1] if position + 1 < len(faults) else None
-        found.append(_incident(life, position + 1, index, fault, following, last_at))
+        one = _incident(life, position + 1, index, fault, following, last_at)
+        suspects = one.account.suspects if one.account is not None else []
+        said = {body.checkpoint: verdict_on(body) for body in judged if body.checkpoint in suspects}
+        found.append(replace(one, settled=tuple(filter(None, said.values()))))
     return found
+
+
+def verdict_on(body: StandingChanged) -> str:
+    """What was found out about a checkpoint that had been under suspicion; empty while nothing was."""
+    said = {
+        "condemned": "is bad and is not used again",
+        "acquitted": "is not to blame and may be used again",
+    }.get(body.standing)
+    if said is None:
+        return ""
+    name = parse_name(body.checkpoint)
+    which = f"the checkpoint at step {name.step} ({body.checkpoint})" if name else body.checkpoint
+    return printable(f"{which} {said}: {'; '.join(body.evidence[:2])}")
+
+
+def bad_copies(body: Resumed) -> list[str]:
+    """Each copy of what was loaded that was no good, and what was used instead."""
+    return [
+        printable(f"a copy of the checkpoint at step {body.step} was bad and is not used again: {told}")
+        for told in body.bad_copies
+    ]
+
+
+def investigations(found: Sequence[Incident]) -> list[list[Incident]]:
+    """Incidents that belong together: a bad result whose cause is looked for, up to the one that names it."""
+    together: list[list[Incident]] = []
+    for one in found:
+        before = together[-1][-1].account if together else None
+        again = before is not None and before.undecided and one.account is not None
+        if again and before is not None and one.account is not None and one.account.step == before.step:
+            together[-1].append(one)
+        else:
+            together.append([one])
+    return together
 
 
 def stops(lines: list[Line]) -> list[Incident]:
@@ -149,6 +192,7 @@ def _incident(
     position = next((one.reached for one in reversed(life[: index + 1]) if one.reached is not None), 0)
 
     resumed = next((one for one in life[index + 1 : until] if one.resumed_at is not None), None)
+    taken = resumed.resumed if resumed is not None else None
     steps = [step for one in life[index + 1 : until] for step in one.steps]
     first_done = steps[0].end if steps else None
     # A run may finish without passing its old highest step: then everything lost was done again by its end.
@@ -168,7 +212,10 @@ def _incident(
             printable(f"{name}: {'; '.join(why) or 'rejected'}")
             for name, why in (_passed_over(resumed or later[0]) if later else [])
         ),
-        resumed_step=resumed.resumed.step if resumed is not None and resumed.resumed is not None else None,
+        resumed_step=taken.step if taken is not None else None,
+        copies=tuple(
+            bad_copies(resumed.resumed) if resumed is not None and resumed.resumed is not None else ()
+        ),
         evidence=_evidence(failed, later[0] if later else None),
         decision=_decision(failed, resumed or (later[0] if later else None)),
         detected_at=fault.detected_at,

@@ -17,6 +17,7 @@ from holdfast.journal.cluster_events import StopAsked, StopForced, StopSaved
 from holdfast.journal.events import (
     AttemptEnded,
     AttemptStarted,
+    CopyDrained,
     DrainFailed,
     Line,
     Resumed,
@@ -111,6 +112,9 @@ def remarks(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remar
             earlier.count += 1
             if remark.kind == "slow":  # the newest figures
                 earlier.what, earlier.did, earlier.why = remark.what, remark.did, remark.why
+    for one in kept.values():
+        if one.kind == "copy":
+            _say_which(one, lines)
     for who, body in slow.items():
         _add_up(kept["slow", who], body, lines)
     if dropped and first_drop is not None:
@@ -241,11 +245,11 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
             )  # fmt: skip
         case DrainFailed():
             why, where = printable(body.error), printable(body.remote)
-            text = f"a copy was not made on {where}: {why}"
+            text = f"the copy to {where} could not be made: {why}"
             return Remark(
-                "copy", line.at, text, "look at the remote root; it is tried again", who=f"a copy to {where}",
-                did="was not made", why=why, done="the checkpoint itself is safe; the copy is tried again",
-                cost="no time",
+                "copy", line.at, text, f"look at {where} (checkpoint.remote_root)",
+                who=f"the copy to {where}", did="could not be made", why=why,
+                done="training went on; nothing is lost", cost="no time",
             )  # fmt: skip
         case _:
             return None
@@ -253,6 +257,32 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
 
 _FULL = ("No space left on device", "Disk quota exceeded")
 """How an error says that there is no room."""
+
+
+def _say_which(one: Remark, lines: Sequence[Line]) -> None:
+    """Of failed copies: of which checkpoints they were, and whether they were made later after all."""
+    failed: dict[str, int] = {}
+    for line in lines:
+        body = line.body
+        if isinstance(body, DrainFailed) and one.who.endswith(printable(body.remote)):
+            failed[body.checkpoint] = body.step
+        elif isinstance(body, CopyDrained):
+            failed.pop(body.checkpoint, None)
+    if not failed:
+        one.done, one.next = "it was made later", "nothing to do"
+        return
+    steps = sorted(failed.values())
+    named = ", ".join(map(str, steps[-NAMED:]))
+    of = f"of the checkpoint at step {named}" if len(steps) == 1 else f"of {len(steps)} checkpoints"
+    if len(steps) > 1:
+        of += f" (steps {named})" if len(steps) <= NAMED else f" (the newest: steps {named})"
+    one.did = f"could not be made {of}"
+    one.what = f"{one.who} {one.did}: {one.why}"
+    it = "it lies" if len(steps) == 1 else "they lie"
+    one.done = f"training went on; nothing is lost: {it} in the checkpoint root"
+    one.next = f"{one.next}; the next start copies what is missing"
+
+
 _ASKED_BY = {
     "signal": "a signal reached the run",
     "stop_file": "somebody made the stop file",

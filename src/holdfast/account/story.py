@@ -6,12 +6,12 @@ and steps comes from `incidents`, which every other page uses too.
 
 from __future__ import annotations
 
-from holdfast.account.incidents import Incident
+from holdfast.account.incidents import Incident, bad_copies, verdict_on
 from holdfast.account.remarks import KINDS, Remark, counted, resized, stored_slowly, what_of_slow_storage
 from holdfast.account.wording import NOTHING, short
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
-from holdfast.journal.events import Line, Resumed, RungRejected, SaveCommitted, StepsDone
+from holdfast.journal.events import Line, Resumed, RungRejected, SaveCommitted, StandingChanged, StepsDone
 from holdfast.journal.text import duration, plural, printable, size
 
 AVOIDED = "avoided:"
@@ -28,6 +28,8 @@ class Story:
         self.target = 0
         """The step at which the run is back."""
         self._refused: set[str] = set()
+        self._suspects: set[str] = set()
+        """Checkpoints that may have been the cause of something, until it is known."""
         self._unsound = False
         """Whether one of them was no good."""
         self._slow: set[str] = set()
@@ -37,6 +39,7 @@ class Story:
         """An incident was told; if the run goes on, it is followed until it is back."""
         self._open = None if account.ends else account
         self.target = max(self.target, account.step or 0)
+        self._suspects |= set(account.suspects)
         self._refused, self._unsound = set(), False
 
     def line(self, line: Line) -> str | None:
@@ -45,9 +48,12 @@ class Story:
         if isinstance(body, RungRejected):
             return self._refuses(body)
         if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
-            return "\n  ".join(filter(None, (_resumed(body, self._unsound), resized(body))))
+            told = (_resumed(body, self._unsound), *bad_copies(body), resized(body))
+            return "\n  ".join(filter(None, told))
         if isinstance(body, Resumed):
-            return resized(body) or None
+            return "\n  ".join(filter(None, (*bad_copies(body), resized(body)))) or None
+        if isinstance(body, StandingChanged) and body.checkpoint in self._suspects:
+            return verdict_on(body) or None
         if isinstance(body, SaveCommitted) and stored_slowly(body) and body.root not in self._slow:
             self._slow.add(body.root)
             return _stored_slowly(body)

@@ -121,7 +121,10 @@ def five(incident: Incident) -> list[Answer]:
         Answer("done", printable(done_of(told, incident.resumed_step))),
     ]
     if incident.refused:
-        found += [Answer("", f"refused {text}") for text in incident.refused]
+        others = (text for text in incident.refused if text.partition(":")[0] not in told.suspects)
+        found += [Answer("", f"refused {text}") for text in others]
+    found += [Answer("", text) for text in incident.copies]
+    found += [Answer("", text) for text in incident.settled]
     found.append(Answer("cost", cost_of(incident)))
     now = told.next if told.ends or not incident.open else "wait: it is not back yet"
     return [*found, Answer("next", printable(now))]

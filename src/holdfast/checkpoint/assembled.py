@@ -66,6 +66,8 @@ class AssembledShards:
         self.checkpoint = checkpoint
         self.used: Counter[str] = Counter()
         """Bytes read, by source: own, peer, global."""
+        self.bad: list[str] = []
+        """Sources whose bytes were wrong: another one served in their place."""
         self._assembly = assembly
         self._places = places
         self._rank = rank
@@ -132,21 +134,39 @@ class AssembledShards:
             self._readers[place] = PeerReader((info.host, info.port), self._control, timeout=self._timeout)
         return self._readers[place]
 
-    def give_up(self, place: str, entry: FileEntry, why: str, failure: type[CheckpointError] | None) -> None:
-        """A source was no good, and why; `failure` is what reading raised, None where the bytes are wrong."""
+    def give_up(
+        self,
+        place: str,
+        entry: FileEntry,
+        why: str,
+        failure: type[CheckpointError] | None,
+        instead: str = "",
+    ) -> None:
+        """A source was no good, and why; `failure` is what reading raised, None where the bytes are wrong;
+        `instead`: the next source, if there is one."""
         self._given_up.add((place, entry.path))
         gone = failure is not None and issubclass(failure, _GoneCopyError)
+        if failure is None and instead:
+            where = "from the checkpoint root" if instead == GLOBAL else f"on {self._node(instead)}"
+            at = "in the checkpoint root" if place == GLOBAL else f"on {self._node(place)}"
+            self.bad.append(f"{at}: {why}; read {where} instead")
         if place == self._here and entry.path in self._own and not gone:
             self._quarantine(self._own[entry.path][0], why)
         elif place != GLOBAL:
             if failure is not None and issubclass(failure, _NoAnswerError):
                 self._silent.add(place)
-            info = self._places.find(place)
-            node = info.node if info is not None else place
+            node = self._node(place)
             self._journal.write(
                 Warned(message=f"{entry.path} of {self.checkpoint} could not be read from {node}: {why}")
             )
-            log.warning("holdfast: %s of %s is not read from %s: %s", entry.path, self.checkpoint, node, why)
+            if not gone:
+                log.warning(
+                    "holdfast: %s of %s is not read from %s: %s", entry.path, self.checkpoint, node, why
+                )
+
+    def _node(self, place: str) -> str:
+        info = self._places.find(place)
+        return info.node if info is not None else place
 
     def _quarantine(self, record: CopyRecord, why: str) -> None:
         self._given_up.update((self._here, file.path) for file in record.files)  # it never counts again
@@ -209,7 +229,8 @@ class _AssembledShard:
     def another(self, why: str) -> bool:
         if not self._left:
             return False
-        self._shards.give_up(self._left.pop(0), self._entry, why, self._failure)
+        place, instead = self._left.pop(0), next(iter(self._left), "")
+        self._shards.give_up(place, self._entry, why, self._failure, instead)
         self._current = self._failure = None
         return bool(self._left)
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 import msgspec
 
 from holdfast.checkpoint.drain_messages import Delete, DrainOrder, Finish, Outcome, Push
-from holdfast.checkpoint.identity import CheckpointRoot
+from holdfast.checkpoint.identity import CheckpointRoot, parse_name
 from holdfast.control.directory import ControlDirectory
 from holdfast.control.marks import outliving
 from holdfast.files import make_dirs
@@ -192,9 +192,20 @@ class Drain:
             outcome = msgspec.json.decode(packet, type=Outcome)
             self._unanswered.pop((outcome.job, outcome.name), None)
             if outcome.problem:
-                log.warning("holdfast: %s of %s: %s", outcome.job, outcome.name, outcome.problem)
+                log.warning("holdfast: %s", self._in_words(outcome))
             outcomes.append(outcome)
         return outcomes
+
+    def _in_words(self, outcome: Outcome) -> str:
+        """What came of a job that failed, and what that means."""
+        url, name = self._order.url, parse_name(outcome.name)
+        which = f"the checkpoint at step {name.step} ({outcome.name})" if name else outcome.name
+        if outcome.job != "push":
+            return f"the copy of {outcome.name} in {url} was not deleted: {outcome.problem}"
+        return (
+            f"{which} was not copied to {url}: {outcome.problem}. Nothing is lost: it lies in the checkpoint "
+            f"root. Look at {url} (checkpoint.remote_root); the next start copies what is missing there"
+        )
 
     def _hang_up(self) -> None:
         if self._line is not None:

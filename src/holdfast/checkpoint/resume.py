@@ -28,6 +28,7 @@ from holdfast.checkpoint.inventory import look_at, refuse_named, take_inventory,
 from holdfast.checkpoint.ladder import AVOIDED, Ladder, Rung, leave_out
 from holdfast.checkpoint.load import LoadedState, load, load_stock
 from holdfast.checkpoint.local_inventory import LocalInventory
+from holdfast.checkpoint.problems import Reason
 from holdfast.checkpoint.reading import reading
 from holdfast.checkpoint.remote import Remote
 from holdfast.checkpoint.remote_fetch import Fetcher
@@ -77,6 +78,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0
     tokens: int = 0
     """This rank's share of those of the whole job."""
+    bad: list[str] = []
+    """Copies whose bytes were found wrong while others served."""
     used: dict[str, int] = {}
     """Bytes that were read, by source, where there was more than one: own, peer, global."""
 
@@ -151,6 +154,8 @@ class Resumer:
         """On rank 0: what the local tier may hold, by its records."""
         self._alarm = StorageWatch(journal)
         self._numbers = itertools.count()
+        self._bad_copies: list[str] = []
+        """On rank 0: copies of what is proposed whose bytes are wrong, whether or not others serve."""
         self._sources: list[str] = []
         self.taken: Proposal | None = None
         """What was loaded in the end, and from where."""
@@ -188,6 +193,7 @@ class Resumer:
                     seconds=seconds,
                     world_size=self._group.world_size,
                     saved_by=saved_by,
+                    bad_copies=self._bad_copies if name is not None else [],
                 )
             )
             return decision, state
@@ -204,9 +210,12 @@ class Resumer:
         rejected = list(ladder.rejected)
         for rung in ladder.rungs:
             problems: list[str] = []
+            self._bad_copies = []
             while True:
                 offer, found = self._offer(rung)
                 problems += found
+                if offer is not None and offer.assembly:
+                    self._bad_copies += found
                 if offer is not None:
                     offer = msgspec.structs.replace(offer, fresh=self._fresh_from(rung, resume_from))
                     number = self._propose(offer)
@@ -339,6 +348,7 @@ class Resumer:
         found_by: dict[str, list[int]] = {mine.problem: [0]} if mine.problem else {}
         unfit = mine.unfit
         used = Counter(mine.used)
+        self._note_bad(mine.bad)
         samples, tokens = mine.samples, mine.tokens
         deadline = time.monotonic() + self._load_timeout
         for rank in range(1, self._group.world_size):
@@ -351,11 +361,23 @@ class Resumer:
             unfit = unfit or (f"rank {rank}: {answer.unfit}" if answer.unfit else "")
             used.update(answer.used)
             samples, tokens = samples + answer.samples, tokens + answer.tokens
+            self._note_bad(answer.bad)
         self.counted = samples, tokens
         if used:
             told = [f"{size(used[one])} {where}" for one, where in USED.items() if used[one]]
             self._sources.append(f"read {', '.join(told)}")
-        return [f"{problem} (found by {_ranks(ranks)})" for problem, ranks in found_by.items()], unfit
+        wrong = {one.split()[1].rstrip(":") for one in found_by if one.startswith(f"{Reason.ALTERED} ")}
+        told = [  # a copy that one rank found altered is gone for the next one, which says no more than that
+            f"{problem} (found by {_ranks(ranks)})"
+            for problem, ranks in found_by.items()
+            if not any(problem.startswith(f"{Reason.MISSING} {path}:") for path in wrong)
+        ]
+        return told, unfit
+
+    def _note_bad(self, found: list[str]) -> None:
+        """Each copy once: two ranks that read different parts of one name different bytes of it."""
+        known = {text.partition(": bytes ")[0] for text in self._bad_copies}
+        self._bad_copies += [text for text in found if text.partition(": bytes ")[0] not in known]
 
     def _fix(
         self, number: int, rung: Rung | None, rejected: list[RejectedOption], resume_from: str
@@ -496,6 +518,7 @@ class Resumer:
                         samples=counted["samples"],
                         tokens=counted["tokens"],
                         used=dict(shards.used) if shards is not None else {},
+                        bad=shards.bad if shards is not None else [],
                     )
                 stock = load_stock(path, self._tracked, needs_data=self._needs_data, fresh=proposal.fresh)
                 return stock, Answer()

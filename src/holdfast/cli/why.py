@@ -61,7 +61,7 @@ def why(
         stop = max(others, key=lambda one: (one.seconds, one.count))
         _show_remark(stop, "not a failure, but told")
     for one in [one for one in others if one is not stop] if attempt is None else []:
-        times = f" ({one.count} times)" if one.count > 1 and one.kind != "dropped" else ""
+        times = f" ({one.count} times)" if one.count > 1 and one.kind not in ("dropped", "copy") else ""
         typer.echo(f"also, {show_time(one.at)}: {one.what}{times}\n  next  {one.next}")
 
 

@@ -17,6 +17,7 @@ from holdfast.control.directory import ControlDirectory, create_record, list_nam
 from holdfast.control.handover import told_progress
 from holdfast.control.lease import Fence
 from holdfast.errors import ControlError
+from holdfast.journal.account_events import Account
 from holdfast.policy.evidence import MemoryKill, Raised
 
 log = logging.getLogger("holdfast")
@@ -29,6 +30,11 @@ _FAILURE_NAME = re.compile(r"rank_[0-9]{6,}\.json")
 
 ACCOUNT = "account.json"
 """In an attempt's directory: what was told of its end."""
+
+
+def keep_account(control: ControlDirectory, account: Account) -> None:
+    """Beside the attempt that it is of, once. Raises ControlError."""
+    create_record(control.attempt(account.attempt) / ACCOUNT, account)
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,6 +47,7 @@ from holdfast.inprocess.messages import (
 )
 from holdfast.policy.inprocess import count, limits_of, over_the_limit
 from holdfast.policy.reassignment import Assignment, Shortage
+from holdfast.policy.recovery import Decision
 from holdfast.settings_inprocess import InProcessSettings
 
 if TYPE_CHECKING:
@@ -81,11 +82,14 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True):
     launch: dict[str, object] = {}
     """What of `LaunchInfo` is new."""
     reason: str = ""
+    decision: Decision | None = None
+    """What it rests on, where members are to tell of it themselves."""
 
 
 class Denied(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     exit_code: int = int(ExitCode.HANDED_OVER)
+    decision: Decision | None = None
 
 
 Authorise = Callable[[Restart], Granted | Denied]
@@ -212,7 +216,14 @@ class Conductor:
         return found
 
     def _choose(self, iteration: int, ready: Mapping[int, Ready]) -> Next:
-        """What comes as this iteration."""
+        """What comes as this iteration, and what is known of the one before."""
+        return msgspec.structs.replace(
+            self._next(iteration, ready),
+            ended=max((one.attempt for one in ready.values()), default=0),
+            committed=max((one.committed for one in ready.values()), default=0),
+        )
+
+    def _next(self, iteration: int, ready: Mapping[int, Ready]) -> Next:
         stop = next((one.stop for one in ready.values() if one.stop), "")
         if stop:
             return Over(kind=OverKind.STOPPED, reason=f"{stop} came", exit_code=int(ExitCode.STOPPED))
@@ -273,13 +284,14 @@ class Conductor:
             self._tell(f"whether to go on could not be decided: {error!r}")
             return _handed_over(f"whether to go on could not be decided: {error!r}", faults)
         if isinstance(answer, Denied):
-            return _handed_over(answer.reason, faults, answer.exit_code)
+            return _handed_over(answer.reason, faults, answer.exit_code, answer.decision)
         return Plan(
             iteration=iteration,
             order=found.order,
             reserves=found.reserves,
             reason=answer.reason or "; ".join(fault.describe() for fault in faults),
             faults=faults,
+            decision=answer.decision,
             launch=answer.launch,
         )
 
@@ -400,6 +412,11 @@ class Conductor:
             self._give_up(member, FaultKind.SILENT, why)
 
 
-def _handed_over(reason: str, faults: list[Fault], exit_code: int = int(ExitCode.HANDED_OVER)) -> Over:
+def _handed_over(
+    reason: str,
+    faults: list[Fault],
+    exit_code: int = int(ExitCode.HANDED_OVER),
+    decision: Decision | None = None,
+) -> Over:
     kind = OverKind.STOPPED if exit_code == ExitCode.STOPPED else OverKind.HANDED_OVER
-    return Over(kind=kind, reason=reason, exit_code=exit_code, faults=faults)
+    return Over(kind=kind, reason=reason, exit_code=exit_code, faults=faults, decision=decision)

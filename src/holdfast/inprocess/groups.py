@@ -35,6 +35,7 @@ from holdfast.inprocess.gloo_sockets import (
     shut,
 )
 from holdfast.inprocess.meshes import forget_meshes
+from holdfast.journal.text import plural
 from holdfast.torch_internals import collective_timeout
 
 log = logging.getLogger("holdfast")
@@ -186,9 +187,9 @@ class GroupWatch:
         while left := gloo_devices() - self._before:
             if time.monotonic() >= deadline:
                 log.warning(
-                    "groups: something still waits in, or refers to, %d gloo group(s) of the last iteration. "
-                    "Their threads and descriptors stay until all ranks have left and nothing refers to it.",
-                    len(left),
+                    "holdfast: note: something still waits in, or refers to, %s of the function's last call. "
+                    "Their threads and descriptors stay until all ranks have left and nothing refers to them",
+                    plural(len(left), "process group"),
                 )
                 self._before |= left
                 return

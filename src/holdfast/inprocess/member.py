@@ -17,11 +17,13 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore
 
+from holdfast.account.wording import on_the_terminal
 from holdfast.control.decisions import within
 from holdfast.control.handover import LaunchInfo
 from holdfast.errors import HandedOverError, HoldfastError, Stopped
@@ -54,7 +56,10 @@ from holdfast.inprocess.messages import (
 )
 from holdfast.inprocess.stages import Iteration, Stages
 from holdfast.inprocess.stop_between import StopBetween
+from holdfast.inprocess.telling import account_of, keep
+from holdfast.journal.account_events import Account
 from holdfast.journal.base import Event
+from holdfast.journal.render_restarts import restart_fault
 from holdfast.journal.restart_events import FunctionRestarted
 from holdfast.policy.classify import is_symptom
 from holdfast.policy.evidence import Raised
@@ -77,6 +82,8 @@ MESSAGE = 4000
 STEPPED_LOOK = 1.0
 STEPPED_LOOK_EACH = 0.002
 """Seconds between two looks at how many ranks have done their first step; more with every rank that looks."""
+GONE = frozenset({FaultKind.LOST, FaultKind.HARD_TIMEOUT, FaultKind.SILENT, FaultKind.LATE, FaultKind.UNFIT})
+"""What befell members that cannot tell anything any more."""
 STEPPED_TIMEOUT = 5.0
 """Seconds for the answer: who looks has other things to watch."""
 
@@ -127,6 +134,9 @@ class Member:
         """Whether a run was made in the function: then it does steps, and the first of them may take long."""
         self._counted = False
         self._next_look = 0.0
+        self._max_restarts = settings.launch.max_restarts
+        self._run_dir = ""
+        """Of the last run that was made in the function."""
         self._committed = self._step = self._attempt = 0
         self._order: list[int] = []
         """Of the last plan."""
@@ -201,6 +211,7 @@ class Member:
             unfit=unfit or self._lookout.alone,
             stop=self._between.signal,
             committed=self._committed,
+            attempt=self._attempt,
         )
         self._fix(ready_key(number, joined.member), ready)
         self._ask_store(lambda: self._store.add(arrived_key(number), 1))
@@ -216,6 +227,7 @@ class Member:
         except UNREADABLE as error:
             self._hand_over(f"the plan for iteration {number} was overwritten by somebody else: {error}")
         if isinstance(following, Over):
+            self._tell_end(following, number - 1)
             if following.kind is OverKind.STOPPED:
                 raise Stopped(self._step, following.reason)
             self._hand_over(following.reason)
@@ -223,6 +235,22 @@ class Member:
             why = unfit or "the others go on without it"
             self._hand_over(f"rank {joined.member} of {joined.node} has no part in iteration {number}: {why}")
         return following
+
+    def _tell_end(self, over: Over, iteration: int) -> None:
+        """On one of those that are left, if no launcher does: why the function is not called again."""
+        if over.kind is OverKind.STOPPED or LaunchInfo.from_environment(os.environ) is not None:
+            return
+        gone = {fault.member for fault in over.faults if fault.kind in GONE}
+        left = next((member for member in self._order if member not in gone), None)
+        if left != self._joined.member:
+            return
+        account = account_of(over, iteration, self._order, self._max_restarts)
+        self._tell(account)
+        if self._run_dir and account.attempt:
+            keep(Path(self._run_dir), account)
+
+    def _tell(self, account: Account) -> None:
+        log.warning("holdfast: %s", on_the_terminal(account, self._run_dir or "RUN_DIR"))
 
     def _hand_over(self, why: str) -> NoReturn:
         """End here: by the error that this member had itself, which says more, or by saying why."""
@@ -245,14 +273,13 @@ class Member:
             merged = {**msgspec.to_builtins(launched), **plan.launch}
             os.environ.update(msgspec.convert(merged, LaunchInfo).to_environment())
         if plan.iteration:
-            what = f"as rank {rank} of {len(plan.order)}" if rank >= 0 else "as a reserve"
+            what = f"calls the function again, as rank {rank} of {len(plan.order)}"
+            why = plan.faults[0] if plan.faults else None
             log.warning(
-                "holdfast: iteration %d begins %s, %.3f s after the last one ended. %s: %s",
-                plan.iteration,
-                what,
+                "holdfast: %s, %.3f s after it was left%s",
+                what if rank >= 0 else "waits as a reserve while the others call the function again",
                 self._waited(),
-                plan.faults[0].describe() if plan.faults else "Nothing is known of why",
-                plan.reason,
+                f": {restart_fault(faulted(why, plan.iteration - 1))}" if why is not None else "",
             )
         return Iteration(
             number=plan.iteration,
@@ -276,9 +303,12 @@ class Member:
         if plan.launch or rank != 0:
             return [again]
         before = plan.iteration - 1
+        account = account_of(plan, before, self._order, self._max_restarts)
+        self._tell(account)
         return [
-            *(faulted(fault, before, ended=self._attempt) for fault in plan.faults),
-            planned(plan, self._order, time.time(), ended=self._attempt),
+            *(faulted(fault, before, ended=plan.ended) for fault in plan.faults),
+            *([account] if plan.ended else []),  # else no attempt had begun
+            planned(plan, self._order, time.time(), ended=plan.ended),
             again,
         ]
 
@@ -309,7 +339,7 @@ class Member:
                 outcome = self._call(iteration, scope, groups, function, watch)
             self._lookout.left()
             self._committed, self._step = max(self._committed, scope.committed), scope.step
-            self._attempt = scope.attempt
+            self._attempt, self._run_dir = scope.attempt, scope.run_dir or self._run_dir
             self._between.signal = self._between.signal or scope.stop
             if outcome.initialised and not line.ended:
                 self._line = line

@@ -40,9 +40,10 @@ class Memory:
         self._history.append(after(failed, decision))
         self._began = now
         if decision.action in STAYS:
-            return Granted(reason=decision.reason)
+            return Granted(reason=decision.reason, decision=decision)
         stops = decision.action is Action.STOP
         return Denied(
             reason=decision.reason if stops else f"{decision.action}: {decision.reason}",
             exit_code=decision.exit_code if stops else int(ExitCode.HANDED_OVER),
+            decision=decision,
         )

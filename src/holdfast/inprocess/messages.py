@@ -29,6 +29,7 @@ import msgspec
 
 from holdfast.policy.faults import Fault as Fault
 from holdfast.policy.faults import FaultKind as FaultKind
+from holdfast.policy.recovery import Decision
 
 PREFIX = "holdfast/restart"
 LOST, KEEPS, LEFT = "lost", "keeps", "left"
@@ -115,6 +116,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """The signal that asked it to stop the run meanwhile, as SIGTERM; empty if none did."""
     committed: int = 0
     """The highest step that it knows to be committed: what counts as progress."""
+    attempt: int = 0
+    """The attempt that a run of the last iteration was here; 0 if there was none."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
@@ -128,6 +131,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """Why there is another iteration; empty for the first."""
     faults: list[Fault] = []
     """Those of the iteration before."""
+    decision: Decision | None = None
+    """What that rests on, where no launcher made it and tells of it."""
+    ended: int = 0
+    """The attempt that the iteration before was; 0 if it was none."""
+    committed: int = 0
+    """The highest step that was known to be committed at its end."""
     launch: dict[str, object] = {}
     """What of `LaunchInfo` is new, under `holdfast run`: the attempt, its epoch, what to avoid."""
 
@@ -146,6 +155,10 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     reason: str
     exit_code: int
     faults: list[Fault] = []
+    decision: Decision | None = None
+    ended: int = 0
+    committed: int = 0
+    """As in a plan."""
 
 
 Next = Plan | Over

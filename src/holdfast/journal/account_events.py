@@ -41,6 +41,10 @@ class Account(Event, tag="account"):
     """failure, or stop: it was asked for."""
     files: list[str] = msgspec.field(default_factory=list)
     """Where the whole of it is kept: error files, last lines, stacks."""
+    suspects: list[str] = msgspec.field(default_factory=list)
+    """Checkpoints that may be the cause; what is found out about them later is told with it."""
+    undecided: bool = False
+    """A bad result of which the cause is looked for: another incident at the same step may name it."""
     alone: bool = False
     """Told by one launch or node that could ask nobody: what was decided about the attempt goes before it."""
 

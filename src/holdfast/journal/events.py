@@ -157,6 +157,8 @@ class Resumed(Event, tag="resumed"):
     """How many ranks resumed; 0 if not recorded."""
     saved_by: int = 0
     """How many ranks had saved it; 0 if not recorded."""
+    bad_copies: list[str] = msgspec.field(default_factory=list)
+    """Copies of it whose bytes are wrong: where, what is wrong, and what was read instead."""
 
 
 class SaveStarted(Event, tag="save_started"):

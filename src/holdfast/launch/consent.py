@@ -20,12 +20,12 @@ from holdfast.exit_codes import ExitCode
 from holdfast.inprocess.conductor import Denied, Granted, Restart
 from holdfast.inprocess.journalled import faulted
 from holdfast.inprocess.messages import Plan
+from holdfast.inprocess.records import as_evidence
 from holdfast.launch.attempt import Attempt, Notice, lead_on
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.in_process import InProcess
 from holdfast.launch.meeting import MeetingHandler
 from holdfast.launch.recovering import Recovery
-from holdfast.launch.restart_evidence import as_evidence
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.workers import Workers
 from holdfast.policy.faults import Fault
@@ -78,7 +78,7 @@ class Consent:
             detail="; ".join(fault.describe() for fault in restart.faults),
         )
         stopping = request.detail if request is not None else ""
-        incident = self._recovery.settle_in_process(attempt, notice, stopping)
+        incident = self._recovery.settle_in_process(attempt, notice, stopping, self._can_be_done)
         decision = incident.decision
         if not self._can_be_done(decision):
             return Denied(reason=f"{decision.action}: {decision.reason}")

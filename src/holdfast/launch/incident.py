@@ -20,7 +20,6 @@ from holdfast.checkpoint.inventory import highest_committed_step
 from holdfast.checkpoint.suspicion import situation_of, write_down
 from holdfast.config import Settings
 from holdfast.control.attempts import (
-    ACCOUNT,
     AttemptRecord,
     EndRecord,
     FailureRecord,
@@ -28,6 +27,7 @@ from holdfast.control.attempts import (
     end_attempt,
     ends_of,
     failures_of,
+    keep_account,
     read_attempt,
     record_failure,
 )
@@ -80,6 +80,8 @@ class Circumstances:
     """What keeps the run's storage from taking anything, however long it was waited for."""
     restarts_chosen: bool = False
     """Whether somebody gave launch.max_restarts."""
+    in_place: Callable[[Decision], bool] = lambda _: False
+    """Whether the processes that there are can do what is decided."""
     can_requeue: Callable[[], bool] = lambda: False
     """Whether a scheduler would start the job again; it may have to be asked."""
 
@@ -148,7 +150,7 @@ def decide(
     history = past_attempts(control, before=attempt.number)
     facts += [known.storage.describe()] if known.storage is not None else []
     saved = _diagnostic(settings, failed)
-    facts += [f"the state that the rejected step began from: {saved}"] if saved else []
+    facts += [f"the state that this step began from is kept: {saved}"] if saved else []
     situation = _situation(control, failed, history, settings, known, facts)
     decision = attempt.decisions.decide(RECOVERY, Decision, lambda: recover(history, situation))
     write_down(control, attempt.fence, attempt.journal, failed, root, decision)
@@ -177,7 +179,7 @@ def _diagnostic(settings: Settings, failed: PastAttempt) -> str:
     name = parse_name(told) if told else None
     place = CheckpointRoot(settings.checkpoint_root()).diagnostic()
     path = place.committed(name) if name is not None else None
-    return str(path) if path is not None and path.is_dir() else ""
+    return str(path.absolute()) if path is not None and path.is_dir() else ""
 
 
 def _cut_off(control: ControlDirectory, situation: Situation) -> CheckpointName | None:
@@ -212,6 +214,7 @@ def _tell(
         saved=saved,
         cut_off=_cut_off(control, situation),
         storage=known.storage,
+        in_place=known.in_place(decision),
     )
 
 
@@ -219,7 +222,7 @@ def _keep(control: ControlDirectory, journal: JournalWriter, account: Account) -
     """Beside the decision, which stands: an account that cannot be kept is told all the same."""
     journal.write(account)
     try:
-        create_record(control.attempt(account.attempt) / ACCOUNT, account)
+        keep_account(control, account)
     except ControlError as error:
         journal.write(events.Warned(message=f"the account of attempt {account.attempt} is not kept: {error}"))
 

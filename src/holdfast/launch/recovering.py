@@ -6,7 +6,7 @@ The decision itself is `policy.recovery`'s, and how it is fixed for all nodes `l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.account.incidents import headline
 from holdfast.account.wording import on_the_terminal, one_line
@@ -17,6 +17,7 @@ from holdfast.control.attempts import attempt_numbers, record_failure
 from holdfast.control.history import refused_launch
 from holdfast.control.lease import Claim
 from holdfast.exit_codes import ExitCode
+from holdfast.inprocess.records import Faulted
 from holdfast.journal.events import Warned
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch.alert import EXCLUSION, INCIDENT, STOP
@@ -33,7 +34,6 @@ from holdfast.launch.incident import (
     record,
 )
 from holdfast.launch.meeting import MeetingHandler
-from holdfast.launch.restart_evidence import Faulted
 from holdfast.launch.summary import say
 from holdfast.launch.unforeseen import tell_launch_lost
 from holdfast.policy.capacity import Cluster, Exclusion
@@ -95,14 +95,22 @@ class Recovery:
             record_failure(attempt.control, attempt.number, failure)
         self._faulted = faulted
 
-    def settle_in_process(self, attempt: Attempt, notice: Notice, stopping: str) -> Incident:
+    def settle_in_process(
+        self, attempt: Attempt, notice: Notice, stopping: str, in_place: Callable[[Decision], bool]
+    ) -> Incident:
         """The decision about a failed attempt whose workers live. Who is lost is counted as there: whether
-        the others suffice was looked at before."""
-        self._decided = self._decide(attempt, notice, attempt.place.nodes, stopping, [])
+        the others suffice was looked at before. `in_place`: whether they can do what is decided."""
+        self._decided = self._decide(attempt, notice, attempt.place.nodes, stopping, [], in_place)
         return self._decided
 
     def _decide(
-        self, attempt: Attempt, notice: Notice, reported: int, stopping: str, without: Sequence[str]
+        self,
+        attempt: Attempt,
+        notice: Notice,
+        reported: int,
+        stopping: str,
+        without: Sequence[str],
+        in_place: Callable[[Decision], bool] = lambda _: False,
     ) -> Incident:
         hangs, told = hangs_of(attempt)
         faulted = self._faulted if self._faulted.attempt == attempt.number else Faulted()
@@ -115,6 +123,7 @@ class Recovery:
             stopping=stopping,
             storage=self.storage,
             restarts_chosen=self._context.restarts_chosen,
+            in_place=in_place,
             can_requeue=self._can_requeue,
         )
         return decide(attempt, notice, self._settings, reported, known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.account.history import Attempt
-from holdfast.account.incidents import Incident
+from holdfast.account.incidents import Incident, investigations
 from holdfast.account.ledger import Ledger
 from holdfast.account.remarks import Remark, answers_of, counted
 from holdfast.account.story import finished
@@ -42,11 +42,17 @@ def first_screen(
         cards.append(("How it ended", _badge(ended), _of(ended)))
     elif stopped is not None:
         cards.append(("How it ended", "", answers_of(stopped)))
-    worst = max((one for one in found if one is not ended), key=lambda one: one.seconds_lost, default=None)
+    cases = investigations([one for one in found if one is not ended])
+    case = max(cases, key=lambda case: sum(one.seconds_lost for one in case), default=[])
+    worst = case[-1] if case else None
     rest = [one for one in others if one is not stopped or ended is not None]
     if worst is not None:
-        heading = f"The costliest of {len(found)} incidents" if len(found) > 1 else "What happened"
-        cards.append((heading, _badge(worst), _of(worst)))
+        heading = "What happened"
+        if len(case) > 1 and len(case) == len(found):
+            heading = f"What happened, in {len(case)} incidents"
+        elif len(found) > 1:
+            heading = f"The costliest of {len(found)} incidents"
+        cards.append((heading, "".join(map(_badge, case)), _whole(case)))
     elif rest and not cards:
         most = max(rest, key=lambda one: (one.seconds, one.count))
         rest = [one for one in rest if one is not most]
@@ -124,6 +130,17 @@ def _of(one: Incident) -> list[tuple[str, str]]:
     return [(question, answer) for question, answer in five(one)]
 
 
+def _whole(case: Sequence[Incident]) -> list[tuple[str, str]]:
+    """Of incidents of which the last one names the cause: its answers, and the cost of all."""
+    told = _of(case[-1])
+    if len(case) == 1:
+        return told
+    lost, redone = sum(one.seconds_lost for one in case), sum(one.steps_lost for one in case)
+    whole = f"in all {len(case)} incidents: {duration(lost)}, {plural(redone, 'step')} done again"
+    at = next(index for index, (question, _) in enumerate(told) if question == "cost")
+    return [*told[: at + 1], ("", whole), *told[at + 1 :]]
+
+
 def _card(heading: str, badge: str, told: Sequence[tuple[str, str]]) -> str:
     return f'<section class="answers card"><h2>{heading}{badge}</h2>{answer_list(told)}</section>'
 
@@ -165,7 +182,7 @@ def _also(rest: Sequence[Remark]) -> str:
 
 
 def _times(one: Remark) -> str:
-    return f" ({one.count} times)." if one.count > 1 and one.kind not in ("dropped", "stop") else "."
+    return f" ({one.count} times)." if one.count > 1 and one.kind not in ("dropped", "stop", "copy") else "."
 
 
 def _figures(life: Sequence[Attempt], found: list[Incident], others: list[Remark], ledger: Ledger) -> str:

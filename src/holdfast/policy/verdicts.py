@@ -41,6 +41,10 @@ from holdfast.policy.whereabouts import (
     step_of,
 )
 
+FOLLOWS = "the fault follows it: "
+"""How the reason goes on, after the device that is accused."""
+NO_OTHER_DEVICE = "no second device was left to tell a bad device from bad work"
+"""How the evidence begins where the work is blamed without having been tried elsewhere."""
 _TWICE = "was rejected there"
 """Why a node was kept out to see whether the step passes on another one."""
 
@@ -134,8 +138,8 @@ class _Inquiry:
                 ranks = list_ranks(rank for rank, place in bad.items() if place in guilty)
                 return self._accuse(
                     guilty,
-                    f"the fault follows it. {list_ranks(well)} failed there in attempt {earlier.number}, and "
-                    f"not elsewhere; now {ranks} failed there",
+                    f"{FOLLOWS}{list_ranks(well)} failed on it in attempt {earlier.number}, and not "
+                    f"elsewhere; now {ranks} failed on it",
                 )
         return None
 
@@ -193,9 +197,7 @@ class _Inquiry:
         instead = self._spare()
         if instead is not None:
             return instead
-        self._evidence.append(
-            f"no second device was left to tell a bad device from bad work ({times} attempts)"
-        )
+        self._evidence.append(f"{NO_OTHER_DEVICE} ({times} attempts)")
         return self._reproducible("treated as reproducible")
 
     def _next_shift(self) -> int | None:

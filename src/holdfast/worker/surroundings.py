@@ -10,7 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast import scope
+from holdfast.control.attempts import keep_account
+from holdfast.errors import ControlError
+from holdfast.journal.account_events import Account
 from holdfast.journal.base import Event
+from holdfast.journal.events import Warned
 from holdfast.worker.halting import Halting
 from holdfast.worker.membership import Membership
 from holdfast.worker.saving import Saving
@@ -46,12 +50,21 @@ class Surroundings:
         """The run is part of an attempt, and has its state."""
         if self._scope is None:
             return
-        self._scope.attempt = member.attempt
+        self._scope.attempt, self._scope.run_dir = member.attempt, str(member.control.path)
         told, self._scope.events = self._scope.events, []
         for event in told:
             assert isinstance(event, Event)
             member.journal.write(event)
+            if isinstance(event, Account):
+                self._keep(member, event)
         self.saved(saving)
+
+    def _keep(self, member: Membership, account: Account) -> None:
+        try:
+            keep_account(member.control, account)
+        except (ControlError, OSError) as error:
+            told = f"the account of attempt {account.attempt} is not kept: {error}"
+            member.journal.write(Warned(message=told))
 
     def saved(self, saving: Saving | None) -> None:
         if self._scope is not None and saving is not None:

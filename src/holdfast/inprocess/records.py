@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from holdfast.control.attempts import FailureRecord
+from holdfast.inprocess.journalled import faulted
+from holdfast.journal.render_restarts import restart_fault
 from holdfast.policy.evidence import Hang, LostNode, WorkerEnd
 from holdfast.policy.faults import Fault, FaultKind
 from holdfast.policy.inprocess import evidence_of
@@ -58,7 +60,7 @@ def as_evidence(
             failure = _failure(fault, found.ends[0], pid, device, seen)
             (ended if fault.kind is FaultKind.LOST else raised).append(failure)
         else:
-            facts.append(fault.describe())
+            facts.append(restart_fault(faulted(fault, 0)))
     return Faulted(
         attempt=attempt, ended=ended, raised=raised, hangs=hangs, lost=list(lost.values()), facts=facts
     )
