@@ -7,9 +7,9 @@ Guarantee: a signal does what it did without them. The instructions call nothing
 and touch no register that the handler they jump to may rely on. They note something only where the kernel
 itself has called them: a `siginfo` lies where the kernel puts it, next to the stack pointer, or is not looked
 at. The memory they lie in is never writable and executable at once, and is never given back, so they may be
-called until the process ends. Whoever calls `signal.signal` later replaces them by that, the interpreter's own
-end included; an exec forgets them. Where anything is not as it was checked to be (another processor, another
-C library, no memory that can be made executable), nothing is installed, and the sender is not known.
+called until the process ends. Whoever calls `signal.signal` later replaces them by that, as the interpreter
+does at its own end; an exec forgets them. Where anything is not as it was checked to be (another processor,
+another C library, no memory that can be made executable), nothing is installed, and the sender is not known.
 
 What is known of a process is read at once from /proc/PID/status, which waits for nothing; what may hang (the
 user's name, the command line) is asked for on a thread that is left behind if it does.
@@ -361,7 +361,7 @@ _INTERPRETERS = ("python", "bash", "sh", "dash", "zsh", "ksh", "perl", "ruby", "
 
 
 def _script(found: Seen) -> str:
-    """What an interpreter runs: its own name says nothing. No more of a command line: there may be secrets."""
+    """What an interpreter runs: its own name says nothing. The rest of its command line may hold secrets."""
     if found.name.rstrip("0123456789.") not in _INTERPRETERS:
         return ""
     with open(f"/proc/{found.origin.pid}/cmdline", "rb") as file:  # noqa: PTH123

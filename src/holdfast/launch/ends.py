@@ -35,6 +35,7 @@ from holdfast.policy.classify import Cause
 from holdfast.policy.halting import leaves
 from holdfast.policy.recovery import Action
 from holdfast.policy.stopping import Source, StopRequest
+from holdfast.signal_senders import from_whom
 
 LAST_WORDS = 30.0
 """Seconds for what is written when an attempt is abandoned: its storage may be what does not answer."""
@@ -194,9 +195,14 @@ class Ends:
         """A scheduler's signal means the same while no workers run."""
         context = self._context
         node = self._meeting.node if self._meeting is not None else ""
-        detail = f"{number.name}{from_whom(context.signals.sender)} to the leading agent, between two attempts"
+        sender = context.signals.sender
         request = StopRequest(
-            source=Source.SIGNAL, detail=detail, signal=number.name, node=node, at=time.time()
+            source=Source.SIGNAL,
+            detail=f"{number.name}{from_whom(sender)} to the leading agent, between two attempts",
+            signal=number.name,
+            sender=sender,
+            node=node,
+            at=time.time(),
         )
         newest = attempt.number if attempt is not None else max(attempt_numbers(context.control), default=0)
         context.scheduler.after_stop(newest, request, self._steps(), context.excluded_nodes())
