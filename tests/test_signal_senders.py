@@ -167,7 +167,7 @@ def test_a_blocking_call_goes_on_after_the_signal(restart: bool) -> None:
         if restart:  # Python's handler runs when the call is over, and the kernel begins that again
             signal.siginterrupt(USED, False)
         assert watch(USED)
-        said = f"printf after >&{writable}" if restart else ":"
+        said = f"printf after > /proc/self/fd/{writable}" if restart else ":"
         line = f"kill -USR1 $1; {said}; read end"
         command = ["sh", "-c", line, "sender", str(os.getpid())]
         sender = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writable])

@@ -7,10 +7,10 @@ and steps comes from `incidents`, which every other page uses too.
 from __future__ import annotations
 
 from holdfast.account.incidents import Incident
-from holdfast.account.remarks import Remark, counted, resized
+from holdfast.account.remarks import Remark, counted, drop_on_the_terminal, resized
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
-from holdfast.journal.events import Line, Resumed, RungRejected, StepsDone
+from holdfast.journal.events import Line, Resumed, RungRejected, StepRejected, StepsDone
 from holdfast.journal.text import duration, plural, printable
 
 NOTHING = "nothing to do"
@@ -18,6 +18,8 @@ AVOIDED = "avoided:"
 """How the reason begins of a checkpoint that may be sound, and that the next attempt is to do without."""
 MOST_REFUSED = 20
 """Refused checkpoints that are told of one by one, in one attempt."""
+MOST_DROPPED = 20
+"""The same of dropped steps, in one launch."""
 
 
 class Story:
@@ -30,6 +32,7 @@ class Story:
         self._refused: set[str] = set()
         self._unsound = False
         """Whether one of them was no good."""
+        self._dropped = 0
 
     def fell(self, account: Account) -> None:
         """An incident was told; if the run goes on, it is followed until it is back."""
@@ -42,6 +45,8 @@ class Story:
         body = line.body
         if isinstance(body, RungRejected):
             return self._refuses(body)
+        if isinstance(body, StepRejected):
+            return self._drops(body)
         if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
             return "\n  ".join(filter(None, (_resumed(body, self._unsound), resized(body))))
         if isinstance(body, Resumed):
@@ -58,6 +63,14 @@ class Story:
             return None
         self._open = None
         return told
+
+    def _drops(self, body: StepRejected) -> str | None:
+        if body.then != "dropped" or not body.in_a_row or self._dropped > MOST_DROPPED:
+            return None
+        self._dropped += 1
+        if self._dropped > MOST_DROPPED:
+            return "further dropped steps are not told here: `holdfast journal` has them all"
+        return drop_on_the_terminal(body)
 
     def _refuses(self, body: RungRejected) -> str | None:
         if body.checkpoint in self._refused or len(self._refused) >= MOST_REFUSED:
@@ -100,7 +113,8 @@ def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
     """How a run that finished came through, for the terminal's last line and the report's first."""
     if not found and not others:
         return f"finished: {plural(steps, 'step')}, no incident"
-    met = "".join(f"; {plural(count, kind)}" for count, kind in counted(others)) + _slowest(others)
+    met = "".join(f"; {plural(count, kind)}" for count, kind in counted(others))
+    met += _slowest(others) + _after_drops(others)
     if not found:
         return f"finished: {plural(steps, 'step')}, no restart{met}"
     restarts = sum(one.account is None or not one.account.ends for one in found)
@@ -120,3 +134,9 @@ def _slowest(others: list[Remark]) -> str:
         return ""
     cost = f", {slow.cost}" if slow.cost else ""
     return f"; {slow.who} {slow.did}{cost}: {slow.next}"
+
+
+def _after_drops(others: list[Remark]) -> str:
+    """What to do about dropped steps: the run is well, and the data may not be."""
+    dropped = next((one for one in others if one.kind == "dropped"), None)
+    return f"; {dropped.next.partition('; validation.')[0]}" if dropped is not None else ""
