@@ -162,8 +162,8 @@ def _look_at(body: StepRejected, steps: int) -> str:
     if steps == 1 and body.batch:
         which = printable(body.batch)
     return (
-        f"look at {which} if it goes on; validation.rerun_mode = validate_results tells whether the data, "
-        "the state or a device is at fault"
+        f"look at {which}; if more steps are dropped, validation.rerun_mode = validate_results tells whether "
+        "the data, the state or a device is at fault"
     )
 
 

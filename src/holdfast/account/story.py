@@ -139,4 +139,4 @@ def _slowest(others: list[Remark]) -> str:
 def _after_drops(others: list[Remark]) -> str:
     """What to do about dropped steps: the run is well, and the data may not be."""
     dropped = next((one for one in others if one.kind == "dropped"), None)
-    return f"; {dropped.next.partition('; validation.')[0]}" if dropped is not None else ""
+    return f"; {dropped.next.partition('; if more ')[0]}" if dropped is not None else ""
