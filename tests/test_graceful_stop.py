@@ -84,12 +84,12 @@ def operator(running: Job, cwd: Path) -> None:
 @pytest.mark.parametrize(
     ("ask", "source", "words"),
     [
-        pytest.param(to_ranks(signal.SIGTERM, 1), "signal", "SIGTERM to rank 1", id="one rank"),
+        pytest.param(to_ranks(signal.SIGTERM, 1), "signal", "to rank 1", id="one rank"),
         pytest.param(to_everybody, "signal", "SIGTERM", id="everybody", marks=drill),
         pytest.param(stop_file, "stop_file", "stop file", id="stop file", marks=drill),
         pytest.param(operator, "operator", "alice: maintenance", id="an operator", marks=drill),
         pytest.param(to_agent(signal.SIGUSR1), "signal", "SIGUSR1", id="USR1 to the agent", marks=drill),
-        pytest.param(to_agent(signal.SIGTERM), "signal", "SIGTERM to the launcher", id="agent", marks=drill),
+        pytest.param(to_agent(signal.SIGTERM), "signal", "to the launcher", id="agent", marks=drill),
         pytest.param(to_agent(signal.SIGUSR2), "signal", "SIGUSR2", id="USR2 to the agent", marks=drill),
         pytest.param(to_agent(signal.SIGINT), "signal", "SIGINT", id="Ctrl-C", marks=drill),
         pytest.param(to_ranks(signal.SIGTERM, 0, 1), "signal", "SIGTERM", id="all ranks", marks=drill),
@@ -187,7 +187,7 @@ def test_a_second_signal_means_now_and_one_right_after_the_first_does_not(tmp_pa
     assert result.code == ExitCode.STOPPED_UNSAVED, result.text
     assert "a second signal, means now" in result.err
     (forced,) = journalled(tmp_path, StopForced)
-    assert "SIGTERM to the launcher" in forced.why
+    assert "to the launcher on" in forced.why
     assert not checkpoints(tmp_path / "run")
 
 
@@ -339,7 +339,7 @@ def test_a_signal_to_one_nodes_agent_stops_a_job_of_fixed_size_on_all_nodes(tmp_
         group.agents[other].signal(signal.SIGUSR1)
         results = [await_end(group.agents[name], asked) for name in "ab"]
     for result in results:
-        stopped_well(tmp_path, result, "signal", f"SIGUSR1 to the launcher on {other}")
+        stopped_well(tmp_path, result, "signal", f"to the launcher on {other}")
     assert ends(tmp_path) == [("stopped", ExitCode.STOPPED)]
     assert not [one for one in journalled(tmp_path, Decision) if one.about == "recovery"]
 
@@ -431,7 +431,7 @@ def test_nodes_of_a_static_rendezvous_stop_together(tmp_path: Path) -> None:
         asked = time.monotonic()
         other.signal(signal.SIGTERM)
         for result in (await_end(leader, asked), await_end(other, asked)):
-            stopped_well(tmp_path, result, "signal", "SIGTERM to the launcher")
+            stopped_well(tmp_path, result, "signal", "to the launcher")
 
 
 @drill
@@ -461,4 +461,4 @@ def test_three_nodes_stop_together_when_a_rank_of_one_is_signalled(tmp_path: Pat
         os.kill(pid_of(tmp_path, 2), signal.SIGUSR1)
         for name in "abc":
             result = await_end(group.agents[name], asked)
-            stopped_well(tmp_path, result, "signal", "SIGUSR1 to rank 2", ranks=3)
+            stopped_well(tmp_path, result, "signal", "to rank 2", ranks=3)

@@ -223,8 +223,8 @@ def test_with_json_every_line_of_ours_parses_and_an_incident_has_its_account_as_
     assert result.code == 0, result.text
     found = [json.loads(one) for one in result.err.splitlines()]
     assert all([*one][: len(FIELDS)] == FIELDS for one in found)
-    ranks = [one for one in found if one["source"] == "rank"]
-    assert any("is dropped on all ranks" in one["text"] and one["attempt"] == 1 for one in ranks), ranks
+    told = [one for one in found if "step 25 is dropped on all ranks" in one["text"]]
+    assert [(one["source"], one["attempt"]) for one in told] == [("launcher", 1)], found
     assert found[-1]["kind"] == "finished"
 
 

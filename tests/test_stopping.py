@@ -141,7 +141,7 @@ def test_a_signal_before_the_ranks_have_met_is_not_lost(tmp_path: Path) -> None:
     with ranks(tmp_path, until=5000, before_start=wait) as running:
         running.at("waiting")
         running.signal(signal.SIGTERM, 0)
-        wait_until(lambda: "SIGTERM to rank 0" in running.errors(), LIMIT, "the rank has heard it")
+        wait_until(lambda: "to rank 0" in running.errors(), LIMIT, "the rank has heard it")
         running.open_gate()
         assert running.wait() == [STOPPED, STOPPED], running.errors()
     (saved,) = events(tmp_path, StopSaved)

@@ -184,20 +184,19 @@ def _dropped(dropped: dict[int, StepRejected], line: Line, usual: float) -> Rema
     named = ", ".join(map(str, steps[:NAMED])) + (
         f" and {len(steps) - NAMED} more" if len(steps) > NAMED else ""
     )
-    why = "; ".join(printable(reason) for reason in dropped[steps[0]].reasons[:2]) or "its result was bad"
+    first = dropped[steps[0]]
+    why = _why_dropped(first)
     done = f"{plural(len(steps), 'step')} dropped ({named}), as the result must not be used"
     ranks = sorted({rank for one in dropped.values() for rank in one.ranks})
-    listed = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
     seconds = usual * len(steps)
     lost = f", about {duration(seconds)}" if seconds else ""
     return Remark(
         "dropped",
         line.at,
         f"{done}: {why}",
-        "nothing to do, unless it goes on: look at those batches, or let validation.rerun_mode = "
-        "validate_results find out what is to blame",
+        _look_at(first, len(steps)),
         len(steps),
-        who=f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}" if ranks else "the job",
+        who=_ranks(ranks),
         did=f"gave a result that is not usable in {'step' if len(steps) == 1 else 'steps'} {named}",
         why=why,
         done=f"{done}: the weights stayed as they were",
@@ -205,6 +204,44 @@ def _dropped(dropped: dict[int, StepRejected], line: Line, usual: float) -> Rema
         seconds=seconds,
         attempt=line.attempt,
     )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}" if ranks else "the job"
+
+
+def _why_dropped(body: StepRejected) -> str:
+    why = "; ".join(printable(reason) for reason in body.reasons[:2]) or "its result was bad"
+    return f"{printable(body.batch)}: {why}" if body.batch else why
+
+
+def _look_at(body: StepRejected, steps: int) -> str:
+    which = "those batches" if steps > 1 else "that batch"
+    if steps == 1 and body.batch:
+        which = printable(body.batch)
+    return (
+        f"look at {which}; if more steps are dropped, validation.rerun_mode = validate_results tells whether "
+        "the data, the state or a device is at fault"
+    )
+
+
+def drop_on_the_terminal(body: StepRejected) -> str:
+    """At the moment at which a step is dropped."""
+    often = f", the {ordinal(body.in_a_row)} in a row" if body.in_a_row > 1 else ""
+    lines = [
+        f"{_ranks(body.ranks)} gave a result that is not usable in step {body.step}{often}",
+        f"why:  {_why_dropped(body)}",
+        f"done: step {body.step} is dropped on all ranks: the weights stay as they were",
+        f"next: {_look_at(body, 1)}",
+    ]
+    return "\n  ".join(lines)
+
+
+def ordinal(number: int) -> str:
+    """2nd, 3rd, 11th."""
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def resized(body: Resumed) -> str:

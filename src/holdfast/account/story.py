@@ -7,17 +7,35 @@ and steps comes from `incidents`, which every other page uses too.
 from __future__ import annotations
 
 from holdfast.account.incidents import Incident, bad_copies, verdict_on
-from holdfast.account.remarks import KINDS, Remark, counted, resized, stored_slowly, what_of_slow_storage
+from holdfast.account.remarks import (
+    KINDS,
+    Remark,
+    counted,
+    drop_on_the_terminal,
+    resized,
+    stored_slowly,
+    what_of_slow_storage,
+)
 from holdfast.account.wording import NOTHING, short
 from holdfast.checkpoint.identity import parse_name
 from holdfast.journal.account_events import Account
-from holdfast.journal.events import Line, Resumed, RungRejected, SaveCommitted, StandingChanged, StepsDone
+from holdfast.journal.events import (
+    Line,
+    Resumed,
+    RungRejected,
+    SaveCommitted,
+    StandingChanged,
+    StepRejected,
+    StepsDone,
+)
 from holdfast.journal.text import duration, plural, printable, size
 
 AVOIDED = "avoided:"
 """How the reason begins of a checkpoint that may be sound, and that the next attempt is to do without."""
 MOST_REFUSED = 20
 """Refused checkpoints that are told of one by one, in one attempt."""
+MOST_DROPPED = 20
+"""The same of dropped steps, in one launch."""
 
 
 class Story:
@@ -34,6 +52,7 @@ class Story:
         """Whether one of them was no good."""
         self._slow: set[str] = set()
         """Storage that was told to be slow: the end says what it came to."""
+        self._dropped = 0
 
     def fell(self, account: Account) -> None:
         """An incident was told; if the run goes on, it is followed until it is back."""
@@ -47,6 +66,8 @@ class Story:
         body = line.body
         if isinstance(body, RungRejected):
             return self._refuses(body)
+        if isinstance(body, StepRejected):
+            return self._drops(body)
         if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
             told = (_resumed(body, self._unsound), *bad_copies(body), resized(body))
             return "\n  ".join(filter(None, told))
@@ -69,6 +90,14 @@ class Story:
             return None
         self._open = None
         return told
+
+    def _drops(self, body: StepRejected) -> str | None:
+        if body.then != "dropped" or not body.in_a_row or self._dropped > MOST_DROPPED:
+            return None
+        self._dropped += 1
+        if self._dropped > MOST_DROPPED:
+            return "further dropped steps are not told here: `holdfast journal` has them all"
+        return drop_on_the_terminal(body)
 
     def _refuses(self, body: RungRejected) -> str | None:
         if body.checkpoint in self._refused or len(self._refused) >= MOST_REFUSED:

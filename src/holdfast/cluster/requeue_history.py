@@ -62,6 +62,7 @@ def _request(asked: StopAsked, at: float) -> StopRequest:
         source=source,
         detail=asked.detail,
         signal=named[0] if named else "",
+        sender=asked.sender,
         node=asked.node,
         rank=asked.rank,
         at=at,

@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.settings import Settings
 from holdfast.settings_cluster import parse_signals
+from holdfast.signal_senders import watch
 
 
 class StopBetween:
@@ -33,6 +34,8 @@ class StopBetween:
     def close(self) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+            if callable(before):
+                watch(number)
 
     @contextlib.contextmanager
     def given_back(self) -> Iterator[None]:

@@ -19,6 +19,8 @@ class StopAsked(Event, tag="stop_asked"):
     """Where it was seen; None if no rank saw it."""
     seconds: float | None = None
     """Until the hard deadline; None if there is none."""
+    sender: str = ""
+    """Of a signal, as far as the kernel tells; empty if that is not known."""
 
 
 class StopHastened(Event, tag="stop_hastened"):

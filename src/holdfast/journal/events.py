@@ -376,6 +376,10 @@ class StepRejected(Event, tag="step_rejected"):
     """Whose own results, before any reduction, were bad; empty if that is not known."""
     then: str = ""
     """What was done: rerun, dropped, stop, restart."""
+    batch: str = ""
+    """The data of the step: batch and epoch, and the samples of those ranks as far as they are known."""
+    in_a_row: int = 0
+    """Steps dropped in a row by now; 0 where that is not to be told."""
 
 
 class Verdict(Event, tag="verdict"):

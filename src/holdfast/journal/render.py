@@ -125,7 +125,8 @@ def _judged(body: StepRejected | Verdict | ProbationEnded | StandingChanged) -> 
             whose = f" on {plural(len(body.ranks), 'rank')} ({', '.join(map(str, body.ranks))})"
             text = f"step {body.step} rejected{whose if body.ranks else ''}"
             text += f": {printable(body.then)}" if body.then else ""
-            return Rendered(text, "fault", [printable(item) for item in body.reasons])
+            batch = [printable(body.batch)] if body.batch else []
+            return Rendered(text, "fault", [*batch, *(printable(item) for item in body.reasons)])
         case Verdict():
             where = "/".join(printable(part) for part in (body.node, body.device) if part)
             text = f"verdict on step {body.step}: {printable(body.verdict)}{', ' + where if where else ''}"

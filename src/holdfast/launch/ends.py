@@ -35,6 +35,7 @@ from holdfast.policy.classify import Cause
 from holdfast.policy.halting import leaves
 from holdfast.policy.recovery import Action
 from holdfast.policy.stopping import Source, StopRequest
+from holdfast.signal_senders import from_whom
 
 LAST_WORDS = 30.0
 """Seconds for what is written when an attempt is abandoned: its storage may be what does not answer."""
@@ -158,9 +159,10 @@ class Ends:
         context, meeting = self._context, self._meeting
         leads = attempt.place.leads if attempt is not None else meeting is not None and meeting.leads
         alone = leaves(leads=leads, elastic=context.elastic)
+        sender = from_whom(context.signals.sender)
         if attempt is not None and attempt.place.nodes > 1 and not attempt.ended:
             node = attempt.place.node
-            detail = f"the agent on {node} got {number.name}"
+            detail = f"the agent on {node} got {number.name}{sender}"
             notice = Notice(
                 kind="left" if alone else "stopped",
                 node=node,
@@ -172,7 +174,7 @@ class Ends:
                 attempt.give(notice)
         self._shutdown()
         if meeting is not None:
-            why = f"its agent got {number.name}"
+            why = f"its agent got {number.name}{sender}"
             with contextlib.suppress(StoreLostError):
                 if leads or (not alone and meeting.belongs()):
                     meeting.finish(code, f"{meeting.node} ends: {why}")
@@ -185,17 +187,22 @@ class Ends:
             self._leave(attempt, code, wait=attempt.place.leads)
         if leads:
             self._requeue_between(attempt, number)
-        context.last_words = f"stopped by {number.name}"
-        say(f"stopped by {number.name}; start the same command again to resume")
+        context.last_words = f"stopped by {number.name}{sender}"
+        say(f"stopped by {number.name}{sender}; start the same command again to resume")
         return code
 
     def _requeue_between(self, attempt: Attempt | None, number: signal.Signals) -> None:
         """A scheduler's signal means the same while no workers run."""
         context = self._context
         node = self._meeting.node if self._meeting is not None else ""
-        detail = f"{number.name} to the leading agent, between two attempts"
+        sender = context.signals.sender
         request = StopRequest(
-            source=Source.SIGNAL, detail=detail, signal=number.name, node=node, at=time.time()
+            source=Source.SIGNAL,
+            detail=f"{number.name}{from_whom(sender)} to the leading agent, between two attempts",
+            signal=number.name,
+            sender=sender,
+            node=node,
+            at=time.time(),
         )
         newest = attempt.number if attempt is not None else max(attempt_numbers(context.control), default=0)
         context.scheduler.after_stop(newest, request, self._steps(), context.excluded_nodes())

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from holdfast.policy.stopping import is_repeated
+from holdfast.signal_senders import Seen, named, seen, take, watch
 
 ALSO = (signal.SIGUSR1, signal.SIGUSR2)
 """Taken besides those that torchrun takes: schedulers announce the end of a job by them."""
@@ -43,23 +44,47 @@ class StopSignals:
         """The first one."""
         self.again: signal.Signals | None = None
         """The one that meant "now"."""
+        self._seen: dict[str, Seen | None] = {}
+        self._named: dict[str, str] = {}
         self.hurry: Callable[[], None] | None = None
 
     def install(self) -> None:
         """Take the signals over."""
         for number in self._numbers:
             signal.signal(number, self._handle)
+            watch(number)
+
+    @property
+    def sender(self) -> str:
+        """Who sent the first one; empty if that is not known. Never waited for within the handler."""
+        return self._name("first", self.received)
+
+    @property
+    def sender_again(self) -> str:
+        return self._name("again", self.again)
+
+    def _name(self, which: str, number: signal.Signals | None) -> str:
+        if number is None:
+            return ""
+        if which not in self._named:
+            self._named[which] = named(number, self._seen.get(which))
+        return self._named[which]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        found = None
+        with contextlib.suppress(Exception):  # nothing about the sender may hold a stop up
+            found = seen(take(number))
         if self.received is not None:
             if number != signal.SIGINT and is_repeated(self._at, time.monotonic()):
                 return
+            self._seen.setdefault("again", found)
             self.again = self.again or signal.Signals(number)
             if self.hurry is not None:
                 self.hurry()
             return
         self._at = time.monotonic()
+        self._seen["first"] = found
         self.received = signal.Signals(number)
         if self._may_raise:
             raise Interrupted

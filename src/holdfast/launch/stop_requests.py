@@ -19,6 +19,7 @@ from holdfast.launch.attempt import Attempt
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.summary import say
 from holdfast.policy.stopping import Source, StopRequest
+from holdfast.signal_senders import from_whom
 from holdfast.worker.beat_messages import Wish
 from holdfast.worker.stop_file import StopFile
 
@@ -50,17 +51,16 @@ class StopRequests:
         received = self._context.signals.received
         if received is None:
             return None
-        node = self._attempt.place.node
-        return self._request(
-            Source.SIGNAL, f"{received.name} to the launcher on {node}", signal=received.name, node=node
-        )
+        node, sender = self._attempt.place.node, self._context.signals.sender
+        told = f"{received.name}{from_whom(sender)} to the launcher on {node}"
+        return self._request(Source.SIGNAL, told, signal=received.name, sender=sender, node=node)
 
     def _by_rank(self, ended: Mapping[int, int], wishes: Mapping[int, Wish]) -> StopRequest | None:
         node = self._attempt.place.node
         for rank, wish in sorted(wishes.items()):
             told = f"{wish.why} on {node}"
             source = Source(wish.source) if wish.source in set(Source) else Source.SIGNAL
-            return self._request(source, told, signal=wish.signal, node=node, rank=rank)
+            return self._request(source, told, signal=wish.signal, sender=wish.sender, node=node, rank=rank)
         for rank, code in sorted(ended.items()):
             if code in BY_ITSELF:
                 detail = f"rank {rank} on {node} ended with code {code}: it was asked to stop"
@@ -92,11 +92,25 @@ class StopRequests:
         say(f"warning: {told}")
 
     def _request(
-        self, source: Source, detail: str, *, signal: str = "", node: str = "", rank: int | None = None
+        self,
+        source: Source,
+        detail: str,
+        *,
+        signal: str = "",
+        sender: str = "",
+        node: str = "",
+        rank: int | None = None,
     ) -> StopRequest:
         now = time.time()
         ends_at = self._context.scheduler.ends_at
         lead = None if ends_at is None else max(0.0, ends_at - now)
         return StopRequest(
-            source=source, detail=detail, signal=signal, node=node, rank=rank, at=now, lead=lead
+            source=source,
+            detail=detail,
+            signal=signal,
+            sender=sender,
+            node=node,
+            rank=rank,
+            at=now,
+            lead=lead,
         )

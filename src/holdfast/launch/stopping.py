@@ -31,6 +31,7 @@ from holdfast.launch.summary import live_line, say
 from holdfast.launch.workers import Workers
 from holdfast.policy.halting import Agreed, NodeWord, agree, goes_on, leaves, node_word
 from holdfast.policy.stopping import Deadline, StopRequest, closer_by, deadline, sooner
+from holdfast.signal_senders import from_whom
 from holdfast.waiting import Waiting
 from holdfast.worker.beat_messages import Prepare, StopAt
 
@@ -170,6 +171,7 @@ class Stopping:
                     detail=request.detail,
                     node=request.node,
                     rank=request.rank,
+                    sender=request.sender,
                     seconds=handed.limit.seconds,
                 )
             )
@@ -356,7 +358,9 @@ class Stopping:
         again = self._context.signals.again
         urgent = next((rank for rank, wish in sorted(words.wishes.items()) if wish.now), None)
         if again is not None:
-            why = f"{again.name} to the launcher on {self._attempt.place.node}, a second signal, means now"
+            sender = from_whom(self._context.signals.sender_again)
+            node = self._attempt.place.node
+            why = f"{again.name}{sender} to the launcher on {node}, a second signal, means now"
         elif urgent is not None:
             why = f"a second signal to rank {urgent} means now"
         else:

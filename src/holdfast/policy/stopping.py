@@ -40,6 +40,8 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True):
     """In words: which signal, from whom, why."""
     signal: str = ""
     """`SIGTERM` and such; empty unless it was one."""
+    sender: str = ""
+    """Of a signal, in words; empty if that is not known."""
     node: str = ""
     rank: int | None = None
     at: float = 0.0

@@ -68,6 +68,20 @@ class GlobalBatches:
         """Worker processes."""
         return int(self._loader.get("num_workers", 0))
 
+    @property
+    def length(self) -> int:
+        """Samples of the dataset."""
+        return self._length
+
+    def samples(self, first: int, last: int) -> list[int]:
+        """The indices of this rank's slices of these batches of the present epoch."""
+        order = self._order()()
+        slices = (
+            order[number * self._batch_size : (number + 1) * self._batch_size][self._rank :: self._world]
+            for number in range(first, last + 1)
+        )
+        return [index for one in slices for index in one.tolist()]
+
     def __len__(self) -> int:
         """Global batches an epoch."""
         return self._length // self._batch_size

@@ -81,6 +81,8 @@ class Wish(msgspec.Struct, frozen=True, array_like=True, tag="wish"):
     """`SIGTERM` and such."""
     source: str = "signal"
     """One of policy.stopping.Source. What is no signal concerns the whole job, never one node."""
+    sender: str = ""
+    """Of the signal, in words; empty if that is not known."""
 
 
 class Promise(msgspec.Struct, frozen=True, array_like=True, tag="promise"):

@@ -239,9 +239,11 @@ class Beats:
         self._tell_seen(time.monotonic())
         self._send(Bye(time.monotonic()), PARTING)
 
-    def wish(self, why: str, number: str, *, now: bool = False, source: str = "signal") -> None:
+    def wish(
+        self, why: str, number: str, *, now: bool = False, source: str = "signal", sender: str = ""
+    ) -> None:
         """This rank was asked to stop. From any thread."""
-        self._insist(Wish(why, now, number, source))
+        self._insist(Wish(why, now, number, source, sender))
 
     def halted(self, step: int) -> None:
         """This rank has stopped as agreed."""

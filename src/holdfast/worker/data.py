@@ -36,6 +36,7 @@ from holdfast.errors import IncompleteStateError, UsageError
 from holdfast.policy.rejection import Window
 from holdfast.worker.replayable import Evidence, Indices, loses_state, name_of, unfit
 from holdfast.worker.rng import Kept, Stamp, WorkerStamps, capture_rng, one_way_parts, restore_rng
+from holdfast.worker.samples import samples_of
 
 log = logging.getLogger("holdfast")
 
@@ -197,6 +198,26 @@ class DataFeed:
         if self._window is None or (self._completed is not None and self._completed() != self._window[0]):
             return None
         return self._window[1]
+
+    def samples(self) -> list[int]:
+        """The samples that the present step's batches on this rank were made of; empty if not known."""
+        window = self.window()
+        if window is None or window.epoch != self.epoch or window.last >= self.batches:
+            return []
+        try:
+            return samples_of(
+                self._loader,
+                window.first,
+                window.last,
+                epoch=self.epoch,
+                start=self._epoch_start,
+                generators=_generators(self._loader),
+                drawn=self.batches,
+                digest=self._evidence.taken,
+            )
+        except Exception:  # it is only to name them, and the loader is the script's own
+            log.debug("holdfast: the samples of a batch could not be worked out", exc_info=True)
+            return []
 
     def _left_out(self, index: int) -> bool:
         for skip in self._skips:

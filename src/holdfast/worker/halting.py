@@ -36,6 +36,7 @@ from holdfast.policy.stopping import (
 )
 from holdfast.settings import Settings
 from holdfast.settings_cluster import parse_signals
+from holdfast.signal_senders import from_whom
 from holdfast.worker.beat_messages import Prepare
 from holdfast.worker.beats import Beats
 from holdfast.worker.loader_signals import LoaderSignals
@@ -108,7 +109,7 @@ class Halting:
         """There may be an agent: what it says of stopping counts, and it is told of this rank's signals."""
         self._beats = beats
         if beats.watched and self._wish is not None:
-            beats.wish(self._wish.detail, self._wish.signal)
+            beats.wish(self._wish.detail, self._wish.signal, sender=self._wish.sender)
 
     def spare(self, loader: object) -> None:
         """This loader is the run's: its worker processes outlive a request to stop, if that is set."""
@@ -155,10 +156,12 @@ class Halting:
     # --- being asked ----------------------------------------------------------------------------------------
 
     def _on_signal(self, number: signal.Signals) -> None:
+        sender = self._sender(number)
         wish = StopRequest(
             source=Source.SIGNAL,
-            detail=f"{number.name} to rank {self._rank}",
+            detail=f"{number.name}{from_whom(sender)} to rank {self._rank}",
             signal=number.name,
+            sender=sender,
             node=self._node,
             rank=self._rank,
             at=time.time(),
@@ -167,7 +170,7 @@ class Halting:
         self.arm(self._timeout)
         self._wish = wish
         if self._beats is not None and self._beats.watched:
-            self._beats.wish(wish.detail, wish.signal)
+            self._beats.wish(wish.detail, wish.signal, sender=wish.sender)
         elif self._over_store is not None:
             self._over_store.wish(wish)
         if not again:  # last: whoever reads our words may be what hangs
@@ -175,10 +178,18 @@ class Halting:
 
     def _on_second_signal(self, number: signal.Signals) -> None:
         saved = "its state is saved, but the process did not end: " if self.deadline.saved else ""
-        why = f"{saved}{number.name} came to rank {self._rank} a second time"
+        sender = self._sender(number)
+        why = f"{saved}{number.name}{from_whom(sender)} came to rank {self._rank} a second time"
         if self._beats is not None:
             self._beats.wish(why, number.name, now=True)
         self._forced(why, "")
+
+    def _sender(self, number: signal.Signals) -> str:
+        if self._signals is None:
+            return ""
+        # Under the launcher a rank's parent is its agent.
+        launched = self._beats is not None and self._beats.watched
+        return self._signals.sender(number, os.getppid() if launched else None)
 
     def ask(self, source: Source, detail: str) -> None:
         """Something in this rank itself asks for the stop. From any thread."""
@@ -237,6 +248,7 @@ class Halting:
                     detail=request.detail,
                     node=request.node,
                     rank=request.rank,
+                    sender=request.sender,
                     seconds=seconds,
                 )
             )

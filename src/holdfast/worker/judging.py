@@ -30,7 +30,7 @@ from holdfast.worker.dropping import Dropping
 from holdfast.worker.locating import Locator
 from holdfast.worker.meter import Meter
 from holdfast.worker.probation import Probation
-from holdfast.worker.rejecting import Rejecting, Report, bad_ranks, in_words, summary
+from holdfast.worker.rejecting import Rejecting, Report, bad_ranks, batch_of, in_words, summary
 from holdfast.worker.replayed import Replayed
 from holdfast.worker.state_mark import mark
 
@@ -157,13 +157,14 @@ class Judging:
             if settling is not None and settling.shown:
                 self._end(reports, step, f"{settling.why}; {outcome.why}")
             self.stop(step, reasons, outcome.why)
-        self.tell(reports, step, "dropped")
+        self.tell(reports, step, "dropped", in_a_row=outcome.in_a_row if outcome.warn else 0)
         why = settling.why if settling is not None else ""
         self._keep(reports, step, why or f"it was dropped: {in_words(reasons)}", settling)
-        if outcome.warn:
+        if outcome.warn and not self._rejecting.launched:  # else the launcher tells it
+            batch = batch_of(reports)
             self._rejecting.warn(
-                f"step {step} is dropped on all ranks, {outcome.in_a_row} in a row: {in_words(reasons)}"
-                + (f"; {why}" if why else "")
+                f"step {step}{f', {batch},' if batch else ''} is dropped on all ranks, "
+                f"{outcome.in_a_row} in a row: {in_words(reasons)}" + (f"; {why}" if why else "")
             )
 
     def _keep(self, reports: Sequence[Report], step: int, why: str, settling: Settling | None) -> None:
@@ -287,7 +288,8 @@ class Judging:
         own = self._group.world_size == 1 or own_loss or look.finite
         reasons = list(look.reasons) if own else []
         state = mark(self._tracked, buffers=False) if reasons and marked else ""
-        return Report(self._result(reasons, state, first=look.loss), look.reasons, self._window())
+        result = self._result(reasons, state, first=look.loss)
+        return Report(result, look.reasons, self._samples(look), self._window())
 
     def report_again(
         self, first: Done, second: Done, locator: Locator, *, tolerance: float, buffers: bool
@@ -309,7 +311,7 @@ class Judging:
             differs=difference(first.look.loss, look.loss) > tolerance,
             where=where,
         )
-        return Report(result, look.reasons, self._window())
+        return Report(result, look.reasons, self._samples(look), self._window())
 
     def _result(
         self,
@@ -333,10 +335,20 @@ class Judging:
             where=where,
         )
 
-    def tell(self, reports: Sequence[Report], step: int, then: str) -> None:
+    def tell(self, reports: Sequence[Report], step: int, then: str, *, in_a_row: int = 0) -> None:
         self._rejecting.tell(
-            StepRejected(step=step, reasons=summary(reports), ranks=bad_ranks(reports), then=then)
+            StepRejected(
+                step=step,
+                reasons=summary(reports),
+                ranks=bad_ranks(reports),
+                then=then,
+                batch=batch_of(reports),
+                in_a_row=in_a_row,
+            )
         )
+
+    def _samples(self, look: Look) -> list[int]:
+        return self._feed.samples() if self._feed is not None and not look.finite else []
 
     def _window(self) -> Window | None:
         return self._feed.window() if self._feed is not None else None

@@ -19,6 +19,7 @@ from holdfast.control.rejections import NAME, record_rejection, record_settled
 from holdfast.control.transients import count_transient
 from holdfast.errors import ControlError, RerunWantedError, ValidationFailedError
 from holdfast.journal.events import Event, Verdict, Warned
+from holdfast.policy.batch_words import batch_in_words
 from holdfast.policy.rejection import Kind, Place, RankResult, Rejection, Settled, Window
 from holdfast.policy.replay import Finding
 from holdfast.worker.membership import Membership
@@ -33,6 +34,8 @@ class Report(msgspec.Struct, frozen=True):
 
     result: RankResult
     seen: list[str] = []
+    samples: list[int] = []
+    """Of a result that is not finite: what this rank's batch was made of, as far as that is known."""
     window: Window | None = None
     """The data of the step, as this rank counts them: what is known of the step goes by rank 0's."""
 
@@ -165,6 +168,12 @@ def summary(reports: Sequence[Report]) -> list[str]:
     if not reasons:
         reasons = list(dict.fromkeys(reason for report in reports for reason in report.seen))
     return reasons[: 4 * MOST_REASONS]
+
+
+def batch_of(reports: Sequence[Report]) -> str:
+    """The data of a rejected step in words, with the samples of the ranks whose own results were bad."""
+    samples = {one.result.rank: one.samples for one in reports if one.result.reasons}
+    return batch_in_words(reports[0].window, samples, len(reports))
 
 
 def bad_ranks(reports: Sequence[Report]) -> list[int]:

@@ -51,6 +51,11 @@ class Evidence:
         self._taken.update(repr(item).encode())
         self._sampled |= _changed(self._before, host_generators(self._generators)) & self._trained
 
+    @property
+    def taken(self) -> str:
+        """A digest of what the sampler has given in this epoch; empty if that is not watched."""
+        return self._taken.hexdigest() if self._watches_indices else ""
+
     def after(self, batch: Any) -> None:
         self._last = host_generators(self._generators)
         self._mixed |= _changed(self._before, self._last) & self._trained
@@ -61,7 +66,7 @@ class Evidence:
         return {
             "order": self._order.hexdigest(),
             "floats": self._floats.hexdigest(),
-            "indices": self._taken.hexdigest() if self._watches_indices else "",
+            "indices": self.taken,
             "trained": sorted(self._trained),
             "mixed": sorted(self._mixed),
             "sampled": sorted(self._sampled),

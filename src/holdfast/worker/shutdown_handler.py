@@ -40,6 +40,7 @@ from holdfast.policy.stopping import (
     sooner,
 )
 from holdfast.settings_cluster import StopSettings, parse_signals
+from holdfast.signal_senders import from_whom
 from holdfast.worker.stop_deadline import StopDeadline
 from holdfast.worker.stop_file import StopFile
 from holdfast.worker.stop_signals import StopSignals
@@ -152,12 +153,14 @@ class ShutdownHandler:
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._arm()
+        sender = self._signals.sender(number)
         assert self._over_store is not None
         self._over_store.wish(
             StopRequest(
                 source=Source.SIGNAL,
-                detail=f"{number.name} to rank {self._rank}",
+                detail=f"{number.name}{from_whom(sender)} to rank {self._rank}",
                 signal=number.name,
+                sender=sender,
                 node=node_name(),
                 rank=self._rank,
                 at=time.time(),

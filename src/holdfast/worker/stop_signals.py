@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from holdfast.policy.stopping import is_repeated
+from holdfast.signal_senders import Seen, named, seen, take, watch
 from holdfast.speaking import rendered
 
 log = logging.getLogger("holdfast")
@@ -68,6 +69,7 @@ class StopSignals:
         self._pid = 0
         self._owns_wakeup = False
         self._closing = False
+        self._seen: Seen | None = None
         self._receiver: socket.socket | None = None
         self._sender: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -79,6 +81,10 @@ class StopSignals:
     def takes(self, number: signal.Signals) -> bool:
         """Whether this signal does not end the process any more."""
         return self.installed and number in self._before
+
+    def sender(self, number: signal.Signals, launcher: int | None = None) -> str:
+        """Who sent the one that is told just now; empty if that is not known."""
+        return named(number, self._seen, launcher)
 
     def install(self) -> bool:
         """Take the signals over. False, and said, where that cannot be: only a main thread can."""
@@ -95,6 +101,7 @@ class StopSignals:
         for number in self.numbers:
             self._before[number] = signal.getsignal(number)
             signal.signal(number, self._handle)
+            watch(number)
         replaced = [n.name for n, before in self._before.items() if callable(before)]
         if replaced:
             log.warning(
@@ -204,6 +211,9 @@ class StopSignals:
 
     def _call(self, number: signal.Signals) -> None:
         now = time.monotonic()
+        self._seen = None
+        with contextlib.suppress(Exception):  # nothing about the sender may hold a stop up
+            self._seen = seen(take(number))
         if self._first is not None:
             if not is_repeated(self._first, now):
                 self._end(number)
