@@ -35,6 +35,10 @@ REPLACED = [
     (r"step_\d{8}-ID holds", "CHECKPOINT holds"),
     (r"Productive time: \d+%", "Productive time: P%"),
     (r"T( T)+", "T"),
+    (
+        r"T: T until it trained again, then (.*) in T\b",
+        r"T until it trained again, \1",
+    ),  # told where it counts
 ]
 
 

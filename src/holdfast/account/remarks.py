@@ -140,9 +140,10 @@ def stored_slowly(body: SaveCommitted) -> bool:
 def what_of_slow_storage(blocked: float) -> str:
     """What to do about it; `blocked`: the seconds for which training stood still."""
     if blocked < 1:
-        return "use faster storage there if saves are to be newer; training did not wait for it"
+        return "use faster storage for checkpoints if saves are to be newer; training did not wait for it"
     return (
-        "use faster storage there, or set checkpoint.async_save = true: training then goes on during a save"
+        "use faster storage for checkpoints, or set checkpoint.async_save = true: training then goes on "
+        "during a save"
     )
 
 
