@@ -9,7 +9,7 @@ import json
 import sys
 import time
 
-from holdfast.worker.beats import Beats
+from holdfast.train.beats import Beats
 
 BURST = 60
 PAUSE = 0.25

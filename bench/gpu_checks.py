@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from gpu_workload import BLOCK, STEP, build
 
-from holdfast.checkpoint.state import Tracked
-from holdfast.settings_validation import ValidationSettings
-from holdfast.worker.checking import Checks
-from holdfast.worker.deferring import Deferred
+from holdfast.checkpoint.state.tracked import Tracked
+from holdfast.config.sections import ValidationSettings
+from holdfast.train.check.checks import Checks, Deferred
 
 BLOCKS = 12
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from holdfast.checkpoint import fingerprint, fingerprint_triton
-from holdfast.checkpoint.fingerprint import BLOCK_BYTES
-from holdfast.checkpoint.fingerprint_triton import Shape
+from holdfast.checkpoint.format import fingerprint, fingerprint_triton
+from holdfast.checkpoint.format.fingerprint import BLOCK_BYTES
+from holdfast.checkpoint.format.fingerprint_triton import Shape
 
 PEAK = 4.8e12
 """Bytes a second, an H200's by its data sheet."""

@@ -29,11 +29,18 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from holdfast.checkpoint import fingerprint
-from holdfast.checkpoint.device_stage import DeviceStager, InFlight, Owned, Piece
-from holdfast.checkpoint.lanes import LARGE, CudaLane, copy_within
-from holdfast.checkpoint.pinned import pin
-from holdfast.policy.snapshot import Way, choose, owned_enough
+from holdfast.checkpoint.format import fingerprint
+from holdfast.checkpoint.save.device import (
+    LARGE,
+    CudaLane,
+    DeviceStager,
+    InFlight,
+    Owned,
+    Piece,
+    copy_within,
+    pin,
+)
+from holdfast.policy.saves import Way, choose_snapshot, owned_enough
 
 CUDA = torch.device("cuda", 0)
 WIDTH = 4096
@@ -252,7 +259,7 @@ def main() -> None:
     measure_clone(stager, work, buffer, copy)
     measure_overlap(stager, work, buffer, copy)
     memory = stager.memory(CUDA)
-    way: Way = choose(
+    way: Way = choose_snapshot(
         "auto",
         free_bytes=memory.free,
         needed_bytes=work.nbytes,

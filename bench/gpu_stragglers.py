@@ -15,11 +15,10 @@ import torch
 from gpu_workload import BLOCK, STEP, build
 from stragglers import untold
 
-from holdfast.control.group import join_group
-from holdfast.settings_straggler import StragglerSettings
-from holdfast.worker.gradient_mark import GradientMark
-from holdfast.worker.straggler_actions import Actions
-from holdfast.worker.stragglers import Stragglers
+from holdfast.config.sections import StragglerSettings
+from holdfast.record.decisions import join_group
+from holdfast.train.stragglers.reports import Actions, Stragglers
+from holdfast.train.stragglers.times import GradientMark
 
 BLOCKS = 16
 TARGET = 0.1

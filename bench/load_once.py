@@ -16,9 +16,9 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from workload import Weights
 
-from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.load import load
-from holdfast.checkpoint.state import Tracked
+from holdfast.checkpoint.choose.load import load
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.state.tracked import Tracked
 
 
 def main(how: str, directory: Path, size_mib: int) -> None:

@@ -29,9 +29,9 @@ from torch.distributed import TCPStore
 from workload import Weights
 
 import holdfast
+from holdfast.checkpoint.copies import rules
+from holdfast.checkpoint.copies.rules import assemble, describe_assembly, order
 from holdfast.launch.monitor import Monitor
-from holdfast.policy import replication
-from holdfast.policy.assembly import assemble, describe, order
 from holdfast.policy.timeouts import Limits
 
 Samples = tuple[list[float], list[float]]
@@ -465,7 +465,7 @@ def _planner(ranks: int) -> Callable[[], float]:
     places = [f"{rank // RANKS_PER_NODE:012x}" for rank in range(ranks)]
     files = [[f"__{rank}_{shard}.distcp" for shard in range(SHARDS)] for rank in range(ranks)]
     held: dict[str, list[str]] = {place: [] for place in places}
-    for rank, targets in enumerate(replication.replicate(places, factor=2, jump=0).targets):
+    for rank, targets in enumerate(rules.replicate(places, factor=2, jump=0).targets):
         for place in (places[rank], *targets):
             held[place] += files[rank]
     held[places[0]] = []
@@ -481,7 +481,7 @@ def _planner(ranks: int) -> Callable[[], float]:
             started = time.perf_counter()
             told = {place: msgspec.json.decode(answer, type=list[str]) for place, answer in answers.items()}
             assembly = assemble(listed, told, in_global=False)
-            evidence = describe(assembly, names, saved_at)
+            evidence = describe_assembly(assembly, names, saved_at)
             sources = [order(assembly, path, places[0], 0) for path in files[0]]
             taken = time.perf_counter() - started
         finally:

@@ -23,12 +23,12 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from holdfast.checkpoint.local_tier import CopyFile, CopyRecord, LocalTier
-from holdfast.checkpoint.manifest import Chunk, FileEntry
-from holdfast.checkpoint.peer_host import PeerHost
-from holdfast.checkpoint.peer_send import send_replica
-from holdfast.control.directory import ControlDirectory
+from holdfast.checkpoint.copies.peer_process import PeerHost
+from holdfast.checkpoint.copies.peers import send_replica
+from holdfast.checkpoint.copies.tier import CopyFile, CopyRecord, LocalTier
+from holdfast.checkpoint.format.manifest import Chunk, FileEntry
 from holdfast.journal.writer import JournalWriter
+from holdfast.record.directory import ControlDirectory
 
 MIB = 1024 * 1024
 CHUNK = 16 * MIB

@@ -25,12 +25,11 @@ import torch.distributed as dist
 from async_rank import Sharded
 
 import holdfast
-from holdfast.checkpoint import local_manifest
-from holdfast.checkpoint.local_recorded import PlaceCopies, read_recorded
-from holdfast.checkpoint.local_tier import LocalTier
-from holdfast.control.directory import ControlDirectory
+from holdfast.checkpoint.copies import tier as local_manifest
+from holdfast.checkpoint.copies.tier import LocalTier, PlaceCopies, read_recorded
 from holdfast.journal.events import Decision, Resumed
 from holdfast.journal.reader import read_journal
+from holdfast.record.directory import ControlDirectory
 
 LIMIT = 300.0
 WAYS = ("own", "peer", "global")

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import holdfast
-from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.load import load
-from holdfast.checkpoint.state import Tracked
+from holdfast.checkpoint.choose.load import load
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.state.tracked import Tracked
 
 Samples = tuple[list[float], list[float]]
 LAYERS, WIDTH = 5_000, 256

@@ -13,14 +13,10 @@ import random
 import time
 from collections.abc import Callable
 
-from holdfast.control.group import join_group
-from holdfast.policy.straggler_times import COMPUTE, INPUT, OTHER, Limits, RankTimes, Span
-from holdfast.policy.stragglers import Judge
-from holdfast.settings_straggler import StragglerSettings
-from holdfast.worker.straggler_actions import Actions
-from holdfast.worker.straggler_letters import letter_of, read_letter
-from holdfast.worker.straggler_report import event_of
-from holdfast.worker.stragglers import Stragglers
+from holdfast.config.sections import StragglerSettings
+from holdfast.record.decisions import join_group
+from holdfast.train.stragglers.reports import Actions, Stragglers, event_of, letter_of, read_letter
+from holdfast.train.stragglers.scores import COMPUTE, INPUT, OTHER, Judge, Limits, RankTimes, Span
 
 STEPS, SECTIONS, ROUNDS = 300, 10, 5
 

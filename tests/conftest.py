@@ -10,11 +10,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-from machines import mount_namespaces, slow_io
-from slurm_cluster import slurm, slurm_session
-from untested import pytest_terminal_summary
+from kit.nodes.machines import mount_namespaces, slow_io
+from kit.nodes.slurm_cluster import slurm, slurm_session
+from kit.untested import pytest_terminal_summary
 
 __all__ = ["mount_namespaces", "pytest_terminal_summary", "slow_io", "slurm", "slurm_session"]
+
+# A test may use what another test's file defines, by its name alone: the names are unique.
+sys.path[1:1] = sorted({str(file.parent) for file in Path(__file__).parent.rglob("test_*.py")})
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -56,7 +59,7 @@ def _no_holdfast_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 3, 6 and 9. Not to be changed: `run_dir` is a copy that may be."""
-    from tiny import train
+    from kit.tiny import train
 
     run_dir = tmp_path_factory.mktemp("prepared") / "run"
     train(run_dir, until=9)

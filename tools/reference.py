@@ -19,9 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.config import FIELDS
-from holdfast.exit_codes import MEANINGS
-from holdfast.journal.events import AnyEvent, Event
+from holdfast.config.settings import FIELDS
+from holdfast.errors import MEANINGS
+from holdfast.journal.events import AnyEvent
+from holdfast.journal.subjects import Event
 
 REFERENCE = Path("docs") / "reference"
 

@@ -1,4 +1,4 @@
-from holdfast.cli.app import main
+from holdfast.cli import main
 
 if __name__ == "__main__":
     main()

@@ -6,9 +6,134 @@ A message says what happened, to what, what was expected and found, and what to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import ClassVar
 
-from holdfast.exit_codes import ExitCode
+# Every exit code that Holdfast uses, in one table. `docs/reference/exit-codes.md` is checked against it.
+
+
+class ExitCode(IntEnum):
+    """A code a worker or the `holdfast` command ends with. A signal n shows as 128 + n from a shell."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    RERUN_WANTED = 16
+    VALIDATION_FAILED = 17
+    NO_VALID_RUNG = 18
+    LEASE_LOST = 19
+    RUN_IS_LIVE = 20
+    DECISION_TIMEOUT = 21
+    BUDGET_SPENT = 22
+    SAVE_FAILED = 23
+    CONTROL_UNUSABLE = 24
+    STATE_MISFIT = 25
+    NOTHING_LEFT = 26
+    REQUEUE_WANTED = 27
+    NO_CAPACITY = 28
+    PAUSED_TOO_LONG = 29
+    STORE_LOST = 30
+    STOPPED = 31
+    STOPPED_UNSAVED = 32
+    HANDED_OVER = 33
+    STORAGE_FAILED = 34
+
+
+MEANINGS: dict[ExitCode, tuple[str, str]] = {
+    ExitCode.OK: ("The run finished, or the checkpoint is sound.", "nothing"),
+    ExitCode.FAILED: (
+        "The job failed and recovery decided to stop, or the checkpoint is not sound.",
+        "read `holdfast why`: it names the cause and what it rests on",
+    ),
+    ExitCode.USAGE: (
+        "Wrong flag, setting or path; nothing was started or changed.",
+        "fix what the message names",
+    ),
+    ExitCode.RERUN_WANTED: (
+        "A rejected step asks to be re-run on another device.",
+        "the launcher restarts; without it, start the run again: it varies what it can",
+    ),
+    ExitCode.VALIDATION_FAILED: (
+        "Validation failed for a reason that a restart cannot cure.",
+        "`holdfast journal` names the step and what was tried; look at its data, then launch again",
+    ),
+    ExitCode.NO_VALID_RUNG: (
+        "The run had checkpoints and none of them may be used.",
+        "`holdfast ckpt ls`; resume_from a named one, or resume_from = 'fresh'",
+    ),
+    ExitCode.LEASE_LOST: (
+        "A newer attempt holds the run; this one may not write any more.",
+        "nothing: the newer attempt goes on",
+    ),
+    ExitCode.RUN_IS_LIVE: (
+        "Another launcher holds this run directory and is alive.",
+        "stop it first, or use another --run-dir",
+    ),
+    ExitCode.DECISION_TIMEOUT: (
+        "A rank or node did not learn the group's decision in time.",
+        "the launcher restarts; look for the rank that never answered",
+    ),
+    ExitCode.BUDGET_SPENT: (
+        "Restarts, or launches, without progress used up the budget.",
+        "fix the cause that `holdfast why` names, then launch again; the message says what lets it in",
+    ),
+    ExitCode.SAVE_FAILED: (
+        "Saving failed too often in a row, or the last save failed.",
+        "check space and permissions of the checkpoint root",
+    ),
+    ExitCode.CONTROL_UNUSABLE: (
+        "The control directory cannot be read or written.",
+        "check the path and its permissions",
+    ),
+    ExitCode.STATE_MISFIT: (
+        "The script's state does not fit the checkpoint, or could not be loaded from one that is saved.",
+        "track what was saved, with the same shapes and ranks, or resume_from = 'fresh'",
+    ),
+    ExitCode.NOTHING_LEFT: (
+        "The same failure came back, and recovery has nothing left to vary against it.",
+        "read `holdfast why`: it lists what was tried; fix the cause, then launch again",
+    ),
+    ExitCode.REQUEUE_WANTED: (
+        "The run cannot go on with the nodes it has, and wants to be queued again.",
+        "launch it on other nodes; a scheduler that queues it again does that by itself",
+    ),
+    ExitCode.NO_CAPACITY: (
+        "Too few usable nodes were there, and no more came in time.",
+        "bring nodes, readmit excluded ones, or allow fewer, then launch again",
+    ),
+    ExitCode.PAUSED_TOO_LONG: (
+        "Recovery was paused by an operator and nobody ended the pause in time.",
+        "`holdfast control unpause RUN`, then launch again",
+    ),
+    ExitCode.STORE_LOST: (
+        "The host through which the nodes meet is gone or cut off, and no other endpoint is left.",
+        "start the same command again; name several endpoints to survive this",
+    ),
+    ExitCode.STOPPED: (
+        "The run was asked to stop, and its state is saved.",
+        "start the same command again to go on from there",
+    ),
+    ExitCode.STOPPED_UNSAVED: (
+        "The run was asked to stop and ended without saving: in time it could not, or a rank failed.",
+        "start the same command again: it goes on from the checkpoint before; `holdfast journal` says why",
+    ),
+    ExitCode.HANDED_OVER: (
+        "The function could not start again in these processes; the message and the journal say why.",
+        "the launcher restarts; without it, start the run again",
+    ),
+    ExitCode.STORAGE_FAILED: (
+        "The run's storage could not be written; nothing is known to be wrong with the run.",
+        "look at the storage, then start it again; a scheduler that queues it again does that by itself",
+    ),
+}
+
+NOT_ALERTED: dict[ExitCode, str] = {
+    ExitCode.OK: "the run finished",
+    ExitCode.USAGE: "nothing was started",
+    ExitCode.LEASE_LOST: "the run goes on elsewhere",
+    ExitCode.RUN_IS_LIVE: "the run goes on elsewhere",
+}
+"""Ends of a launch about which nobody is alerted, and why. Any other is the run's end until somebody acts."""
 
 
 class RunEnded(BaseException):

@@ -28,34 +28,33 @@ from typing import Any, Self, TypeVar
 import msgspec
 import torch
 
-from holdfast import config, scope
-from holdfast.checkpoint.identity import CheckpointName, CheckpointRoot
-from holdfast.checkpoint.manifest import OF_THE_JOB
-from holdfast.control.group import Group, leave_group
-from holdfast.control.handover import LaunchInfo, one_config
-from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError, Stopped, UsageError
-from holdfast.exit_codes import ExitCode
-from holdfast.journal.events import AttemptEnded, RunFinished
-from holdfast.policy.stopping import Source
-from holdfast.policy.timeouts import CHECKPOINTING, LOADING, SETUP, STEP
-from holdfast.worker.agreement import Severity
-from holdfast.worker.beats import Beats
-from holdfast.worker.crash import CrashHook
-from holdfast.worker.data import DataFeed
-from holdfast.worker.draws import RecordedFeed
-from holdfast.worker.halting import Halting
-from holdfast.worker.joining import EXCHANGE_SLACK, Parts
-from holdfast.worker.membership import Membership
-from holdfast.worker.pinging import Pinging
-from holdfast.worker.saving import Saving
-from holdfast.worker.simulated import SimulatedFault
-from holdfast.worker.stop_file import refuse_stop_file
-from holdfast.worker.stragglers import Stragglers
-from holdfast.worker.straggling import make_stragglers, refuse_straggler_settings
-from holdfast.worker.surroundings import Surroundings
-from holdfast.worker.validating import refuse_contradictions
-from holdfast.worker.validation import Validation
-from holdfast.worker.watched import judge_collectives, simulated_fault, start_beats, tell_idle
+from holdfast.base import scope
+from holdfast.checkpoint.format import OF_THE_JOB, CheckpointName, CheckpointRoot
+from holdfast.config import sources
+from holdfast.errors import ExitCode, HoldfastError, LeaseLostError, SaveFailedError, Stopped, UsageError
+from holdfast.journal import AttemptEnded, RunFinished
+from holdfast.policy import CHECKPOINTING, LOADING, SETUP, STEP, Source
+from holdfast.record import Group, LaunchInfo, leave_group, one_config
+from holdfast.stop import refuse_stop_file
+from holdfast.train import (
+    EXCHANGE_SLACK,
+    Beats,
+    CrashHook,
+    Halting,
+    Membership,
+    Parts,
+    Pinging,
+    Saving,
+    SimulatedFault,
+    Surroundings,
+    judge_collectives,
+    simulated_fault,
+    start_beats,
+    tell_idle,
+)
+from holdfast.train.check import RecordedFeed, Severity, Validation, refuse_contradictions
+from holdfast.train.data import DataFeed
+from holdfast.train.stragglers import Stragglers, make_stragglers, refuse_straggler_settings
 
 log = logging.getLogger("holdfast")
 
@@ -75,7 +74,7 @@ class Run:
         hook = CrashHook(self._on_crash)  # first: wrong settings, too, end a rank with their own code
         self._around.on_leave(hook.remove)
         self._launched = LaunchInfo.from_environment(os.environ)
-        given = config.load(
+        given = sources.load(
             one_config(file, self._launched),
             command_line=self._launched.command_line if self._launched else None,
             keywords=settings,

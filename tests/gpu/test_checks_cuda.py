@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.checkpoint.state import Tracked
-from holdfast.settings_validation import ValidationSettings
-from holdfast.worker.checking import Checks, read_together
-from holdfast.worker.deferring import DEPTH, Deferred
+from holdfast.checkpoint.state.tracked import Tracked
+from holdfast.config.sections import ValidationSettings
+from holdfast.train.check.checks import DEPTH, Checks, Deferred, read_together
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from harness import finish, holdfast
-from holdfast.checkpoint.verify import verify
+from holdfast.checkpoint.format.structure import verify
+from kit.harness import finish, holdfast
 
 pytestmark = pytest.mark.gpu
 SCRIPT = str(Path(__file__).parent / "train_cuda.py")

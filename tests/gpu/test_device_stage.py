@@ -14,11 +14,27 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from early_changes import TRAININGS, OptimizerInBackward, Training, content, lay_out, outcome, strange, wipe
-from holdfast.checkpoint.device_stage import DeviceStager, InFlight, Owned
-from holdfast.checkpoint.lanes import CudaLane, DeviceMemory, Mark, is_locked
-from holdfast.checkpoint.pinned import pin
-from holdfast.policy.snapshot import Way
+from holdfast.checkpoint.save.device import (
+    CudaLane,
+    DeviceMemory,
+    DeviceStager,
+    InFlight,
+    Mark,
+    Owned,
+    is_locked,
+    pin,
+)
+from holdfast.policy.saves import Way
+from kit.worlds.early_changes import (
+    TRAININGS,
+    OptimizerInBackward,
+    Training,
+    content,
+    lay_out,
+    outcome,
+    strange,
+    wipe,
+)
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from exactness import Case, Kill, Lab
-from exactness_kinds import KINDS
+from kit.worlds.exactness import Case, Kill, Lab
+from kit.worlds.exactness_kinds import KINDS
 
 pytestmark = pytest.mark.gpu
 

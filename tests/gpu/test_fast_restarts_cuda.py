@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forking import command, warm
-from holdfast.launch.preload import ColdStart, Preload, PreloadedParent
+from holdfast.launch.workers.preload import ColdStart, Preload, PreloadedParent
+from kit.ranks.forking import command, warm
 
 USE = """
 import torch, torch.distributed as dist

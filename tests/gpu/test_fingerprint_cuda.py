@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from holdfast.checkpoint import fingerprint
-from holdfast.checkpoint.fingerprint import BLOCK_BYTES, Tables, begin, of_bytes
+from holdfast.checkpoint.format import fingerprint
+from holdfast.checkpoint.format.fingerprint import BLOCK_BYTES, Tables, begin, of_bytes
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.inprocess.cleaning import forget
-from holdfast.inprocess.groups import NCCL_SETTINGS, StoreLine, watch_groups
-from holdfast.settings_inprocess import InProcessSettings
+from holdfast.config.sections import InProcessSettings
+from holdfast.restart.groups import NCCL_SETTINGS, StoreLine, forget, watch_groups
 
 pytestmark = pytest.mark.gpu
 ROUNDS = 20

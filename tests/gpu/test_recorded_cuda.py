@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.health.links import check_links
-from holdfast.health.network import all_reduce
-from holdfast.policy.health import Status
-from holdfast.worker.scaling import Scales
+from holdfast.health.findings import Status
+from holdfast.health.network import all_reduce, check_links
+from holdfast.train.check.checks import Scales
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

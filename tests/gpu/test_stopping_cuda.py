@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import finish, holdfast, job, wait_until
-from holdfast.checkpoint import manifest as manifests
-from holdfast.exit_codes import ExitCode
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.errors import ExitCode
+from kit.harness import finish, holdfast, job, wait_until
 
 pytestmark = pytest.mark.gpu
 SCRIPT = str(Path(__file__).parent / "train_cuda.py")

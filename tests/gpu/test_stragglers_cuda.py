@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.control.group import join_group
-from holdfast.policy.straggler_times import COMPUTE, INPUT, OTHER
-from holdfast.settings_straggler import StragglerSettings
-from holdfast.worker.gradient_mark import GradientMark
-from holdfast.worker.section_times import DeviceTimes, Section
-from holdfast.worker.straggler_actions import Actions
-from holdfast.worker.stragglers import Stragglers
+from holdfast.config.sections import StragglerSettings
+from holdfast.record.decisions import join_group
+from holdfast.train.stragglers.reports import Actions, Stragglers
+from holdfast.train.stragglers.scores import COMPUTE, INPUT, OTHER
+from holdfast.train.stragglers.times import DeviceTimes, GradientMark, Section
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

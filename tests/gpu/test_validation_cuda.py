@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from test_cuda_resume import SCRIPT, record
 
-from harness import finish, holdfast
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
+from kit.harness import finish, holdfast
 
 pytestmark = pytest.mark.gpu
 

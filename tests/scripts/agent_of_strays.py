@@ -14,11 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.launch import processes
-from holdfast.launch.keeper import Keeper
-from holdfast.launch.orphan_guard import guarded
-from holdfast.launch.orphans import Orphans
-from holdfast.launch.workers import Workers
+from holdfast.launch.workers.orphans import Orphans, Workers
+from holdfast.launch.workers.sweeper import Keeper
+from holdfast.process import identity
+from holdfast.process.guard import guarded
 
 
 def say(path: Path, what: object) -> None:
@@ -27,7 +26,7 @@ def say(path: Path, what: object) -> None:
 
 
 def zombies(but: set[int]) -> list[int]:
-    everyone = processes.everyone().values()
+    everyone = identity.everyone().values()
     return [p.pid for p in everyone if p.parent == os.getpid() and p.ended and p.pid not in but]
 
 

@@ -17,10 +17,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import holdfast
-import tiny
-from holdfast.checkpoint.verify import verify
+from holdfast.checkpoint.format.structure import verify
 from holdfast.journal.events import SaveFailed
 from holdfast.journal.reader import read_journal
+from kit import tiny
 
 
 def mount(*arguments: object) -> None:

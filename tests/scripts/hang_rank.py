@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from holdfast.worker import testimony
+from holdfast.train import testimony
 
 
 def answer(path: Path) -> None:

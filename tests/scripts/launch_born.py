@@ -6,7 +6,7 @@ import signal
 import sys
 
 attempt = json.loads(os.environ["HOLDFAST_LAUNCH"])["attempt"]
-how = "forked" if "holdfast.launch.forked_worker" in sys.modules else "cold"
+how = "forked" if "holdfast.launch.workers.forked_worker" in sys.modules else "cold"
 assert not {"torch", "chosen"} & {*sys.modules}, "imported by this script, or not at all"
 try:
     from chosen import MADE_IN

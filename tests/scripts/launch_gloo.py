@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from holdfast.control.handover import LaunchInfo
+from holdfast.record.launches import LaunchInfo
 
 
 @record

@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.checkpoint.local_tier import LocalTier
-from holdfast.checkpoint.peer_host import PeerHost, own_address
-from holdfast.control.directory import ControlDirectory
+from holdfast.checkpoint.copies.peer_process import PeerHost, own_address
+from holdfast.checkpoint.copies.tier import LocalTier
 from holdfast.journal.writer import JournalWriter
+from holdfast.record.directory import ControlDirectory
 
 run_dir, place, linger, towards = sys.argv[1:]
 control = ControlDirectory.open(Path(run_dir))

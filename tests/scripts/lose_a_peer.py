@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.control.handover import LaunchInfo
+from holdfast.record.launches import LaunchInfo
 
 
 def main() -> None:

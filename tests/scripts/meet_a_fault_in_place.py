@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.scope import Scope
+from holdfast.base.scope import Scope
 
 FAULT = sys.argv[1]
 AT, UNTIL = 25, 40

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from holdfast.cluster.requeueing import requeue_after_stop
+from holdfast.cluster.requeue import requeue_after_stop
 from holdfast.cluster.slurm import current_job
-from holdfast.control.directory import ControlDirectory
-from holdfast.journal.cluster_events import RequeueAsked, StopAsked
+from holdfast.journal.subjects import RequeueAsked, StopAsked
 from holdfast.journal.writer import JournalWriter
-from holdfast.policy.stopping import Source, StopRequest
+from holdfast.policy.requests import Source, StopRequest
+from holdfast.record.directory import ControlDirectory
 
 LONGEST = 90.0
 

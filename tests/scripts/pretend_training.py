@@ -19,16 +19,16 @@ import signal
 import sys
 from pathlib import Path
 
-from holdfast.checkpoint.identity import MANIFEST, CheckpointName, CheckpointRoot, derive_id
-from holdfast.checkpoint.inventory import take_inventory
-from holdfast.control.attempts import HeadRecord, write_head
-from holdfast.control.directory import ControlDirectory
-from holdfast.control.handover import LaunchInfo
-from holdfast.control.lease import Fence
-from holdfast.control.lineage import CommitRecord, record_commit, record_done
-from holdfast.control.rejections import record_rejection
-from holdfast.policy.rejection import Kind, RankResult, Rejection, Window
-from holdfast.policy.rotation import device_of
+from holdfast.checkpoint.choose.inventory import take_inventory
+from holdfast.checkpoint.format.manifest import MANIFEST, CheckpointName, CheckpointRoot, derive_id
+from holdfast.policy.placement import device_of
+from holdfast.policy.results import Kind, RankResult, Rejection, Window
+from holdfast.record.attempts import HeadRecord, write_head
+from holdfast.record.directory import ControlDirectory
+from holdfast.record.findings import record_rejection
+from holdfast.record.launches import LaunchInfo
+from holdfast.record.lease import Fence
+from holdfast.record.lineage import CommitRecord, record_commit, record_done
 
 LAST = 12
 EVERY = 3

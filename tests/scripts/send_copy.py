@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.checkpoint.local_tier import LocalTier
-from holdfast.checkpoint.manifest import FileEntry
-from holdfast.checkpoint.peer_send import send_replica
-from holdfast.control.directory import ControlDirectory
+from holdfast.checkpoint.copies.peers import send_replica
+from holdfast.checkpoint.copies.tier import LocalTier
+from holdfast.checkpoint.format.manifest import FileEntry
+from holdfast.record.directory import ControlDirectory
 
 host, port, run_dir, place, checkpoint, rank, files, seconds = sys.argv[1:]
 tier = LocalTier.at(Path(place))

@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import train_tiny
 
-from holdfast.checkpoint import writer_client
-from holdfast.control.marks import outliving
+from holdfast.checkpoint.save import writer
+from holdfast.process.identity import outliving
 
 SLOW = str(Path(__file__).resolve().parent / "slow_writer")
-WRITER = "holdfast.checkpoint.writer_process"
+WRITER = "holdfast.checkpoint.save.writer_process"
 
 
 def spawn(descriptor: int) -> subprocess.Popen[bytes]:
@@ -32,5 +32,5 @@ def spawn(descriptor: int) -> subprocess.Popen[bytes]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
-    writer_client.spawn = spawn
+    writer.spawn = spawn
     sys.exit(train_tiny.main())

@@ -1,5 +1,7 @@
-"""The training of tests/validated.py as a script, for whole runs under `holdfast run`; settings come from the
-environment."""
+"""The training of tests/kit/ranks/validated.py as a script, for whole runs under `holdfast run`.
+
+Settings come from the environment.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch
 
 torch.set_num_threads(1)
 
-from validated import Training, train_rank  # noqa: E402
+from kit.ranks.validated import Training, train_rank  # noqa: E402
 
 if __name__ == "__main__":
     out = Path(os.environ["CHECKED_OUT"]) / uuid.uuid4().hex[:8]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.control.handover import LaunchInfo
+from holdfast.record.launches import LaunchInfo
 
 SLOW = 3.5
 

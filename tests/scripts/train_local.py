@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
 import holdfast
-from holdfast.control.handover import LaunchInfo
+from holdfast.record.launches import LaunchInfo
 
 PATIENCE = 60.0
 

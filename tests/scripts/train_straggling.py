@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from holdfast.control.devices import own_place
-from straggling import train
+from holdfast.cluster.devices import own_place
+from kit.ranks.straggling import train
 
 directory, how, slow, delay, until, *given = sys.argv[1:]
 os.environ.update({f"HOLDFAST_{key}".upper(): value for key, value in (pair.split("=", 1) for pair in given)})

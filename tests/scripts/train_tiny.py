@@ -79,7 +79,7 @@ def arm_save(run: holdfast.Run) -> None:
     if not KILL_SAVE or int(KILL_SAVE.split(":")[0]) != RANK or (OUT / "killed-in-save").exists():
         return
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tiny import counting_file_operations, die
+    from kit.tiny import counting_file_operations, die
 
     start, point = run.start, int(KILL_SAVE.split(":")[1])
 

@@ -11,24 +11,36 @@ import re
 import signal
 from collections.abc import Sequence
 
-from holdfast.checkpoint.identity import CheckpointName, parse_name
-from holdfast.control.attempts import FailureRecord
-from holdfast.exit_codes import MEANINGS, ExitCode
-from holdfast.journal.account_events import Account
-from holdfast.journal.text import plural, printable, size
-from holdfast.policy.actions import Action
-from holdfast.policy.budgets import PastAttempt
-from holdfast.policy.classify import KERNEL_OOM, is_symptom
-from holdfast.policy.evidence import Hang, Loss, LostNode, MemoryKill, blamed
-from holdfast.policy.lost_storage import Trouble, what_to_do
-from holdfast.policy.missing import ranks as list_ranks
-from holdfast.policy.plain_words import activity
-from holdfast.policy.recovery import INSTEAD, Decision, Situation
-from holdfast.policy.rejection import Rejection
-from holdfast.policy.signs import Cause
-from holdfast.policy.timeouts import STEP
-from holdfast.policy.unsettled import DEVICE
-from holdfast.policy.verdicts import FOLLOWS, NO_OTHER_DEVICE
+from holdfast.base import duration, plural, printable, size
+from holdfast.checkpoint.format import CheckpointName, parse_name
+from holdfast.errors import MEANINGS, ExitCode
+from holdfast.health import Trouble, what_to_do
+from holdfast.journal import STOP, Account, StopAsked
+from holdfast.policy import (
+    DEVICE,
+    FOLLOWS,
+    INSTEAD,
+    KERNEL_OOM,
+    NO_OTHER_DEVICE,
+    STEP,
+    Action,
+    Cause,
+    Decision,
+    Hang,
+    Loss,
+    LostNode,
+    MemoryKill,
+    PastAttempt,
+    Rejection,
+    Situation,
+    Source,
+    StopRequest,
+    activity,
+    blamed,
+    is_symptom,
+)
+from holdfast.policy import ranks as list_ranks
+from holdfast.record import FailureRecord
 
 MESSAGE_LIMIT = 300
 MOST_WHY = 12
@@ -85,7 +97,7 @@ _SAID = re.compile(
 """Evidence that is said in other words here."""
 
 
-def answers(
+def answers_about(
     situation: Situation,
     decision: Decision,
     root: FailureRecord | None,
@@ -542,3 +554,162 @@ def _to_mend(root: FailureRecord | None) -> str:
 def _files(root: FailureRecord | None, saved: str) -> list[str]:
     found = [] if root is None else [root.error_file, root.stderr_file]
     return [*filter(None, found), *([saved] if saved else [])]
+
+
+# Accounts of ends that nobody decided about: the store, the lease or the whole launch was lost. Pure.
+
+
+def store_lost(attempt: int, node: str, error: str, step: int | None, saved: int | None) -> Account:
+    """As a node tells it that has nobody left to decide with."""
+    tried = error.partition("(")[2].partition(")")[0] or error
+    return Account(
+        attempt=attempt,
+        cause=Cause.INFRASTRUCTURE,
+        who="the host of the store that the nodes meet in",
+        what=f"was lost{_in(step)}, as node {printable(node)} sees it",
+        why=[
+            f"every address that the nodes could meet at was tried: {printable(tried)}",
+            "its machine or its launcher is gone, or the network to it",
+        ],
+        done="ended all workers here: without the store the nodes cannot agree on anything",
+        next="start the same command again on all nodes; with a second --rdzv-endpoint this is survived",
+        step=step,
+        saved=saved,
+        exit_code=int(ExitCode.STORE_LOST),
+        alone=True,
+    )
+
+
+def lease_taken(
+    attempt: int, evidence: str, by: str, found: str, step: int | None, saved: int | None
+) -> Account:
+    """`by`: the process that claimed the run; `found`: what it took this launch for dead by."""
+    why = [f"it took this launch for gone: {printable(found)}"] if found else []
+    return Account(
+        attempt=attempt,
+        cause=Cause.INFRASTRUCTURE,
+        who=f"another launch{f' ({printable(by)})' if by else ''}",
+        what=f"took this run over{_in(step)}",
+        why=[
+            *why,
+            printable(evidence),
+            "one run must not be trained by two launches: each would undo the other",
+        ],
+        done="ended all workers here; the run is left to the other launch",
+        next="nothing to do here; if the other launch is one too many, stop it and run this command again",
+        step=step,
+        saved=saved,
+        exit_code=int(ExitCode.LEASE_LOST),
+        alone=True,
+    )
+
+
+def launch_lost(
+    attempt: int, holder: str, found: str, asked: StopAsked | None, step: int | None, saved: int | None
+) -> Account:
+    """What a new launch says of the one before, which left no end. `found`: why the run was free to take;
+    `asked`: that it had been asked to stop, without having saved by then."""
+    on = f" ({printable(holder)})" if holder else ""
+    after = f" some time after step {step}" if step else ""  # its very last steps were not journalled yet
+    if asked is None:
+        what = f"ended without a word{after}"
+        why = "its launcher and its ranks were killed at once, or the machine went down"
+        to_do = "look into the logs of the machine and of the scheduler if nobody ended it on purpose"
+    else:
+        what = f"was killed{after} before it could save"
+        given = f", and counted on {duration(asked.seconds)}" if asked.seconds is not None else ""
+        why = (
+            f"it had been asked to stop ({printable(asked.detail)}){given}; it was killed before it had saved"
+        )
+        to_do = (
+            "give it more time between SIGTERM and SIGKILL (Slurm: GraceTime, KillWait; Kubernetes: "
+            "terminationGracePeriodSeconds), or save more often; the run itself needs nothing"
+        )
+    return Account(
+        attempt=attempt,
+        cause=Cause.PREEMPTION if asked is not None else Cause.INFRASTRUCTURE,
+        who=f"the launch before this one{on}",
+        what=what,
+        why=[why, printable(found)],
+        done=f"this launch goes on from step {saved}"
+        if saved
+        else "this launch begins anew: nothing was saved",
+        next=to_do,
+        step=step,
+        saved=saved,
+    )
+
+
+def untold(attempt: int, code: int, step: int | None, saved: int | None) -> Account | None:
+    """Of an attempt that ended for good and of which no more than its code could be written down, as on a
+    disk that is full; None for a code that says nothing."""
+    if code not in set(ExitCode) or code in (ExitCode.OK, ExitCode.FAILED, ExitCode.USAGE):
+        return None
+    meaning, then = MEANINGS[ExitCode(code)]
+    said = f"{meaning[0].lower()}{meaning[1:].rstrip('.')}"
+    return Account(
+        attempt=attempt,
+        cause=Cause.UNKNOWN,
+        who="the run",
+        what=f"ended{_in(step)}: {said}",
+        why=["no more than its exit code could be written down; the launcher's output says more"],
+        done=f"stopped: {said}",
+        next=then,
+        step=step,
+        saved=saved,
+        exit_code=code,
+    )
+
+
+def _in(step: int | None) -> str:
+    return f" in step {step + 1}" if step is not None else ""
+
+
+# The five answers about a stop on request. Pure.
+
+
+_WHY = {
+    Source.SIGNAL: "a signal asks a run to save and to end: schedulers send one, and so does Ctrl-C",
+    Source.STOP_FILE: "the file is there, which asks the run to save and to end",
+    Source.OPERATOR: "somebody asked for it with `holdfast control stop`",
+    Source.TIME_LIMIT: "the scheduler ends the job at its time limit; the run saves before that",
+    Source.STRAGGLER: "a rank slowed the others by more than straggler.stop_if_detected lets it",
+}
+_ASKED = {
+    Source.STOP_FILE: ("the stop file", "asked the run to stop"),
+    Source.TIME_LIMIT: ("the job's time limit", "is near, so the run was asked to stop"),
+    Source.STRAGGLER: ("a slow rank", "made the run stop"),
+}
+"""Who asked, and what it did, where the request's own words are rather the reason."""
+_UNSAVED = (ExitCode.STOPPED_UNSAVED,)
+
+
+def of_stop(
+    attempt: int, request: StopRequest, code: int, *, detail: str, step: int | None, saved: int | None
+) -> Account:
+    """What is told of a run that was asked to stop, and did.
+
+    `detail`: how it ended, where that is more than the request; `step`: the last complete one; `saved`: the
+    highest step that is in a checkpoint.
+    """
+    more = detail.removeprefix(request.detail).removeprefix("; ")
+    done = f"stopped after step {step}" if step else "stopped before its first step"
+    if code in _UNSAVED:
+        done += " without saving"
+    elif saved:
+        done += ", saved" if saved == step else f"; saved up to step {saved}"
+    who, what = _ASKED.get(request.source, (printable(request.detail), "asked the run to stop"))
+    said = [printable(request.detail)] if request.source in _ASKED else []
+    return Account(
+        attempt=attempt,
+        cause="",
+        kind=STOP,
+        who=who,
+        what=what,
+        why=[*said, _WHY[request.source], *([printable(more)] if more else [])],
+        done=done,
+        next=MEANINGS[ExitCode(code)][1] if code in set(ExitCode) else MEANINGS[ExitCode.FAILED][1],
+        step=step,
+        saved=saved,
+        exit_code=code,
+    )

@@ -1,16 +1,256 @@
-"""Where a run's time went. Pure.
+"""A run's journal sorted into attempts. Pure.
 
-Guarantee: every moment from the journal's first line to its last is in exactly one part, so the parts sum to
-the whole. Where two claim a moment, a save goes before a step, a step before starting, that before other.
+Some lines speak about an attempt that is over: a new launcher may record the end of one that it found lost,
+or the decision about it, before its own attempt starts; after a restart in place the next attempt tells what
+ended the one before. Such lines belong to the attempt they speak about.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
-from holdfast.account.history import attempts
-from holdfast.account.steps import Span, blocked_spans
-from holdfast.journal.events import Line
+from holdfast.journal import (
+    REPORTER,
+    Account,
+    AnyEvent,
+    AttemptEnded,
+    AttemptStarted,
+    Decision,
+    Line,
+    OperatorActed,
+    RestartFaulted,
+    RestartPlanned,
+    Resumed,
+    RunFinished,
+    RungRejected,
+    SaveCommitted,
+    StepsDone,
+    Unknown,
+    WorkerFailed,
+    decode_loss,
+)
+
+# When each step was done, from the batches that rank 0 journals.
+#
+# A batch says when it was written and how long each of its steps took. Steps are laid out backwards from the
+# batch's time, around the moments for which a save held training up, and never into the batch before; so no
+# two steps of one attempt overlap. This is exact to about the time between two batches.
+
+
+CLOSE = 0.001
+"""Times nearer than this are taken as the same moment: sums of many floats drift by less."""
+
+
+class Span(NamedTuple):
+    start: float
+    end: float
+
+
+class Step(NamedTuple):
+    attempt: int
+    step: int
+    start: float
+    end: float
+    loss: float | None
+
+
+def blocked_spans(lines: Iterable[Line]) -> list[Span]:
+    """The times for which a save held training up, in order and without overlap."""
+    spans: list[Span] = []
+    for line in lines:
+        if isinstance(line.body, SaveCommitted):
+            called = line.at - max(0.0, line.body.seconds)
+            spans.append(Span(called, min(line.at, called + max(0.0, line.body.blocked_seconds))))
+    merged: list[Span] = []
+    for span in sorted(spans):
+        if merged and span.start <= merged[-1].end:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].end, span.end))
+        elif span.end > span.start:
+            merged.append(span)
+    return merged
+
+
+def steps_done(lines: Iterable[Line]) -> list[Step]:
+    """Every completed step, in the order of the journal."""
+    lines = list(lines)
+    blocked = blocked_spans(lines)
+    ends = [span.end for span in blocked]
+    floor: dict[int, float] = {}
+    done: list[Step] = []
+    for line in lines:
+        if not isinstance(line.body, StepsDone) or line.who != REPORTER:
+            continue
+        lowest = floor.get(line.attempt, float("-inf"))
+        cursor = max(line.at, lowest)
+        floor[line.attempt] = cursor
+        batch: list[Step] = []
+        for offset in range(len(line.body.seconds) - 1, -1, -1):
+            cursor = max(lowest, _before(cursor, blocked, ends))
+            start = max(lowest, _back(cursor, line.body.seconds[offset], blocked, ends))
+            loss = decode_loss(line.body.loss[offset]) if offset < len(line.body.loss) else None
+            batch.append(Step(line.attempt, line.body.first + offset, start, cursor, loss))
+            cursor = start
+        done.extend(reversed(batch))
+    return done
+
+
+def _before(moment: float, blocked: list[Span], ends: list[float]) -> float:
+    """`moment`, moved to the start of the save it falls into or that has just ended."""
+    index = bisect_left(ends, moment - CLOSE)
+    if index < len(blocked) and blocked[index].start < moment:
+        return blocked[index].start
+    return moment
+
+
+def _back(moment: float, seconds: float, blocked: list[Span], ends: list[float]) -> float:
+    """The moment that lies `seconds` of training before `moment`."""
+    index = bisect_right(ends, moment) - 1
+    while index >= 0 and moment - seconds < ends[index]:
+        seconds -= moment - ends[index]
+        moment = blocked[index].start
+        index -= 1
+    return moment - max(0.0, seconds)
+
+
+RECOVERY = "recovery"
+RESUME = "resume"
+
+
+@dataclass
+class Attempt:
+    """What the journal says of one attempt."""
+
+    number: int
+    first_at: float
+    """Its first line."""
+    last_at: float
+    """Its last sign of life."""
+    started: AttemptStarted | None = None
+    resumed: Resumed | None = None
+    resumed_at: float | None = None
+    ended: AttemptEnded | None = None
+    ended_at: float | None = None
+    finished_at: float | None = None
+    """When the run finished in it."""
+    failures: list[tuple[float, WorkerFailed]] = field(default_factory=list)
+    faults: list[tuple[float, RestartFaulted]] = field(default_factory=list)
+    """What befell processes of which others went on in place."""
+    planned: RestartPlanned | None = None
+    """The restart in place that followed."""
+    account: Account | None = None
+    """What was told of its end."""
+    told_at: float | None = None
+    """When that was."""
+    recovery: Decision | None = None
+    recovery_at: float | None = None
+    resume: Decision | None = None
+    rejected: dict[str, list[str]] = field(default_factory=dict)
+    """Rungs it could not use, with the reasons."""
+    saves: list[tuple[float, SaveCommitted]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def failed_at(self) -> float | None:
+        """When the first fault of it was seen; None if none was."""
+        seen = [at for at, _ in self.failures] + [at for at, _ in self.faults]
+        return min(seen, default=None)
+
+    @property
+    def reached(self) -> int | None:
+        """The highest step it came to, by what it loaded or did. (What an agent records as the last step is
+        the highest one ever committed; that may be another attempt's.)"""
+        known = [step.step for step in self.steps[-1:]]
+        if self.account is not None and self.account.step is not None:
+            known.append(self.account.step)  # rank 0 may have ended before it could journal its last steps
+        if self.resumed is not None:
+            known.append(self.resumed.step)
+        return max(known, default=None)
+
+
+def attempts(lines: list[Line]) -> list[Attempt]:
+    """The run's attempts, in order."""
+    found: dict[int, Attempt] = {}
+    for line in lines:
+        number = line.attempt
+        if isinstance(line.body, RestartFaulted | RestartPlanned):
+            number = line.body.ended or line.attempt
+        elif isinstance(line.body, Account):
+            number = line.body.attempt
+        elif line.attempt not in found and found and _about_an_earlier_one(line.body):
+            number = max(found)
+        attempt = found.get(number)
+        if attempt is None:
+            attempt = found[number] = Attempt(number, line.at, line.at)
+        _add(attempt, line)
+    for step in steps_done(lines):
+        found[step.attempt].steps.append(step)
+    return [found[number] for number in sorted(found) if _lived(found[number])]
+
+
+def _about_an_earlier_one(body: AnyEvent | Unknown) -> bool:
+    """Whether this may be somebody else's word about an attempt that is over."""
+    return (
+        isinstance(body, Account)
+        or (isinstance(body, AttemptEnded) and body.outcome == "lost")
+        or (isinstance(body, Decision) and body.about == RECOVERY)
+    )
+
+
+def _lived(attempt: Attempt) -> bool:
+    """Whether it is an attempt at all; a launcher's own lines before its first attempt are none."""
+    return bool(attempt.started or attempt.resumed or attempt.steps or attempt.failures or attempt.ended)
+
+
+def _add(attempt: Attempt, line: Line) -> None:
+    body = line.body
+    match body:
+        case AttemptStarted():
+            attempt.started = attempt.started or body
+        case Resumed() if attempt.resumed is None:
+            attempt.resumed, attempt.resumed_at = body, line.at
+        case AttemptEnded() if attempt.ended is None:
+            attempt.ended, attempt.ended_at = body, line.at
+            if body.outcome == "finished" and attempt.finished_at is None:
+                attempt.finished_at = line.at
+        case RunFinished():
+            attempt.finished_at = line.at
+        case WorkerFailed():
+            attempt.failures.append((line.at, body))
+        case RestartFaulted() if body.ended:
+            attempt.faults.append((min(body.at or line.at, line.at), body))
+        case RestartPlanned() if body.ended:
+            attempt.planned = body
+        case Account() if attempt.account is None or attempt.account.alone or not body.alone:
+            attempt.account, attempt.told_at = body, line.at
+        case Decision(about=about) if about == RECOVERY:
+            attempt.recovery, attempt.recovery_at = body, line.at
+        case Decision(about=about) if about == RESUME:
+            attempt.resume = body
+            for option in body.rejected:
+                _reject(attempt, option.option, option.why)
+        case RungRejected():
+            _reject(attempt, body.checkpoint, body.reasons)
+        case SaveCommitted():
+            attempt.saves.append((line.at, body))
+        case _:
+            pass  # steps are placed in time afterwards, all together
+    if not _about_an_earlier_one(body) and not isinstance(body, OperatorActed):  # these are no sign of life
+        attempt.last_at = max(attempt.last_at, line.at)
+
+
+def _reject(attempt: Attempt, checkpoint: str, reasons: list[str]) -> None:
+    known = attempt.rejected.setdefault(checkpoint, [])
+    known.extend(reason for reason in reasons if reason not in known)
+
+
+# Where a run's time went. Pure.
+#
+# Guarantee: every moment from the journal's first line to its last is in exactly one part, so the parts sum
+# to the whole. Where two claim a moment, a save goes before a step, a step before starting, that before
+# other.
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from statistics import median
 
 from holdfast.account.incidents import Incident
-from holdfast.checkpoint.identity import parse_name
-from holdfast.journal.account_events import STOP, Account
-from holdfast.journal.cluster_events import StopAsked, StopForced, StopSaved
-from holdfast.journal.events import (
+from holdfast.base import duration, plural, printable, size
+from holdfast.checkpoint.format import parse_name
+from holdfast.journal import (
+    STOP,
+    Account,
     AttemptEnded,
     AttemptStarted,
     CopyDrained,
@@ -26,10 +27,13 @@ from holdfast.journal.events import (
     SaveFailed,
     StepRejected,
     StepsDone,
+    StopAsked,
+    StopForced,
+    StopSaved,
+    StragglerFound,
+    StragglersReported,
 )
-from holdfast.journal.straggler_events import StragglerFound, StragglersReported
-from holdfast.journal.text import duration, plural, printable, size
-from holdfast.policy.slow_storage import is_slow
+from holdfast.policy import is_slow
 
 NAMED = 5
 """Steps that are named one by one."""
@@ -87,7 +91,7 @@ def answers_of(one: Remark) -> list[tuple[str, str]]:
     return [(question, answer) for question, answer in asked if answer]
 
 
-def remarks(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remark]:
+def remarks_of(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remark]:
     """Everything of that sort, oldest first; `found`: refusals that these tell of are not told again."""
     told = {text.partition(":")[0] for incident in found for text in incident.refused}
     kept: dict[tuple[str, str], Remark] = {}

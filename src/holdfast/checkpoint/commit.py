@@ -21,8 +21,18 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.identity import (
+from holdfast.base import (
+    entries,
+    fsync_dir,
+    make_folder,
+    move,
+    open_folder,
+    read_regular,
+    remove,
+    replace_atomic,
+    write_durable,
+)
+from holdfast.checkpoint.format import (
     LATEST,
     MANIFEST,
     METADATA,
@@ -31,16 +41,14 @@ from holdfast.checkpoint.identity import (
     TRASH,
     CheckpointName,
     CheckpointRoot,
+    Declared,
+    FileEntry,
+    Manifest,
+    table_digest,
 )
-from holdfast.checkpoint.layout import Declared, table_digest
-from holdfast.checkpoint.manifest import FileEntry, Manifest
-from holdfast.control.directory import ControlDirectory
-from holdfast.control.lease import Fence
-from holdfast.control.lineage import CommitRecord, record_commit, record_done
-from holdfast.control.standing import RootBook
+from holdfast.checkpoint.format import manifest as manifests
 from holdfast.errors import SaveFailedError
-from holdfast.files import fsync_dir, read_regular, replace_atomic, write_durable
-from holdfast.removal import entries, make_folder, move, open_folder, remove
+from holdfast.record import CommitRecord, ControlDirectory, Fence, RootBook, record_commit, record_done
 
 log = logging.getLogger("holdfast.checkpoint")
 

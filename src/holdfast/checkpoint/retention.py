@@ -24,31 +24,35 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.bounded import Look
-from holdfast.checkpoint.identity import MANIFEST, TRASH, CheckpointName, CheckpointRoot, parse_name
-from holdfast.checkpoint.manifest import MAX_MANIFEST_BYTES, digest_bytes
-from holdfast.checkpoint.problems import Reason
-from holdfast.checkpoint.read_back import ReadBackRecord, last_read_back
-from holdfast.checkpoint.reading import removed, unread
-from holdfast.checkpoint.structure import check_structure
-from holdfast.control.attempts import latest_head
-from holdfast.control.directory import ControlDirectory
-from holdfast.control.lease import Fence
-from holdfast.control.lineage import (
+from holdfast.base import Look, fsync_dir, make_folder, move, read_regular, remove
+from holdfast.checkpoint.format import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    TRASH,
+    CheckpointName,
+    CheckpointRoot,
+    Reason,
+    check_structure,
+    digest_bytes,
+    parse_name,
+)
+from holdfast.checkpoint.read_back import ReadBackRecord, last_read_back, removed, unread
+from holdfast.errors import HoldfastError
+from holdfast.journal import CheckpointsDeleted, JournalWriter, Warned
+from holdfast.policy import LEAST, WAITS, Condition, RetentionRules, RetentionRuling, Stored, retain
+from holdfast.record import (
     CommitRecord,
+    ControlDirectory,
     DeletedRecord,
+    Fence,
+    RootBook,
+    StandingBook,
     find_commit,
+    latest_head,
+    pinned,
     read_timeline,
     record_deleted,
 )
-from holdfast.control.operator import pinned
-from holdfast.control.standing import RootBook, StandingBook
-from holdfast.errors import HoldfastError
-from holdfast.files import fsync_dir, read_regular
-from holdfast.journal.events import CheckpointsDeleted, Warned
-from holdfast.journal.writer import JournalWriter
-from holdfast.policy.retention import LEAST, WAITS, Candidate, Condition, Rules, Verdict, retain
-from holdfast.removal import make_folder, move, remove
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -94,7 +98,7 @@ class Retention:
     newest ones, and those about to be deleted, are looked at again.
     """
 
-    def __init__(self, control: ControlDirectory, root: CheckpointRoot, rules: Rules) -> None:
+    def __init__(self, control: ControlDirectory, root: CheckpointRoot, rules: RetentionRules) -> None:
         self._control = control
         self._root = root
         self._rules = rules
@@ -126,7 +130,7 @@ class Retention:
                 fresh.add(name)
         return [self._item(name, standings[name], verdicts[str(name)]) for name in present]
 
-    def _item(self, name: CheckpointName, standing: str, verdict: Verdict) -> Item:
+    def _item(self, name: CheckpointName, standing: str, verdict: RetentionRuling) -> Item:
         look = self._looks[name]
         return Item(name=name, standing=standing, keep=verdict.keep, reason=verdict.reason, bytes=look.bytes)
 
@@ -160,11 +164,11 @@ class Retention:
             pins.setdefault(parent, f"the parent of the one that attempt {head.attempt} came from")
         return pins
 
-    def _candidate(self, name: CheckpointName, standing: str, pins: dict[str, str]) -> Candidate:
+    def _candidate(self, name: CheckpointName, standing: str, pins: dict[str, str]) -> Stored:
         look = self._looks[name]
         read = self._read_back(name) if look.condition is Condition.SOUND else None
         bad = read is not None and not read.sound
-        return Candidate(
+        return Stored(
             id=str(name),
             step=name.step,
             created=look.created,
@@ -295,7 +299,7 @@ class Retainer:
         *,
         control: ControlDirectory,
         root: CheckpointRoot,
-        rules: Rules,
+        rules: RetentionRules,
         fence: Fence,
         attempt: int,
         journal: JournalWriter,

@@ -10,26 +10,10 @@ import sys
 
 import typer
 
-from holdfast._version import __version__
-from holdfast.cli import (
-    ckpt,
-    clean,
-    config,
-    control,
-    demo,
-    doctor,
-    journal,
-    plan,
-    recover,
-    run,
-    slurm,
-    status,
-    why,
-)
-from holdfast.errors import HoldfastError
-from holdfast.exit_codes import ExitCode
-from holdfast.lines import LogFormat, Source, log_format
-from holdfast.speaking import install, speak
+from holdfast import __version__
+from holdfast.base import LogFormat, Source, install, log_format, speak
+from holdfast.cli import ckpt, clean, config, control, doctor, plan, recover, run, slurm, status
+from holdfast.errors import ExitCode, HoldfastError
 
 app = typer.Typer(
     name="holdfast",
@@ -45,12 +29,12 @@ app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(control.app, name="control")
 app.add_typer(slurm.app, name="slurm")
 app.command(name="status")(status.status)
-app.command(name="why")(why.why)
-app.command(name="journal")(journal.journal)
+app.command(name="why")(status.why)
+app.command(name="journal")(status.journal)
 app.command(name="recover")(recover.recover)
 app.command(name="clean")(clean.clean)
 app.command(name="plan")(plan.plan)
-app.command(name="demo")(demo.demo)
+app.command(name="demo")(run.demo)
 app.command(name="doctor")(doctor.doctor)
 app.command(
     name="run",
@@ -145,7 +129,7 @@ _NOT_AS_GIVEN = frozenset(
 
 def _tell_os_error(error: OSError) -> int:
     """A file that cannot be used as it was meant is no defect: which one, why, and the code for it."""
-    from holdfast.files import is_storage_trouble
+    from holdfast.base import is_storage_trouble
 
     storage = is_storage_trouble(error)
     if error.filename is None or not (storage or error.errno in _NOT_AS_GIVEN):
@@ -185,7 +169,7 @@ def _keep_trace(trace: str) -> str:
 
 def _shown(text: str, most: int = 1000) -> str:
     """On one line, and without what a terminal would act on."""
-    from holdfast.journal.text import printable
+    from holdfast.base import printable
 
     return printable(text, most)
 

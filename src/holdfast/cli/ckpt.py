@@ -8,27 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from holdfast.checkpoint.identity import is_url
-from holdfast.cli import ckpt_copies, ckpt_inspect, ckpt_judge, ckpt_remote, ckpt_tier, gc
-from holdfast.cli.arguments import CONFIG, JSON, ROOT
-from holdfast.cli.output import Bar, print_columns, print_json, show_bytes, show_time
+from holdfast.checkpoint.format import is_url
+from holdfast.cli import ckpt_copies, ckpt_inspect, clean
+from holdfast.cli.output import CONFIG, JSON, ROOT, Bar, print_columns, print_json, show_bytes, show_time
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.manifest import Manifest
-    from holdfast.checkpoint.structure import Inspection
-    from holdfast.checkpoint.verify import Progress
-    from holdfast.control.directory import ControlDirectory
-    from holdfast.control.standing import RootBook, StandingBook
+    from holdfast.checkpoint.format import Inspection, Manifest, Progress
+    from holdfast.record import ControlDirectory, RootBook, StandingBook
 
 app = typer.Typer(help="List, verify, compare, judge and export checkpoints.", no_args_is_help=True)
 JUDGED = ("suspect", "condemned", "acquitted")
 """Standings that somebody will want to know the reasons of."""
 app.command("locate")(ckpt_inspect.locate)
 app.command("diff")(ckpt_inspect.diff)
-app.command("condemn")(ckpt_judge.condemn)
-app.command("acquit")(ckpt_judge.acquit)
+app.command("condemn")(ckpt_inspect.condemn)
+app.command("acquit")(ckpt_inspect.acquit)
 app.command("export")(ckpt_inspect.export)
-app.command("gc")(gc.gc)
+app.command("gc")(clean.gc)
 
 
 @app.command(name="ls")
@@ -50,8 +46,8 @@ def list_checkpoints(
     Of a run also those that only the local tier has, and where copies are, as recorded. Exits with 1 if a
     checkpoint is not whole.
     """
-    from holdfast.checkpoint.identity import STAGING
-    from holdfast.checkpoint.reading import gone_since
+    from holdfast.checkpoint import gone_since
+    from holdfast.checkpoint.format import STAGING
 
     if is_url(path):
         _list_remote(path, as_json=as_json)
@@ -88,7 +84,7 @@ def verify_checkpoints(
         ),
     ],
     tier: Annotated[
-        ckpt_tier.Tier | None,
+        ckpt_copies.Tier | None,
         typer.Option(help="A run's copies on this node (local: own, peer: replicas), global ones, or all."),
     ] = None,
     local_dir: Annotated[
@@ -110,7 +106,7 @@ def verify_checkpoints(
     if tier is not None:
         if run is not None or world is not None:
             raise UsageError("--tier judges by a run's own records: leave out --run and --world")
-        ckpt_tier.verify(paths, tier, local_dir=local_dir, config=config, root=root, as_json=as_json)
+        ckpt_copies.verify_tier(paths, tier, local_dir=local_dir, config=config, root=root, as_json=as_json)
     if local_dir is not None or root is not None or config is not None:
         raise UsageError("--local-dir, --root and --config belong to --tier: give that too")
     listed: list[tuple[Path, ControlDirectory | None]] = []
@@ -157,8 +153,8 @@ def read_listed(
     progress: Progress | None = None,
 ) -> Inspection:
     """Verify a checkpoint that was listed. If retention took it away since, that is said, and no problem."""
-    from holdfast.checkpoint.reading import gone_since, reading
-    from holdfast.checkpoint.verify import verify
+    from holdfast.checkpoint import gone_since, reading
+    from holdfast.checkpoint.format import verify
 
     with reading(directory):
         inspection = verify(directory, run=run, world=world, progress=progress)
@@ -171,7 +167,7 @@ def read_listed(
 
 
 def _list_remote(url: str, *, as_json: bool) -> NoReturn:
-    rows = ckpt_remote.rows(url)
+    rows = ckpt_copies.rows(url)
     if as_json:
         print_json({"root": url, "latest": None, "digests_read": False, "checkpoints": rows})
     else:
@@ -184,7 +180,7 @@ def _verify_remote(urls: list[str], *, as_json: bool) -> NoReturn:
 
     if not all(map(is_url, urls)):
         raise UsageError("give either paths or URLs, not both in one command")
-    rows, seconds = ckpt_remote.verify(urls)
+    rows, seconds = ckpt_copies.verify_remote(urls)
     sound = all(row["sound"] for row in rows)
     if as_json:
         total = sum(row["bytes_checked"] for row in rows)
@@ -192,7 +188,7 @@ def _verify_remote(urls: list[str], *, as_json: bool) -> NoReturn:
             {"sound": sound, "bytes_checked": total, "seconds": round(seconds, 6), "checkpoints": rows}
         )
     else:
-        ckpt_remote.print_verified(rows, seconds)
+        ckpt_copies.print_verified(rows, seconds)
     raise typer.Exit(0 if sound else 1)
 
 
@@ -203,7 +199,7 @@ def _existing(path: Path) -> Path:
     from holdfast.errors import UsageError
 
     if not path.exists():
-        from holdfast.checkpoint.reading import no_such
+        from holdfast.checkpoint import no_such
 
         raise UsageError(no_such(path))
     if not path.is_dir():
@@ -221,8 +217,8 @@ def _resolve(
         if root is not None:
             raise UsageError(f"{path} is not a run directory, so --root says nothing about it; leave it out")
         return path, None
-    from holdfast.checkpoint import local_manifest
-    from holdfast.control.directory import ControlDirectory
+    from holdfast.checkpoint.copies import tier as local_manifest
+    from holdfast.record import ControlDirectory
 
     control = ControlDirectory.open(path)
     there = root.absolute() if root is not None else path / "checkpoints"
@@ -235,8 +231,8 @@ def _resolve(
 
 def _standings(control: ControlDirectory | None, folder: Path) -> StandingBook | RootBook | None:
     """What a run knows of its checkpoints; without a run, what was judged of any that lie here."""
-    from holdfast.control.standing import RootBook, StandingBook
     from holdfast.errors import ControlError
+    from holdfast.record import RootBook, StandingBook
 
     if control is not None:
         return StandingBook(control, folder)
@@ -250,7 +246,7 @@ def _standings(control: ControlDirectory | None, folder: Path) -> StandingBook |
 
 def _checkpoints(folder: Path) -> list[Path]:
     """The checkpoint that `folder` is, or those in it."""
-    from holdfast.checkpoint.structure import checkpoints_under, looks_like_checkpoint
+    from holdfast.checkpoint.format import checkpoints_under, looks_like_checkpoint
     from holdfast.errors import UsageError
 
     if looks_like_checkpoint(folder.resolve()):
@@ -273,9 +269,8 @@ def _folders_in(staging: Path) -> list[Path]:
 
 def _latest(folder: Path) -> str | None:
     """The name in the `latest` hint; None if there is none."""
-    from holdfast.checkpoint.identity import LATEST
-    from holdfast.checkpoint.problems import printable
-    from holdfast.files import read_regular
+    from holdfast.base import read_regular
+    from holdfast.checkpoint.format import LATEST, printable
 
     try:
         return printable(read_regular(folder / LATEST, 4096).decode("utf-8", "replace").strip())
@@ -289,9 +284,7 @@ def _latest(folder: Path) -> str | None:
 
 
 def _row(directory: Path, standings: StandingBook | RootBook | None) -> dict[str, Any]:
-    from holdfast.checkpoint.identity import parse_name
-    from holdfast.checkpoint.problems import printable
-    from holdfast.checkpoint.structure import check_structure
+    from holdfast.checkpoint.format import check_structure, parse_name, printable
 
     inspection = check_structure(directory)
     manifest, name = inspection.manifest, parse_name(directory.name)
@@ -319,9 +312,8 @@ def _row(directory: Path, standings: StandingBook | RootBook | None) -> dict[str
 
 def _read_back(directory: Path) -> dict[str, Any] | None:
     """When and where this copy was read back after its commit, and what was wrong; None if it was not."""
-    from holdfast.checkpoint.identity import CheckpointRoot, parse_name
-    from holdfast.checkpoint.problems import printable
-    from holdfast.checkpoint.read_back import last_read_back
+    from holdfast.checkpoint import last_read_back
+    from holdfast.checkpoint.format import CheckpointRoot, parse_name, printable
 
     name = parse_name(directory.name)
     found = last_read_back(CheckpointRoot(directory.absolute().parent), name) if name is not None else None
@@ -338,8 +330,7 @@ def _read_back(directory: Path) -> dict[str, Any] | None:
 
 def _staged_row(directory: Path) -> dict[str, Any]:
     """Work in progress, or what a save left that never committed: never a candidate for a resume."""
-    from holdfast.checkpoint.identity import parse_name
-    from holdfast.checkpoint.problems import printable
+    from holdfast.checkpoint.format import parse_name, printable
 
     name = parse_name(directory.name)
     row: dict[str, Any] = dict.fromkeys(("parent", "run", "attempt", "created", "size", "files", "world"))
@@ -349,7 +340,7 @@ def _staged_row(directory: Path) -> dict[str, Any]:
 
 
 def verified_row(inspection: Inspection) -> dict[str, Any]:
-    from holdfast.checkpoint.problems import printable
+    from holdfast.checkpoint.format import printable
 
     manifest = inspection.manifest
     return {
@@ -371,7 +362,7 @@ def verified_row(inspection: Inspection) -> dict[str, Any]:
 
 def _proof(manifest: Manifest) -> dict[str, Any] | None:
     """What was proven of its structure when it was first saved; None if nobody tried."""
-    from holdfast.checkpoint.problems import printable
+    from holdfast.checkpoint.format import printable
 
     found = manifest.proof
     if found.step is None:
@@ -450,7 +441,7 @@ def _state(row: dict[str, Any]) -> str:
 
 
 def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
-    from holdfast.checkpoint.problems import printable
+    from holdfast.checkpoint.format import printable
 
     for inspection in inspections:
         name = printable(str(inspection.directory), 4096)
@@ -480,7 +471,7 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
 
 def listed_bytes(directories: list[Path]) -> int | None:
     """Bytes that will be read, as the manifests list them; None if no manifest says."""
-    from holdfast.checkpoint.manifest import ManifestError, read
+    from holdfast.checkpoint.format import ManifestError, read
 
     total = 0
     for directory in directories:

@@ -3,16 +3,160 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import CONFIG, JSON, YES
-from holdfast.cli.output import print_columns, print_json
+from holdfast.cli.output import CONFIG, JSON, YES, print_columns, print_json
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.local_clean import Found, Outcome, Verdict
+    from holdfast.checkpoint import Item, Outcome, Retention
+    from holdfast.checkpoint.copies import Cleaning, CleaningRuling, Found
+    from holdfast.record import ControlDirectory, Fence
+
+
+# `holdfast ckpt gc`: delete checkpoints by the policy of a run's own retention, and say why each one.
+
+
+LEASE_TTL = 30.0
+
+
+def gc(
+    run_dir: Annotated[Path, typer.Argument(help="The run's directory (run.dir, --run-dir).")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be deleted; do nothing.")
+    ] = False,
+    keep_last: Annotated[
+        int | None, typer.Option(min=2, help="Keep so many of the newest sound ones.")
+    ] = None,
+    keep_every_steps: Annotated[
+        int, typer.Option(min=0, help="Also keep the first at or after each multiple of so many steps.")
+    ] = 0,
+    keep_every_hours: Annotated[
+        float, typer.Option(min=0.0, help="Also keep the first of each so many hours.")
+    ] = 0.0,
+    broken: Annotated[bool, typer.Option("--broken", help="Delete damaged checkpoints too.")] = False,
+    root: Annotated[
+        Path | None, typer.Option(help="The checkpoint root, if it is not in the run's directory.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Delete old checkpoints of a run that is not running; keep, and explain, all that may be needed.
+
+    A run's own settings are not read: what to keep is what the options say. Exits with 20 if the run is live,
+    except with --dry-run.
+    """
+    from holdfast.checkpoint import Retention
+    from holdfast.checkpoint.format import CheckpointRoot
+    from holdfast.errors import HoldfastError, UsageError
+    from holdfast.policy import RetentionRules as Rules
+    from holdfast.record import ControlDirectory
+
+    if keep_last is None and (keep_every_steps or keep_every_hours):
+        raise UsageError("--keep-every-steps and --keep-every-hours are exceptions: give --keep-last too")
+    if keep_last is None and not broken:
+        raise UsageError("say what to keep with --keep-last N (2 or more), or give --broken, or both")
+    control = ControlDirectory.open(run_dir)
+    folder = root.absolute() if root is not None else control.path / "checkpoints"
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: there is no such directory; name the checkpoint root with --root")
+    rules = Rules(
+        keep_last=keep_last or 0,
+        keep_every_steps=keep_every_steps,
+        keep_every_hours=keep_every_hours,
+        broken=broken,
+    )
+    retention = Retention(control, CheckpointRoot(folder), rules)
+    error: OSError | HoldfastError | None = None
+    if dry_run:
+        items = retention.plan()
+    else:
+        outcome = _delete(control, retention)
+        items, error = outcome.items, outcome.error
+    _print_deletions(folder, items, dry_run=dry_run, as_json=as_json)
+    if error is not None:
+        raise HoldfastError(f"could not delete all: {error}") if isinstance(error, OSError) else error
+
+
+def _delete(control: ControlDirectory, retention: Retention) -> Outcome:
+    """Plan and delete while holding the run's lease, so that no attempt begins, reads or saves meanwhile."""
+    import os
+
+    from holdfast.checkpoint import deletion_event, empty
+    from holdfast.journal import JournalWriter
+    from holdfast.record import attempt_numbers
+
+    with _holding(control) as fence:
+        outcome = retention.take_away(retention.plan(), fence)
+        if not all(item.keep for item in outcome.items):
+            newest = max(attempt_numbers(control), default=0)
+            journal = JournalWriter(control.journal, f"gc-{os.uname().nodename}", newest)
+            journal.write(deletion_event(outcome.items))
+            journal.close()
+        empty(outcome.trashed)
+    return outcome
+
+
+@contextmanager
+def _holding(control: ControlDirectory) -> Iterator[Fence]:
+    import logging
+    import uuid
+
+    from holdfast.record import Fence, LeaseKeeper, claim
+
+    mine = claim(control, f"gc-{uuid.uuid4().hex[:12]}", LEASE_TTL)
+    log = logging.getLogger("holdfast.cli")
+    keeper = LeaseKeeper(control, mine, lambda why: log.warning("holdfast: the lease was lost: %s", why))
+    try:
+        yield Fence(control, mine.epoch, timeout=LEASE_TTL)
+    finally:
+        keeper.release()
+
+
+# --- printing -----------------------------------------------------------------------------------------------
+
+
+def _print_deletions(folder: Path, items: list[Item], *, dry_run: bool, as_json: bool) -> None:
+    freed = sum(item.bytes for item in items if not item.keep)
+    if as_json:
+        import json
+
+        rows = [_deletion_row(item) for item in items]
+        typer.echo(
+            json.dumps({"root": str(folder), "dry_run": dry_run, "bytes_freed": freed, "checkpoints": rows})
+        )
+        return
+    from holdfast.base import plural, printable, size
+
+    deleted = "would delete" if dry_run else "deleted"
+    lines = [["", "step", "id", "standing", "size", "why"]]
+    for item in items:
+        verdict = "kept" if item.keep else deleted
+        facts = [str(item.name.step), item.name.id, item.standing, size(item.bytes)]
+        lines.append([verdict, *facts, printable(item.reason)])
+    if items:
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        for line in lines:
+            typer.echo("  ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)).rstrip())
+    gone = sum(not item.keep for item in items)
+    kept = plural(len(items) - gone, "checkpoint")
+    end = f"{gone} would be deleted, {size(freed)}" if dry_run else f"{gone} deleted, {size(freed)} freed"
+    typer.echo(f"{folder}: {kept} kept, {end}")
+
+
+def _deletion_row(item: Item) -> dict[str, Any]:
+    return {
+        "name": str(item.name),
+        "step": item.name.step,
+        "id": item.name.id,
+        "standing": item.standing,
+        "bytes": item.bytes,
+        "deleted": not item.keep,
+        "reason": item.reason,
+    }
 
 
 def clean(
@@ -57,7 +201,8 @@ def clean(
     """
     import os
 
-    from holdfast.checkpoint.local_clean import Outcome, Rules, judge, look, remove
+    from holdfast.checkpoint.copies import Cleaning as Outcome
+    from holdfast.checkpoint.copies import Rules, judge, look, remove
     from holdfast.errors import HoldfastError, UsageError
 
     folders = [_existing(path) for path in directories or [local_directory(config)]]
@@ -101,9 +246,9 @@ def _existing(path: Path) -> Path:
     return path.absolute()
 
 
-def _ask(folders: list[Path], outcomes: list[Outcome], *, as_json: bool) -> None:
+def _ask(folders: list[Path], outcomes: list[Cleaning], *, as_json: bool) -> None:
+    from holdfast.base import plural
     from holdfast.errors import UsageError
-    from holdfast.journal.render import plural
 
     if not sys.stdin.isatty():
         raise UsageError(
@@ -118,14 +263,14 @@ def _ask(folders: list[Path], outcomes: list[Outcome], *, as_json: bool) -> None
 # --- printing -----------------------------------------------------------------------------------------------
 
 
-def _print(folders: list[Path], outcomes: list[Outcome], *, dry_run: bool, as_json: bool) -> None:
+def _print(folders: list[Path], outcomes: list[Cleaning], *, dry_run: bool, as_json: bool) -> None:
     freed = sum(one.found.bytes for one in outcomes if not one.verdict.keep and not one.error)
     if as_json:
         document = {"directories": [str(folder) for folder in folders], "dry_run": dry_run}
         rows = [_row(one.found, one.verdict, one.error, dry_run=dry_run) for one in outcomes]
         print_json(document | {"bytes_freed": freed, "places": rows})
         return
-    from holdfast.journal.render import plural, printable, size
+    from holdfast.base import plural, printable, size
 
     lines = [["", "run", "node", "newest", "size", "age", "in use", "run is", "why"]]
     for one in outcomes:
@@ -144,13 +289,13 @@ def _print(folders: list[Path], outcomes: list[Outcome], *, dry_run: bool, as_js
 
 
 def _hours(seconds: float) -> str:
-    from holdfast.journal.render import duration
+    from holdfast.base import duration
 
     return duration(max(0.0, seconds))
 
 
-def _row(found: Found, verdict: Verdict, error: str, *, dry_run: bool) -> dict[str, Any]:
-    from holdfast.journal.render import printable
+def _row(found: Found, verdict: CleaningRuling, error: str, *, dry_run: bool) -> dict[str, Any]:
+    from holdfast.base import printable
 
     return {
         "path": printable(found.path, 4096),

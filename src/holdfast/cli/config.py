@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.arguments import CONFIG
+from holdfast.cli.output import CONFIG
 
 if TYPE_CHECKING:
     from holdfast.config import Effective
@@ -37,8 +37,7 @@ def show(
     """
     import msgspec
 
-    from holdfast.config import load, parse_assignments
-    from holdfast.settings_fields import masked
+    from holdfast.config import load, masked, parse_assignments
 
     effective = load(config, command_line=parse_assignments(assignments or ()))
     if as_json:
@@ -58,8 +57,7 @@ def _print_table(effective: Effective) -> None:
 
     import msgspec
 
-    from holdfast.config import FIELDS
-    from holdfast.settings_fields import masked
+    from holdfast.config import FIELDS, masked
 
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
     section = ""

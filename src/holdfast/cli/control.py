@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import JSON, REASON, ROOT, RUN, WHICH, YES
+from holdfast.cli.output import JSON, REASON, ROOT, RUN, WHICH, YES
 
 if TYPE_CHECKING:
-    from holdfast.control.directory import ControlDirectory
+    from holdfast.record import ControlDirectory
 
 app = typer.Typer(
     help="Stop a run, pause recovery, reset a budget, pin a checkpoint, exclude nodes.", no_args_is_help=True
@@ -33,7 +33,7 @@ def stop(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) ->
 
     Exits with 0 if it was recorded, 2 if no launcher is alive that could act on it.
     """
-    from holdfast.control import operator
+    from holdfast.record import operator
 
     control, why, who = _begin(run_dir, reason, by)
     launch = _live_launch(control)
@@ -47,7 +47,7 @@ def pause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -
 
     A running attempt goes on. Exits with 0 if it was recorded.
     """
-    from holdfast.control import operator
+    from holdfast.record import operator
 
     control, why, who = _begin(run_dir, reason, by)
     operator.pause(control, why, who)
@@ -57,7 +57,7 @@ def pause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -
 @app.command()
 def unpause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
     """Recovery goes on, within a second where a launcher waits. Exits with 0 if it was recorded."""
-    from holdfast.control import operator
+    from holdfast.record import operator
 
     control, why, who = _begin(run_dir, reason, by)
     _require(operator.paused(control) is not None, "recovery is not paused")
@@ -72,7 +72,7 @@ def reset_budget(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = F
 
     Exits with 0 if it was recorded.
     """
-    from holdfast.control import operator
+    from holdfast.record import operator
 
     control, why, who = _begin(run_dir, reason, by)
     attempt = operator.reset_budget(control, why, who)
@@ -96,7 +96,7 @@ def pin(
     Exits with 0 if it was recorded, 1 if its files are not whole or the person asked said no, 2 if there is
     no such checkpoint or it is condemned and not forced.
     """
-    from holdfast.control import operator
+    from holdfast.record import operator
 
     control, why, who = _begin(run_dir, reason, by)
     where = (root if root is not None else run_dir / "checkpoints").absolute()
@@ -111,7 +111,7 @@ def pin(
 @app.command()
 def unpin(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
     """A resume chooses for itself again. Exits with 0 if it was recorded."""
-    from holdfast.control import operator
+    from holdfast.record import operator
 
     control, why, who = _begin(run_dir, reason, by)
     _require(operator.pinned(control) is not None, "nothing is pinned, or it was used already")
@@ -132,10 +132,10 @@ def exclude(
 
     Exits with 0 if it was recorded.
     """
-    from holdfast.control import operator
+    from holdfast.record import operator
 
     control, why, who = _begin(run_dir, reason, by)
-    record = operator.exclude(control, node, device, why, who)
+    record = operator.ask_to_exclude(control, node, device, why, who)
     text = f"excluded {record.describe()}: no later attempt uses it"
     _done(as_json, "exclude", text, node=node, device=device)
 
@@ -150,22 +150,21 @@ def readmit(
     as_json: JSON = False,
 ) -> None:
     """Let a node, or one device of it, take part again. Exits with 0 if it was recorded."""
-    from holdfast.control import operator
-    from holdfast.control.exclusions import excluded
+    from holdfast.record import excluded, operator
 
     control, why, who = _begin(run_dir, reason, by)
     out = [(one.node, one.device) for one in excluded(control)]
     told = ", ".join(one.describe() for one in excluded(control)) or "nothing"
     what = node if device is None else f"{node}, device {device}"
     _require((node, device) in out, f"{_clean(what)} is not excluded; what is: {_clean(told)}")
-    record = operator.readmit(control, node, device, why, who)
+    record = operator.ask_to_readmit(control, node, device, why, who)
     _done(as_json, "readmit", f"{record.describe()} may take part again", node=node, device=device)
 
 
 @app.command()
 def show(run_dir: RUN, as_json: JSON = False) -> None:
     """Show what is in force. Changes nothing."""
-    from holdfast.control.operator import in_force
+    from holdfast.record import in_force
 
     found = in_force(_open(run_dir))
     if as_json:
@@ -216,8 +215,7 @@ def _begin(run_dir: Path, reason: str, by: str | None) -> tuple[ControlDirectory
 
 def _live_launch(control: ControlDirectory) -> str:
     """The launch that holds the run now; refuses if none does, or if it has no launcher to act on it."""
-    from holdfast.control.attempts import attempt_numbers, read_attempt
-    from holdfast.control.holding import who_holds
+    from holdfast.record import attempt_numbers, read_attempt, who_holds
 
     held = who_holds(control)
     told = f" (the last one, {held.lease.holder}: {held.lease.detail})" if held is not None else ""
@@ -249,7 +247,7 @@ def user() -> str:
 
 
 def _clean(text: str) -> str:
-    from holdfast.journal.render import printable
+    from holdfast.base import printable
 
     return printable(text, 2000)
 
@@ -271,13 +269,13 @@ def _confirm(question: str) -> None:
 
 def _choose(control: ControlDirectory, root: Path, which: str, *, force: bool) -> tuple[str, str]:
     """The checkpoint's name, seen to be usable as far as the cheap checks tell, and what is left behind."""
-    from holdfast.checkpoint import local_manifest
-    from holdfast.checkpoint.identity import CheckpointRoot
-    from holdfast.checkpoint.inventory import look_at, take_pinned
-    from holdfast.checkpoint.reading import removed
-    from holdfast.cli.ckpt_judge import find_checkpoint
-    from holdfast.control.lineage import read_timeline
+    from holdfast.checkpoint import removed
+    from holdfast.checkpoint.choose import look_at, take_pinned
+    from holdfast.checkpoint.copies import tier as local_manifest
+    from holdfast.checkpoint.format import CheckpointRoot
+    from holdfast.cli.ckpt_inspect import find_checkpoint
     from holdfast.errors import CheckpointError, UsageError
+    from holdfast.record import read_timeline
 
     timeline = read_timeline(control)
     record = find_checkpoint(control, root, timeline.on_line + timeline.abandoned, which)

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.arguments import CONFIG
+from holdfast.cli.output import CONFIG
 
 if TYPE_CHECKING:
-    from holdfast.cluster.slurm import SlurmJob
+    from holdfast.cluster import SlurmJob
     from holdfast.config import Settings
-    from holdfast.health.all_nodes import Report
-    from holdfast.health.examination import NodeReport
-    from holdfast.health.result import Check
+    from holdfast.health import Check, NodeReport, Report
 
 
 def doctor(
@@ -45,12 +43,19 @@ def doctor(
     Exits with 0 if all is well, 1 if there are warnings, 2 if something is critical, 3 if all that was looked
     at is well but something could not be. Changes nothing; what it writes to try storage is removed.
     """
-    from holdfast.cluster.node_name import node_name
+    from holdfast.cluster import node_name
     from holdfast.config import load
-    from holdfast.health.all_nodes import TIMEOUT, ask_all_nodes, lines_of, merge
-    from holdfast.health.examination import network_check, network_probe, site_checks
-    from holdfast.health.network import network_seconds
-    from holdfast.policy.health import EXIT_CODES
+    from holdfast.health import (
+        EXIT_CODES,
+        TIMEOUT,
+        ask_all_nodes,
+        lines_of,
+        merge,
+        network_check,
+        network_probe,
+        network_seconds,
+        site_checks,
+    )
 
     keywords = {"run_dir": str(run_dir)} if run_dir is not None else {}
     settings = load(config, keywords=keywords).settings
@@ -76,7 +81,7 @@ def doctor(
 
 
 def _examined(settings: Settings, name: str, *, quick: bool, more: list[Check]) -> NodeReport:
-    from holdfast.health.examination import examine, places_of
+    from holdfast.health import examine, places_of
 
     limit = settings.health.max_uncorrected_errors
     return examine(places_of(settings), name=name, quick=quick, limit=limit, more=more)
@@ -108,7 +113,7 @@ def _endpoint(text: str, nodes: int | None) -> tuple[str, int]:
 
 
 def _job() -> SlurmJob:
-    from holdfast.cluster.slurm import current_job
+    from holdfast.cluster import current_job
     from holdfast.errors import UsageError
 
     job = current_job()
@@ -127,9 +132,9 @@ def _print_json(report: Report) -> None:
 
 
 def _print(report: Report) -> None:
+    from holdfast.base import plural, printable
     from holdfast.cli.output import print_columns
-    from holdfast.journal.text import plural, printable
-    from holdfast.policy.health import Status
+    from holdfast.health import Status
 
     rows = [(one.node, result) for one in report.nodes for result in one.results]
     rows += [("all", result) for result in report.between]

@@ -11,8 +11,8 @@ import typer
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from holdfast.observe.costs import ObservedCosts, Spread
-    from holdfast.policy.cadence import Cadence, Costs
+    from holdfast.account import ObservedCosts, Spread
+    from holdfast.policy import Cadence, Costs
 
 DAY = 86400.0
 HOUR = 3600.0
@@ -57,7 +57,8 @@ def plan(
     """Say how often to save: from a run's journal, from the numbers given, or both (a given one counts)."""
     import msgspec
 
-    from holdfast.policy.cadence import Costs, choose
+    from holdfast.policy import Costs
+    from holdfast.policy import choose_interval as choose
 
     _check(
         {
@@ -98,8 +99,8 @@ def _check(numbers: dict[str, float | None]) -> None:
 def _observed(run_dir: Path | None) -> ObservedCosts | None:
     if run_dir is None:
         return None
-    from holdfast.journal.reader import read_journal
-    from holdfast.observe.costs import observed_costs
+    from holdfast.account import observed_costs
+    from holdfast.journal import read_journal
 
     if not (run_dir / "run.json").is_file():
         raise UsageError(f"{run_dir} is not a run directory: it has no run.json. Give the run's --run-dir")
@@ -113,7 +114,7 @@ def _costs(
     step: float | None,
     restart: float | None,
 ) -> dict[str, Known]:
-    from holdfast.policy.cadence import DEFAULT_RESTART
+    from holdfast.policy import DEFAULT_RESTART
 
     found = {
         "step": _known(step, seen.step if seen else None, "step"),
@@ -144,7 +145,7 @@ def _costs(
 
 
 def _known(given: float | None, seen: Spread | None, what: str) -> Known | None:
-    from holdfast.journal.render import duration, plural
+    from holdfast.base import duration, plural
 
     if given is not None:
         return Known(given, "given")
@@ -158,8 +159,8 @@ def _known(given: float | None, seen: Spread | None, what: str) -> Known | None:
 def _mtbf(
     seen: ObservedCosts | None, given: float | None, nodes: int | None, node_mtbf: float | None
 ) -> Known:
-    from holdfast.journal.render import plural
-    from holdfast.policy.cadence import mtbf_of
+    from holdfast.base import plural
+    from holdfast.policy import mtbf_of
 
     if (nodes is None) != (node_mtbf is None):
         raise UsageError("--nodes and --node-mtbf belong together: give both, or --mtbf for the whole job")
@@ -181,7 +182,7 @@ def _document(
     known: dict[str, Known], costs: Costs, chosen: Cadence, present: int | None, *, given_mtbf: bool
 ) -> dict[str, Any]:
     """The answer for programs; the text for people is made of it too."""
-    from holdfast.policy.cadence import concerns, overhead
+    from holdfast.policy import concerns, overhead
 
     best = chosen.interval_steps
     rows = [
@@ -234,7 +235,7 @@ NAMES = {
 
 
 def _print(known: dict[str, Known], chosen: Cadence, found: dict[str, Any]) -> None:
-    from holdfast.journal.render import duration, plural
+    from holdfast.base import duration, plural
 
     for name, words in NAMES.items():
         number = known[name]

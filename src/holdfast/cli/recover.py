@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.arguments import JSON, ROOT, RUN, YES
+from holdfast.cli.output import JSON, ROOT, RUN, YES
 
 if TYPE_CHECKING:
-    from holdfast.recover.text import Row
+    from holdfast.recover import Row
 
 
 def recover(
@@ -60,9 +60,8 @@ def recover(
     """
     from holdfast.cli.control import user
     from holdfast.cli.output import Bar
-    from holdfast.recover.conduct import Wishes, conduct
-    from holdfast.recover.examine import open_run
-    from holdfast.recover.plain import conduct_plain
+    from holdfast.recover import Wishes, conduct_plain, open_run
+    from holdfast.recover import go_through as conduct
 
     wishes = Wishes(
         run=run,
@@ -100,7 +99,7 @@ def _quiet(row: Row) -> None:
 
 
 def _show(row: Row) -> None:
-    from holdfast.recover.text import plain
+    from holdfast.recover import plain
 
     line = plain(row)
     if row.word and row.style and sys.stdout.isatty() and "NO_COLOR" not in os.environ:

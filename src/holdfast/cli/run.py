@@ -1,13 +1,26 @@
-"""`holdfast run`: the drop-in for torchrun."""
+"""`holdfast demo`: break a training run on purpose, watch it recover, and see that nothing was lost."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from holdfast.errors import HoldfastError, UsageError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from holdfast.drill import DemoResult, DemoView
+
+
+# `holdfast run`: the drop-in for torchrun.
 
 
 def run(ctx: typer.Context) -> None:
@@ -15,12 +28,9 @@ def run(ctx: typer.Context) -> None:
     # c10d warns of every lost connection with a page of frames; the launcher says what it means, in a line.
     # Read once, when torch is imported; the workers must not inherit it.
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    from holdfast.bounded import is_table_full
+    from holdfast.base import Source, install, is_table_full
     from holdfast.errors import NoProcessesError
-    from holdfast.launch.early import choose_format, insist_on_room, start_early
-    from holdfast.launch.keeper import mark_environment
-    from holdfast.lines import Source
-    from holdfast.speaking import install
+    from holdfast.launch.workers import choose_format, insist_on_room, mark_environment, start_early
 
     install(Source.LAUNCHER)
     choose_format(ctx.args)
@@ -30,7 +40,7 @@ def run(ctx: typer.Context) -> None:
     try:
         if quiet:
             os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-        from holdfast.launch.launcher import main
+        from holdfast.launch import main
 
         if quiet:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
@@ -57,3 +67,114 @@ def _leave(code: int) -> None:
                 stream.flush()
         os._exit(code)
     raise typer.Exit(code)
+
+
+def demo(
+    ranks: Annotated[int, typer.Option(min=2, max=16, help="CPU processes to train on.")] = 2,
+    steps: Annotated[int, typer.Option(min=20, max=100_000, help="Steps to train.")] = 160,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where runs and report go; an earlier demo there is replaced.")
+    ] = Path("holdfast-demo"),
+    open_report: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the report in a browser.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one result object; progress goes to stderr.")
+    ] = False,
+) -> None:
+    """Train a small GPT, corrupt its newest checkpoint, kill a rank, and prove that the run loses nothing.
+
+    Exits with 0 only if both faults happened, were handled, and the run ended bitwise equal to an
+    uninterrupted one.
+    """
+    from rich.console import Console
+
+    from holdfast.drill import DemoResult, DemoView, demo_directory, run_demo
+
+    console = Console(stderr=json, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 140)  # a file has no edge to wrap at; the tables need some room
+    view = DemoView(console)
+    signal.signal(signal.SIGTERM, _stop)
+    result = DemoResult(ranks=ranks, steps=steps, interval=steps // 4, directory=str(directory.absolute()))
+    try:
+        with demo_directory(directory) as place:
+            view.say(f"a small GPT on {ranks} CPU ranks, {steps} steps, a checkpoint every {steps // 4}")
+            result = run_demo(place, view, ranks=ranks, steps=steps)
+    except KeyboardInterrupt:
+        view.say(f"interrupted; everything that was started has been ended. Logs are in {directory}")
+        raise typer.Exit(130) from None
+    except UsageError:
+        raise
+    except HoldfastError as error:
+        if not json:
+            raise
+        result.error = str(error)
+    _show(result, view, directory)
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(result).decode())
+    if open_report and result.report:
+        import webbrowser
+
+        webbrowser.open(Path(result.report).as_uri())
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends the demo the way an error does: the processes it started are ended first."""
+    del frame
+    sys.exit(128 + number)
+
+
+def _show(result: DemoResult, view: DemoView, directory: Path) -> None:
+    from rich.markup import escape
+    from rich.text import Text
+
+    from holdfast.account import incidents_of as incidents
+    from holdfast.base import duration
+    from holdfast.journal import read_journal
+    from holdfast.observe import incident_table
+
+    out = view.console
+    if result.error:
+        out.print(Text(f"the demo failed: {result.error}", style="bold red"))
+        return
+    for holds, text in (
+        *((check.holds, f"{check.claim}: {check.found}") for check in result.checks),
+        *((one.equal, str(one)) for one in result.comparisons),
+    ):
+        line = Text("✓ " if holds else "✗ ", style="bold green" if holds else "bold red")
+        out.print(line.append(text, style="" if holds else "bold red"))
+    view.heading("Incidents")
+    out.print(incident_table(incidents(read_journal(Path(result.directory) / "run" / "journal"))))
+    verdict = (
+        "The broken run and the reference are bitwise equal."
+        if result.passed
+        else "The demo FAILED: a difference or a claim that does not hold, marked ✗ above."
+    )
+    out.print(Text(verdict, style="bold green" if result.passed else "bold red"))
+    took = ", ".join(f"{name} {duration(seconds)}" for name, seconds in result.seconds.items())
+    out.print(f"Took {took}", style="dim")
+    out.print(f"\nReport: [bold]{escape(result.report)}[/bold]", soft_wrap=True)
+    out.print("Look further:")
+    assert result.flipped is not None
+    command = _command()
+    for arguments in (
+        f"journal {directory}/run",
+        f"ckpt ls {directory}/run",
+        f"ckpt verify {directory}/run/checkpoints/{result.flipped.checkpoint}",
+    ):
+        out.print(f"  {escape(f'{command} {arguments}')}", soft_wrap=True)
+
+
+def _command() -> str:
+    """What to type for `holdfast` here: its path, where a virtual environment keeps it off the PATH."""
+    import os
+    import shutil
+
+    installed = Path(sys.executable).with_name("holdfast")
+    if shutil.which("holdfast") or not installed.exists():
+        return "holdfast"
+    return os.path.relpath(installed)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.arguments import CONFIG, JSON
+from holdfast.cli.output import CONFIG, JSON
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from holdfast.cluster.scontrol import JobRecord
-    from holdfast.cluster.slurm import SlurmJob
+    from holdfast.cluster import JobRecord, SlurmJob
 
 app = typer.Typer(help="Jobs of Slurm: what is known of one, scripts, queueing again.", no_args_is_help=True)
 
@@ -28,8 +27,7 @@ def info(as_json: JSON = False) -> None:
     """
     import time
 
-    from holdfast.cluster import scontrol
-    from holdfast.cluster.slurm import current_job
+    from holdfast.cluster import current_job, scontrol
 
     job = current_job()
     record = scontrol.job_record(job.label) if job is not None else None
@@ -105,8 +103,7 @@ def script(
     """
     import shlex
 
-    from holdfast.cluster.batch_layout import Layout
-    from holdfast.cluster.batch_script import render
+    from holdfast.cluster import Layout, render
 
     try:
         calling = shlex.split(holdfast)
@@ -164,19 +161,18 @@ def requeue(
     With --exit-code and --run-dir it does so only if the run would, and not twice: what a batch script calls
     at its end. Exits with 0 if it was asked or is not called for, 1 if Slurm refused.
     """
-    from holdfast.cluster.scontrol import identified
-    from holdfast.cluster.slurm import current_job
+    from holdfast.cluster import current_job, identified
 
     job = current_job()
     if job is None:
         raise UsageError("not inside a job of Slurm: SLURM_JOB_ID is not set")
     job = identified(job)
     if exit_code is None:
-        from holdfast.cluster.requeueing import requeue_by_decision
+        from holdfast.cluster import requeue_by_decision
 
         asked = requeue_by_decision(job, "auto", reason or "asked for by its script", exclude=exclude or [])
     else:
-        from holdfast.cluster.requeue_end import requeue_at_the_end
+        from holdfast.cluster import requeue_at_the_end
         from holdfast.config import load
 
         setting = load(config).settings.slurm.requeue
@@ -195,7 +191,7 @@ def requeue(
 def _write(path: Path, text: str, force: bool) -> None:
     import os
 
-    from holdfast.files import check_output
+    from holdfast.base import check_output
 
     check_output(path, overwrite=force, option="--force")
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -213,7 +209,7 @@ def _write(path: Path, text: str, force: bool) -> None:
 def _document(job: SlurmJob | None, record: JobRecord | None, now: float) -> dict[str, Any]:
     if job is None:
         return {"slurm": False}
-    from holdfast.cluster.requeueing import facts_of
+    from holdfast.cluster import facts_of
 
     ends_at = (record.ends_at if record is not None else None) or job.ends_at
     facts = facts_of(job, record)
@@ -242,8 +238,8 @@ def _document(job: SlurmJob | None, record: JobRecord | None, now: float) -> dic
 
 
 def _lines(job: SlurmJob, record: JobRecord | None, found: dict[str, Any]) -> list[str]:
+    from holdfast.base import duration, plural, printable
     from holdfast.cli.output import show_time
-    from holdfast.journal.text import duration, plural, printable
 
     part = f" in partition {printable(found['partition'])}" if found["partition"] else ""
     lines = [f"job {job.label} ({printable(job.name)}){part}, queued again {plural(job.restarts, 'time')}"]

@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from holdfast.cluster.hostlist import expand
-from holdfast.cluster.slurm import SlurmJob
+from holdfast.cluster.slurm import SlurmJob, expand
 
 ASK = 10.0
 """Seconds for an answer; a controller that is busy or failing over takes some."""

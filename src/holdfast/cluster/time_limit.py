@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 
 from holdfast.cluster import scontrol
-from holdfast.cluster.requeueing import facts_of
+from holdfast.cluster.requeue import facts_of
 from holdfast.cluster.scontrol import JobRecord
 from holdfast.cluster.slurm import SlurmJob
-from holdfast.policy.stopping import Grace, Source, StopRequest, grace_of
+from holdfast.policy import Grace, Source, StopRequest, grace_of
 
 log = logging.getLogger("holdfast")
 

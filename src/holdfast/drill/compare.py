@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.journal.events import Line, StepsDone, decode_loss
+from holdfast.journal import Line, StepsDone, decode_loss
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +137,7 @@ def _bits(value: float) -> bytes:
 
 def compare_checkpoints(one: Path, other: Path) -> list[Comparison]:
     """The tensors of two checkpoints (weights, optimizer), and what else they hold for every rank."""
-    from holdfast.checkpoint.verify import verify
+    from holdfast.checkpoint.format import verify
 
     for directory in (one, other):
         inspection = verify(directory)  # before anything in it is unpickled

@@ -17,21 +17,328 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from holdfast._version import __version__
-from holdfast.account.incidents import Incident, incidents
-from holdfast.drill import compare, demo_checks
+from holdfast import __version__
+from holdfast.account import Incident, Story, back, headline, incidents_of
+from holdfast.base import duration, number, plural, printable
+from holdfast.drill import compare
 from holdfast.drill.compare import Comparison
-from holdfast.drill.demo_checks import Check
-from holdfast.drill.demo_view import DemoView
-from holdfast.drill.faults import FaultError, FlippedByte, Killed, flip_in_checkpoint, kill_rank, stopped_rank
-from holdfast.drill.training import Training, TrainingFailedError, training
+from holdfast.drill.faults import (
+    FaultError,
+    FlippedByte,
+    Killed,
+    Training,
+    TrainingFailedError,
+    flip_in_checkpoint,
+    kill_rank,
+    stopped_rank,
+    training,
+)
 from holdfast.errors import UsageError
-from holdfast.journal.events import Line, StepsDone
-from holdfast.journal.render import duration, number
+from holdfast.journal import (
+    Account,
+    AttemptStarted,
+    Decision,
+    Line,
+    Resumed,
+    RunFinished,
+    RungRejected,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    StepsDone,
+    Warned,
+    WorkerFailed,
+    decode_loss,
+    render_event,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+
+# What the demo shows while it runs: a live bar on a terminal, plain lines elsewhere.
+
+
+SHOWN = (AttemptStarted, Resumed, RunFinished, SaveCommitted, SaveFailed, Warned)
+"""Events shown as lines. An incident is told as `holdfast run` tells it, by its account and what follows."""
+STYLES = {"fault": "bold red", "warning": "yellow", "decision": "bold cyan", "saved": "blue", "good": "green"}
+PLAIN_EVERY = 5.0
+"""Seconds between two lines about the step, where there is no bar."""
+
+
+class DemoView:
+    """Writes to one console; the same calls for a terminal and for a file."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._began = time.monotonic()
+        self._bar: tuple[Progress, TaskID] | None = None
+        self._attempt, self._loss, self._saved, self._said = 1, "–", "none yet", 0.0
+        self._story, self._lines = Story(), list[Line]()
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line with the time since the demo began."""
+        from rich.text import Text
+
+        line = Text(f"{time.monotonic() - self._began:6.1f} s  ", style="dim")
+        line.append(text, style=style or None)
+        self.console.print(line, soft_wrap=not self.console.is_terminal, highlight=False)
+
+    def heading(self, text: str) -> None:
+        from rich.text import Text
+
+        self.console.print()
+        self.console.print(Text(text, style="bold"))
+
+    @contextlib.contextmanager
+    def following(self, what: str, steps: int) -> Iterator[None]:
+        """Show the progress of one run while the block lasts."""
+        self._attempt, self._loss, self._saved, self._said = 1, "–", "none yet", time.monotonic()
+        if not self.console.is_terminal:
+            yield
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn(
+                "loss {task.fields[loss]}  attempt {task.fields[attempt]}  last save {task.fields[saved]}"
+            ),
+            TimeElapsedColumn(),
+        )
+        progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=5)
+        task = progress.add_task(what, total=steps, loss="–", attempt=1, saved="none yet")
+        self._bar = (progress, task)
+        try:
+            with progress:
+                yield
+        finally:
+            self._bar = None
+
+    def see(self, line: Line, *, quiet: bool = False) -> None:
+        """A journal line: moves the bar, and is shown if it is of interest (`quiet`: never)."""
+        body = line.body
+        if not quiet:
+            self._lines.append(line)
+        if isinstance(body, StepsDone):
+            if line.who == "rank-0":
+                self._progress(line, body)
+                self._tell_return(line)
+            return
+        if isinstance(body, AttemptStarted):
+            self._attempt = line.attempt
+        elif isinstance(body, SaveCommitted):
+            self._saved = f"step {body.step}"
+        elif isinstance(body, Resumed):
+            self._saved = f"step {body.step}" if body.checkpoint else "none yet"
+            if self._bar is not None:
+                self._bar[0].update(self._bar[1], completed=body.step)
+        told = None if quiet else self._story.line(line)
+        if isinstance(body, Account) and not quiet:
+            self._story.fell(body)
+            self.say(headline(body), STYLES["fault"])
+            self.say(f"  why:  {printable(body.why[0])}" if body.why else "", "dim")
+            self.say(f"  done: {printable(body.done)}", "dim")
+        elif told:
+            self.say(told, STYLES["warning" if isinstance(body, RungRejected) else "decision"])
+        elif isinstance(body, SHOWN) and not quiet:
+            shown = render_event(body)
+            self.say(shown.text, STYLES.get(shown.style, ""))
+            for detail in shown.details:
+                self.say(f"  {detail}", "dim")
+
+    def _tell_return(self, line: Line) -> None:
+        over = self._story.is_back(line)
+        mine = [one for one in incidents_of(self._lines) if over is not None and one.attempt == over.attempt]
+        for incident in mine[-1:]:
+            self.say(back(incident, self._story.target), STYLES["good"])
+
+    def _progress(self, line: Line, body: StepsDone) -> None:
+        step = body.first + len(body.seconds) - 1
+        self._loss = number(decode_loss(body.loss[-1])) if body.loss else "–"
+        if self._bar is not None:
+            progress, task = self._bar
+            progress.update(task, completed=step, loss=self._loss, attempt=line.attempt, saved=self._saved)
+        elif not self.console.is_terminal and time.monotonic() - self._said >= PLAIN_EVERY:
+            self._said = time.monotonic()
+            self.say(f"step {step}, loss {self._loss}, attempt {line.attempt}, last save {self._saved}")
+
+
+# What the demo claims, each checked from evidence: the journals, the exit codes, the bytes on disk.
+#
+# Nothing here knows what ought to have happened except through the two faults that were done. If a fault
+# missed, or the run survived it in some other way than claimed, the check fails and says what was found.
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    claim: str
+    holds: bool
+    found: str
+    """The evidence, for or against."""
+
+
+def commits(lines: list[Line], attempt: int | None = None) -> list[SaveCommitted]:
+    """Checkpoints in the order of their commits."""
+    return [
+        line.body
+        for line in lines
+        if isinstance(line.body, SaveCommitted) and (attempt is None or line.attempt == attempt)
+    ]
+
+
+def last_step(lines: list[Line], rank: int) -> Line | None:
+    """The line with which a rank last said that it ended a step."""
+    own = (line for line in reversed(lines) if isinstance(line.body, StepsDone))
+    return next((line for line in own if line.who == f"rank-{rank}"), None)
+
+
+def steps_done(lines: list[Line], rank: int) -> int:
+    line = last_step(lines, rank)
+    if line is None or not isinstance(line.body, StepsDone):
+        return 0
+    return line.body.first + len(line.body.seconds) - 1
+
+
+def amid_step(lines: list[Line], rank: int, *, interval: int, last: int) -> bool:
+    """Whether a rank that is stopped now is in the middle of a step, and the others cannot begin a save.
+
+    They may end the step that it is in, if it has sent its part already; so that must be no step of a save.
+    """
+    done = steps_done(lines, rank)
+    begun = {line.body.checkpoint for line in lines if isinstance(line.body, SaveStarted)}
+    saving = begun - {save.checkpoint for save in commits(lines)}
+    return done % interval != 0 and (done + 1) % interval != 0 and done + 1 < last and not saving
+
+
+def check_kill(lines: list[Line], killed: Killed) -> Check:
+    """The rank died of our signal, between two steps' ends and outside of any save."""
+    claim = f"rank {killed.rank} was killed by {killed.signal} in the middle of a step"
+    failures = [
+        line.body
+        for line in lines
+        if isinstance(line.body, WorkerFailed)
+        and line.attempt == killed.attempt
+        and line.body.pid == killed.pid
+    ]
+    if not failures or failures[0].signal != killed.signal:
+        seen = f"ended with code {failures[0].exit_code}" if failures else "was not reported as failed"
+        return Check(claim=claim, holds=False, found=f"pid {killed.pid} {seen}")
+    who, own = f"rank-{killed.rank}", [line for line in lines if line.attempt == killed.attempt]
+    steps = [line for line in own if isinstance(line.body, StepsDone) and line.who == who]
+    begun = {line.body.checkpoint for line in own if isinstance(line.body, SaveStarted)}
+    cut = begun - {save.checkpoint for save in commits(own)}
+    if not steps or cut:
+        found = f"in the middle of saving {', '.join(sorted(cut))}" if cut else "before its first step"
+        return Check(claim=claim, holds=False, found=found)
+    assert isinstance(steps[-1].body, StepsDone)
+    last = steps[-1].body.first + len(steps[-1].body.seconds) - 1
+    usual = sorted(second for line in steps for second in _seconds(line))
+    late = killed.at - steps[-1].at
+    found = (
+        f"pid {killed.pid}, {duration(max(0.0, late))} into step {last + 1}; "
+        f"a step took {duration(usual[len(usual) // 2])}"
+    )
+    return Check(claim=claim, holds=late > 0, found=found)
+
+
+def _seconds(line: Line) -> list[float]:
+    return line.body.seconds if isinstance(line.body, StepsDone) else []
+
+
+def check_refusal(lines: list[Line], killed: Killed, flipped: FlippedByte) -> Check:
+    """The altered checkpoint was the newest, and was refused because its bytes do not match their digest."""
+    claim = "the altered checkpoint was the newest, and was refused by its digest"
+    before = commits(lines, killed.attempt)
+    if not before or before[-1].checkpoint != flipped.checkpoint:
+        newest = before[-1].checkpoint if before else "nothing"
+        return Check(claim=claim, holds=False, found=f"the newest was {newest}, not {flipped.checkpoint}")
+    reasons = [
+        reason
+        for line in lines
+        if isinstance(line.body, RungRejected)
+        and line.attempt > killed.attempt
+        and line.body.checkpoint == flipped.checkpoint
+        for reason in line.body.reasons
+    ]
+    if not reasons:
+        return Check(claim=claim, holds=False, found=f"{flipped.checkpoint} was never refused")
+    shard = Path(flipped.path).name
+    named = [reason for reason in reasons if "digest" in reason and shard in reason]
+    return Check(claim=claim, holds=bool(named), found=(named or reasons)[0])
+
+
+def check_resume(lines: list[Line], killed: Killed, flipped: FlippedByte) -> Check:
+    """The next attempt went on from the checkpoint below."""
+    claim = "the run went on from the checkpoint before it"
+    below = [save for save in commits(lines, killed.attempt) if save.checkpoint != flipped.checkpoint]
+    resumed = [
+        line.body for line in lines if isinstance(line.body, Resumed) and line.attempt == killed.attempt + 1
+    ]
+    if not resumed or not below:
+        return Check(claim=claim, holds=False, found="no later attempt resumed")
+    found = f"attempt {killed.attempt + 1} resumed from {resumed[0].checkpoint or 'nothing'}"
+    return Check(claim=claim, holds=resumed[0].checkpoint == below[-1].checkpoint, found=found)
+
+
+def check_finish(lines: list[Line], killed: Killed, *, steps: int, exit_code: int) -> Check:
+    """One decision, one restart, the last step reached, exit code 0."""
+    claim = "the run recovered by itself and finished"
+    attempts = {line.attempt for line in lines if isinstance(line.body, AttemptStarted)}
+    decided = [
+        line.body for line in lines if isinstance(line.body, Decision) and line.body.about == "recovery"
+    ]
+    ends = [line.body.step for line in lines if isinstance(line.body, RunFinished)]
+    found = (
+        f"{plural(len(attempts), 'attempt')}, {plural(len(decided), 'recovery decision')}, "
+        f"finished at step {ends[-1] if ends else 'never'}, exit code {exit_code}"
+    )
+    holds = (
+        exit_code == 0
+        and ends == [steps]
+        and attempts == {killed.attempt, killed.attempt + 1}
+        and len(decided) == 1
+    )
+    return Check(claim=claim, holds=holds, found=found)
+
+
+def check_reference(lines: list[Line], *, steps: int, exit_code: int) -> Check:
+    """The reference was not disturbed; else it would be no reference."""
+    attempts = {line.attempt for line in lines if isinstance(line.body, AttemptStarted)}
+    failures = sum(isinstance(line.body, WorkerFailed) for line in lines)
+    ends = [line.body.step for line in lines if isinstance(line.body, RunFinished)]
+    lives = f"{plural(len(attempts), 'attempt')}, {plural(failures, 'failed worker')}"
+    return Check(
+        claim="the reference was not interrupted",
+        holds=exit_code == 0 and len(attempts) == 1 and failures == 0 and ends == [steps],
+        found=f"{lives}, exit code {exit_code}",
+    )
+
+
+def check_copies(root: Path, flipped: FlippedByte) -> Check:
+    """Of all checkpoints on disk, exactly the altered one fails verification."""
+    from holdfast.checkpoint.format import CheckpointRoot, Reason, verify
+
+    found = CheckpointRoot(root).names()
+    bad = {
+        str(name): inspection.problems for name in found if not (inspection := verify(root / str(name))).sound
+    }
+    altered = [
+        problem.path for problem in bad.get(flipped.checkpoint, []) if problem.reason == Reason.ALTERED
+    ]
+    sound = plural(len(found) - len(bad), "checkpoint") + " sound"
+    return Check(
+        claim="every other checkpoint is sound",
+        holds=set(bad) == {flipped.checkpoint} and altered == [Path(flipped.path).name],
+        found=f"{sound}; not sound: {', '.join(sorted(bad)) or 'none'}",
+    )
+
 
 MARKER = ".holdfast-demo"
 OWN_NAMES = ("run", "reference", "run.log", "reference.log", "report.html", MARKER)
@@ -142,19 +449,17 @@ def run_demo(directory: Path, view: DemoView, *, ranks: int, steps: int) -> Demo
     view.heading("3  Compare")
     began_compare = time.monotonic()
     result.checks = [
-        demo_checks.check_kill(broken.lines, result.killed),
-        demo_checks.check_refusal(broken.lines, result.killed, result.flipped),
-        demo_checks.check_resume(broken.lines, result.killed, result.flipped),
-        demo_checks.check_finish(
-            broken.lines, result.killed, steps=steps, exit_code=broken.process.returncode
-        ),
-        demo_checks.check_copies(broken.run_dir / "checkpoints", result.flipped),
-        demo_checks.check_reference(reference.lines, steps=steps, exit_code=reference.process.returncode),
+        check_kill(broken.lines, result.killed),
+        check_refusal(broken.lines, result.killed, result.flipped),
+        check_resume(broken.lines, result.killed, result.flipped),
+        check_finish(broken.lines, result.killed, steps=steps, exit_code=broken.process.returncode),
+        check_copies(broken.run_dir / "checkpoints", result.flipped),
+        check_reference(reference.lines, steps=steps, exit_code=reference.process.returncode),
     ]
     result.comparisons = _compare(broken, reference, steps=steps, ranks=ranks)
     result.equal = all(one.equal for one in result.comparisons)
     result.passed = result.equal and all(check.holds for check in result.checks)
-    found = incidents(broken.lines)
+    found = incidents_of(broken.lines)
     result.incidents = [_incident(one) for one in found]
     result.seconds["compare"] = time.monotonic() - began_compare
     result.seconds["total"] = time.monotonic() - began
@@ -203,8 +508,8 @@ def _break(run: Training, view: DemoView, result: DemoResult) -> None:
     begun = time.monotonic()
     limit = START_TIMEOUT + STEP_TIMEOUT * result.steps
     follow = {"timeout": limit, "quiet": QUIET_TIMEOUT}
-    run.follow(lambda: len(demo_checks.commits(run.lines)) >= 2, view.see, what="two checkpoints", **follow)
-    aim = demo_checks.commits(run.lines)[-1].step + max(2, result.interval // 3)
+    run.follow(lambda: len(commits(run.lines)) >= 2, view.see, what="two checkpoints", **follow)
+    aim = commits(run.lines)[-1].step + max(2, result.interval // 3)
     while True:
         reached = partial(_reached, run, VICTIM, aim)
         run.follow(reached, view.see, what=f"step {aim}", **follow)
@@ -212,18 +517,18 @@ def _break(run: Training, view: DemoView, result: DemoResult) -> None:
         with stopped_rank(run.lines, VICTIM):
             for line in run.poll():
                 view.see(line)
-            if demo_checks.amid_step(run.lines, VICTIM, interval=result.interval, last=result.steps):
+            if amid_step(run.lines, VICTIM, interval=result.interval, last=result.steps):
                 result.flipped = _flip_newest(run, view)
                 result.killed = killed = kill_rank(run.lines, VICTIM)
                 break
         if time.monotonic() - begun > limit:
             raise FaultError(f"rank {VICTIM} was not found in the middle of a step within {limit:g} s")
-        aim = demo_checks.steps_done(run.lines, VICTIM) + 1
+        aim = steps_done(run.lines, VICTIM) + 1
     view.say(f"FAULT  {killed.signal} sent to rank {killed.rank}, pid {killed.pid}", "bold magenta")
 
 
 def _flip_newest(run: Training, view: DemoView) -> FlippedByte:
-    newest = demo_checks.commits(run.lines)[-1]
+    newest = commits(run.lines)[-1]
     flipped = flip_in_checkpoint(run.run_dir / "checkpoints" / newest.checkpoint, seed=SEED)
     where = f"{newest.checkpoint}/{Path(flipped.path).name}"
     values = f"{number(flipped.value_before)} → {number(flipped.value_after)}"
@@ -233,12 +538,12 @@ def _flip_newest(run: Training, view: DemoView) -> FlippedByte:
 
 
 def _reached(run: Training, rank: int, step: int) -> bool:
-    return demo_checks.steps_done(run.lines, rank) >= step
+    return steps_done(run.lines, rank) >= step
 
 
 def _to_mid_step(run: Training, rank: int) -> float:
     """Seconds until the rank is about half way through its next step, which follows its last one at once."""
-    line = demo_checks.last_step(run.lines, rank)
+    line = last_step(run.lines, rank)
     if line is None or not isinstance(line.body, StepsDone):
         return 0.0
     return min(1.0, max(0.0, line.at + line.body.seconds[-1] / 2 - time.time()))
@@ -250,7 +555,7 @@ def _compare(one: Training, other: Training, *, steps: int, ranks: int) -> list[
         compare.compare_losses(mine, theirs, steps=steps, ranks=ranks),
         compare.compare_samples(mine, theirs, steps=steps, ranks=ranks),
     ]
-    final = [demo_checks.commits(run.lines)[-1:] for run in (one, other)]
+    final = [commits(run.lines)[-1:] for run in (one, other)]
     if not all(last and last[0].step == steps for last in final):
         why = f"a run has no checkpoint of step {steps}"
         return [*found, Comparison(what="parameters", count=0, unit="tensors", difference=why)]
@@ -275,7 +580,7 @@ def _incident(one: Incident) -> dict[str, object]:
 
 
 def _write_report(broken: list[Line], reference: list[Line], path: Path, result: DemoResult) -> None:
-    from holdfast.observe.report import write_report
+    from holdfast.observe import write_report
 
     verdict = "bitwise equal to the uninterrupted reference" if result.equal else "NOT equal to the reference"
     facts = [("Verdict", verdict if result.passed or not result.equal else f"{verdict}, but a claim failed")]

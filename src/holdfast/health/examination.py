@@ -12,20 +12,18 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.cluster import SlurmJob
 from holdfast.config import Settings
+from holdfast.errors import UsageError
 from holdfast.health import node
+from holdfast.health.checks import Check, Wrap, ask, run_checks, site_check
+from holdfast.health.connections import judge_file_system
+from holdfast.health.findings import UNCORRECTED_LIMIT, CheckResult, Status, judge_skew, judge_storage, worst
 from holdfast.health.gpu import check_compute, check_gpus
-from holdfast.health.gpu_facts import present
-from holdfast.health.kernel_log import check_kernel_log
-from holdfast.health.links import check_links
-from holdfast.health.mounts import mount_of
-from holdfast.health.network import local_checks, network_seconds, probe_network
-from holdfast.health.result import Check, run_checks
-from holdfast.health.site import Wrap, site_check
-from holdfast.health.storage import check_storage, try_storage
-from holdfast.policy.file_systems import judge_file_system
-from holdfast.policy.gpu_health import UNCORRECTED_LIMIT
-from holdfast.policy.health import CheckResult, Status, judge_skew, judge_storage, worst
+from holdfast.health.gpu_facts import check_kernel_log, present
+from holdfast.health.network import check_links, local_checks, network_seconds, probe_network
+from holdfast.health.node import check_storage, mount_of, try_storage
+from holdfast.process import own_child
 
 STORAGE_DEADLINE = 15.0
 GATE_PATIENCE = 60.0
@@ -208,3 +206,115 @@ def compare_clocks(reports: Sequence[NodeReport]) -> CheckResult | None:
     low, high = min(known), max(known)
     between = judge_skew(f"that of {low[2]}", high[0] - low[0], low[1] + high[1])
     return msgspec.structs.replace(between, name="clocks", found=f"that of {high[2]} {between.found}")
+
+
+# The same checks on every node of a Slurm job, started there by `srun`.
+#
+# Guarantee: bounded. A node that does not answer in time is named, as critical, because the job would wait
+# for it too; one whose answer cannot be read is unknown.
+
+
+TIMEOUT = 240.0
+LINE = 1000
+"""Bytes of a line that `srun` hands on whole; longer ones of several nodes come mixed up."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Of all nodes that were asked: what `holdfast doctor --json` prints."""
+
+    status: Status
+    nodes: list[NodeReport]
+    between: list[CheckResult] = []
+    """What is only seen by comparing nodes."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that a node found, or that it has told all."""
+
+    node: str
+    result: CheckResult | None = None
+    skew: Skew | None = None
+    done: bool = False
+
+
+def lines_of(report: NodeReport) -> list[str]:
+    """A node's report in lines that are short enough."""
+    lines = [_short(Line(node=report.node, result=result)) for result in report.results]
+    end = msgspec.json.encode(Line(node=report.node, skew=report.skew, done=True))
+    return [*lines, end.decode()]
+
+
+def _short(line: Line) -> str:
+    result = line.result
+    assert result is not None
+    for keep in (LINE, 300, 150, 60):
+        cut = msgspec.structs.replace(result, found=result.found[:keep], fix=result.fix[:keep])
+        text = msgspec.json.encode(msgspec.structs.replace(line, result=cut))
+        if len(text) < LINE:
+            break
+    return text.decode()
+
+
+def from_lines(text: str) -> list[NodeReport]:
+    """What nodes told, of those that told all."""
+    results: dict[str, list[CheckResult]] = {}
+    found = []
+    for raw in text.splitlines():
+        try:
+            line = msgspec.json.decode(raw, type=Line)
+        except msgspec.DecodeError:
+            continue
+        told = results.setdefault(line.node, [])
+        if line.result is not None:
+            told.append(line.result)
+        if line.done:
+            found.append(NodeReport(node=line.node, status=worst(told), results=told, skew=line.skew))
+    return found
+
+
+def merge(nodes: Sequence[NodeReport]) -> Report:
+    clocks = compare_clocks(nodes)
+    between = [clocks] if clocks is not None else []
+    status = worst([*(result for one in nodes for result in one.results), *between])
+    return Report(status=status, nodes=sorted(nodes, key=lambda one: one.node), between=between)
+
+
+def ask_all_nodes(job: SlurmJob, arguments: Sequence[str], timeout: float = TIMEOUT) -> Report:
+    """`holdfast doctor` with these arguments, once on each node of the job; UsageError if none is known."""
+    if not job.nodes:
+        raise UsageError(
+            f"which nodes job {job.label} has is not known: SLURM_JOB_NODELIST is empty or not a list of "
+            "nodes, so nothing was looked at. Run it from the batch script itself, or without --all-nodes on "
+            "each node"
+        )
+    count = len(job.nodes)
+    command = [
+        "srun",
+        f"--jobid={job.job_id}",
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        "--overlap",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        *own_child("holdfast", "doctor", "--lines", *arguments),
+    ]
+    answer = ask(command, timeout)
+    found = {one.node: one for one in from_lines(answer.out)}
+    said = answer.err.strip().splitlines()
+    why = f"no answer within {timeout:g} s" if answer.hung else (said[-1][:200] if said else "no answer")
+    for name in job.nodes:
+        if name not in found:
+            found[name] = _silent(name, why, hung=answer.hung)
+    return merge(list(found.values()))
+
+
+def _silent(name: str, why: str, *, hung: bool) -> NodeReport:
+    result = CheckResult(
+        name="node",
+        status=Status.CRITICAL if hung else Status.UNKNOWN,
+        found=why,
+        expected="an answer",
+        fix=f"try `srun -w {name} hostname`; drain the node if that hangs",
+    )
+    return NodeReport(node=name, status=result.status, results=[result])

@@ -6,14 +6,21 @@ Each function looks at one thing and raises OSError where it cannot; nothing is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import resource
+import secrets
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.health.storage import nearest
-from holdfast.policy.health import (
+import msgspec
+import xxhash
+
+from holdfast.base import fsync_dir
+from holdfast.health.findings import (
     CheckResult,
     Status,
     judge_load,
@@ -21,8 +28,230 @@ from holdfast.policy.health import (
     judge_open_files,
     judge_shared_memory,
     judge_space,
+    judge_storage,
     judge_threads,
 )
+
+# What a directory is mounted from: whether it is there at all, and what is known of such file systems.
+#
+# Rests on the kernel's table of mounts, and on the one of what should be mounted. Whoever asks bounds the
+# wait: even the name of a path on a dead file system may not be looked up in time.
+
+
+MOUNTS = Path("/proc/self/mountinfo")
+PLANNED = Path("/etc/fstab")
+_OWN = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs"})
+"""What a file system has in it by itself."""
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+class Mount(msgspec.Struct, frozen=True, kw_only=True):
+    point: str
+    kind: str
+    """As the kernel has it: ext4, nfs4, lustre, gpfs …"""
+    source: str = ""
+    options: list[str] = []
+
+
+def mounts(table: Path = MOUNTS) -> list[Mount]:
+    """Everything that is mounted, in the order in which it was; none if the kernel does not tell."""
+    found = []
+    for line in _lines(table):
+        left, _, right = line.partition(" - ")
+        fields, more = left.split(" "), right.split(" ")
+        if len(fields) < 6 or len(more) < 3:
+            continue
+        options = [*fields[5].split(","), *more[2].split(",")]
+        found.append(
+            Mount(point=_plain(fields[4]), kind=more[0], source=_plain(more[1]), options=sorted(set(options)))
+        )
+    return found
+
+
+def mount_of(path: Path, table: Path = MOUNTS) -> Mount | None:
+    """What a path lies on; None if that is not known. The path need not be there."""
+    where = os.path.realpath(path)  # a loop of links is no error to it
+    over = [one for one in mounts(table) if _is_below(where, one.point)]
+    # The longest counts, and of the same the last: it covers what was mounted there before.
+    return max(enumerate(over), key=lambda one: (len(one[1].point), one[0]))[1] if over else None
+
+
+def why_not_first(path: Path, *, requeued: int = 0, table: Path = MOUNTS, planned: Path = PLANNED) -> str:
+    """Why a directory without a run must have held one before; empty if nothing says so.
+
+    `requeued`: how often the scheduler has started this job again.
+    """
+    where = os.path.realpath(path)  # a loop of links is no error to it
+    there = {one.point for one in mounts(table)}
+    for point in _planned(planned):
+        if there and point not in there and _is_below(where, point):
+            return f"{point} should be mounted, by {planned}, and is not. Mount it, then try again"
+    found = mount_of(path, table)
+    if found is not None and found.point != "/" and _is_empty(Path(found.point)):
+        return (
+            f"{found.point} ({found.kind}, from {found.source or 'nowhere'}) is an empty mount. If it is the "
+            "right one, and nothing was ever kept on it, ask for a fresh start: resume_from = 'fresh'"
+        )
+    if requeued:
+        times = "once" if requeued == 1 else f"{requeued} times"
+        return (
+            f"the scheduler has started this job again {times}. Is its file system mounted? If the job had "
+            "never begun, ask for a fresh start: resume_from = 'fresh'"
+        )
+    return ""
+
+
+def _lines(table: Path) -> list[str]:
+    try:
+        return table.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _planned(table: Path) -> list[str]:
+    """Where something is mounted at every boot."""
+    found = []
+    for line in _lines(table):
+        fields = line.split()
+        if len(fields) < 4 or fields[0].startswith("#") or not fields[1].startswith("/") or fields[1] == "/":
+            continue
+        if "noauto" not in fields[3].split(","):
+            found.append(_plain(fields[1]).rstrip("/"))
+    return found
+
+
+def _is_below(path: str, point: str) -> bool:
+    return point == "/" or path == point or path.startswith(f"{point}/")
+
+
+def _is_empty(point: Path) -> bool:
+    try:
+        return not set(os.listdir(point)) - _OWN
+    except OSError:
+        return False
+
+
+def _plain(text: str) -> str:
+    """A name as the kernel's tables write it: blanks are octal there."""
+    return _OCTAL.sub(lambda found: chr(int(found[1], 8)), text)
+
+
+# Trying a directory's storage: does it take what is written, keep it, move it and give it back?
+#
+# Guarantee: nothing is left behind, also where a step of it fails, as long as the storage lets a file be
+# removed at all; and no file of anybody else is touched. What hangs is the caller's to leave (`result.py`).
+
+
+SMALL = 64 * 1024
+"""Enough for a network file system to have to send it, too little to be a load."""
+PREFIX = ".holdfast-probe."
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it."""
+
+    problem: str = ""
+    """Empty if it takes and gives back what is written."""
+    errno: int | None = None
+    """Of the system's error that it met."""
+    seconds: float = 0.0
+    slowest: str = ""
+    """The step that took longest."""
+    skew: float | None = None
+    """Seconds by which this machine's clock is ahead of the clock that the storage stamps files with."""
+    uncertain: float = 0.0
+    """How far off that may be."""
+
+
+def try_storage(directory: Path, size: int = SMALL) -> Tried:
+    """Write, fsync, rename, fsync the directory, read back from the disk and not from memory, compare."""
+    path = directory / f"{PREFIX}{os.getpid()}.{secrets.token_hex(4)}"
+    moved = path.with_suffix(".moved")
+    data = secrets.token_bytes(size)
+    took: dict[str, float] = {}
+    began = time.monotonic()
+    before = time.time()
+    step = "write"
+    try:
+        with _timed(took, "write"), path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            stamp, after = os.fstat(file.fileno()).st_mtime, time.time()
+            step = "fsync"
+            with _timed(took, "fsync"):
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        step = "rename"
+        with _timed(took, "rename"):
+            os.rename(path, moved)
+        step = "fsync the directory"
+        with _timed(took, "fsync the directory"):
+            _fsync_dir(directory)
+        step = "read back"
+        with _timed(took, "read back"):
+            found = moved.read_bytes()
+    except OSError as error:
+        where = error.filename or path
+        return Tried(
+            problem=f"cannot {step}: {error.strerror or error} ({where})",
+            errno=error.errno,
+            seconds=time.monotonic() - began,
+        )
+    finally:
+        for left in (path, moved):
+            with contextlib.suppress(OSError):
+                left.unlink()
+    seconds = time.monotonic() - began
+    if found != data:
+        expected, got = (xxhash.xxh3_128_hexdigest(part) for part in (data, found))
+        problem = f"{size} bytes with digest {expected} were written and read back as {len(found)} with {got}"
+        return Tried(problem=problem, seconds=seconds)
+    slowest = max(took, key=lambda name: took[name])
+    # The stamp lies between the two looks at our own clock; some file systems round it to a whole second.
+    middle, half = (before + after) / 2, (after - before) / 2
+    rounding = 1.0 if stamp == int(stamp) else 0.01
+    return Tried(seconds=seconds, slowest=slowest, skew=middle - stamp, uncertain=half + rounding)
+
+
+def _fsync_dir(directory: Path) -> None:
+    try:
+        fsync_dir(directory)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have no such thing
+            raise
+
+
+@contextlib.contextmanager
+def _timed(took: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    took[name] = time.monotonic() - began
+
+
+def nearest(path: Path) -> Path:
+    """The directory itself, or the nearest one above it that exists."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def check_storage(directory: str | os.PathLike[str], what: str = "", size: int = SMALL) -> CheckResult:
+    """Try a directory out. One that is not there yet is not made: then its parent must allow making it."""
+    directory = Path(directory).absolute()
+    what = what or str(directory)
+    if directory.is_dir():
+        tried = try_storage(directory, size)
+        return judge_storage(what, str(directory), tried.problem, tried.seconds, tried.slowest)
+    above = nearest(directory)
+    if directory.exists() or not above.is_dir():
+        return judge_storage(what, str(directory), f"{above} is not a directory", 0.0)
+    if not os.access(above, os.W_OK | os.X_OK):
+        return judge_storage(what, str(directory), f"it is not there, and {above} cannot be written", 0.0)
+    return CheckResult(
+        name=f"storage of {what}", status=Status.OK, found=f"{directory} is not there yet, and can be made"
+    )
+
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")

@@ -30,7 +30,7 @@ from typing import Any, Self
 
 import msgspec
 
-from holdfast.bounded import Bounded
+from holdfast.base import Bounded
 from holdfast.errors import PingFailedError, UsageError
 
 log = logging.getLogger("holdfast.health")
@@ -324,7 +324,7 @@ def _default_store() -> tuple[Any, int, int]:
     import torch.distributed as dist
     from torch.distributed import PrefixStore
 
-    from holdfast.torch_internals import default_store
+    from holdfast.base import default_store
 
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(

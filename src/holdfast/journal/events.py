@@ -12,26 +12,25 @@ from typing import Any
 
 import msgspec
 
-from holdfast.journal.account_events import Account
-from holdfast.journal.base import Event as Event
-from holdfast.journal.cluster_events import (
+from holdfast.journal.subjects import (
+    Account,
+    Event,
+    FunctionRestarted,
     HealthFailed,
     JobFound,
     PingFailed,
     RequeueAsked,
+    RestartFaulted,
+    RestartHandedOver,
+    RestartPlanned,
     StopAgreed,
     StopAsked,
     StopForced,
     StopHastened,
     StopSaved,
+    StragglerFound,
+    StragglersReported,
 )
-from holdfast.journal.restart_events import (
-    FunctionRestarted,
-    RestartFaulted,
-    RestartHandedOver,
-    RestartPlanned,
-)
-from holdfast.journal.straggler_events import StragglerFound, StragglersReported
 
 JOURNAL_VERSION = 1
 

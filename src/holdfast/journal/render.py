@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import signal
+from collections import deque
 from collections.abc import Iterable
 from itertools import zip_longest
 
-from holdfast.journal.account_events import Account
+from holdfast.base import Rendered, duration, moment, number, plural, printable, size
 from holdfast.journal.events import (
     AnyEvent,
     AttemptEnded,
@@ -56,17 +57,250 @@ from holdfast.journal.events import (
     WorkersStarted,
     decode_loss,
 )
-from holdfast.journal.render_cluster import ClusterEvent, render_cluster
-from holdfast.journal.render_restarts import RestartEvent, render_restarts
-from holdfast.journal.render_stragglers import StragglerEvent, render_stragglers
-from holdfast.journal.restart_events import FunctionRestarted
-from holdfast.journal.text import MAX_TEXT as MAX_TEXT
-from holdfast.journal.text import Rendered as Rendered
-from holdfast.journal.text import duration as duration
-from holdfast.journal.text import number as number
-from holdfast.journal.text import plural as plural
-from holdfast.journal.text import printable as printable
-from holdfast.journal.text import size as size
+from holdfast.journal.subjects import (
+    Account,
+    Event,
+    FunctionRestarted,
+    HealthFailed,
+    JobFound,
+    PingFailed,
+    RequeueAsked,
+    RestartFaulted,
+    RestartHandedOver,
+    RestartPlanned,
+    StopAgreed,
+    StopAsked,
+    StopForced,
+    StopHastened,
+    StopSaved,
+    StragglerFound,
+    StragglersReported,
+)
+
+# One line of plain text for each event of life on a cluster; see render.py.
+
+
+ClusterEvent = (
+    StopAsked
+    | StopHastened
+    | StopAgreed
+    | StopSaved
+    | StopForced
+    | JobFound
+    | RequeueAsked
+    | HealthFailed
+    | PingFailed
+)
+
+
+def render_cluster(body: ClusterEvent) -> Rendered:
+    match body:
+        case StopAsked():
+            limit = "" if body.seconds is None else f"; {duration(body.seconds)} until the deadline"
+            return Rendered(f"asked to stop: {printable(body.detail)}{limit}", "decision")
+        case StopHastened():
+            text = f"the stop must be over within {duration(body.seconds)}: {printable(body.why)}"
+            return Rendered(text, "warning")
+        case StopAgreed():
+            return Rendered(
+                f"all ranks stop after step {body.step} (agreed in {duration(body.after)})", "decision"
+            )
+        case StopSaved():
+            return _saved(body)
+        case StopForced():
+            whose = f"rank {body.rank}" if body.rank is not None else "the workers"
+            details = [f"stacks: {printable(body.stacks)}"] if body.stacks else []
+            return Rendered(f"{whose} ended by force: {printable(body.why)}", "fault", details)
+        case JobFound():
+            return _job(body)
+        case RequeueAsked():
+            what = "was asked to queue" if body.asked else "was not asked to queue"
+            details = [f"without {', '.join(map(printable, body.exclude))}"] if body.exclude else []
+            text = f"the scheduler {what} job {printable(body.job)} again: {printable(body.reason)}"
+            return Rendered(text, "decision" if body.asked else "plain", details)
+        case HealthFailed():
+            then = "; it is kept out" if body.kept_out else ""
+            text = f"health of {printable(body.node)} is {printable(body.status)}{then}"
+            return Rendered(
+                text, "fault" if body.kept_out else "warning", [printable(one) for one in body.problems]
+            )
+        case PingFailed():
+            who = f"{plural(len(body.missing), 'rank')} ({', '.join(map(str, body.missing))})"
+            return Rendered(
+                f"no answer to the ping at step {body.step} from {who} in {duration(body.seconds)}", "fault"
+            )
+
+
+def _saved(body: StopSaved) -> Rendered:
+    if not body.checkpoint:
+        return Rendered(f"stopped at step {body.step}: there was nothing to save", "good")
+    how = "was saved already" if body.already else f"saved in {duration(body.seconds)}"
+    text = f"stopped after step {body.step}: {printable(body.checkpoint)} {how}"
+    return Rendered(f"{text}, {duration(body.after)} after it was asked", "good")
+
+
+def _job(body: JobFound) -> Rendered:
+    text = f"{printable(body.scheduler)} job {printable(body.job)} on {plural(len(body.nodes), 'node')}"
+    text += f", queued again {plural(body.restarts, 'time')}" if body.restarts else ""
+    details = []
+    if body.ends_at is not None:
+        details.append(f"ends at {moment(body.ends_at)}")
+    if body.requeue == "never":
+        details.append("is not to be queued again: slurm.requeue = never")
+    return Rendered(text, "plain", details)
+
+
+# One line of plain text for each event of in-process restart; see render.py.
+
+
+RestartEvent = RestartFaulted | RestartPlanned | RestartHandedOver | FunctionRestarted
+
+_BEFELL = {
+    "exception": "raised",
+    "lost": "ended",
+    "soft_timeout": "stood still",
+    "hard_timeout": "was ended by its keeper",
+    "silent": "was lost with its node",
+    "late": "did not come to the barrier",
+    "unfit": "is not fit to go on",
+    "asked": "asked for a restart",
+}
+
+
+def restart_fault(event: RestartFaulted) -> str:
+    """What befell whom: "rank 1 on a raised: ValueError: bad sample"."""
+    reserve = f"reserve {event.member}" if event.member >= 0 else "a process"
+    who = reserve if event.rank is None else f"rank {event.rank}"
+    where = f" on {event.node}" if event.node else ""
+    text = f"{who}{where} {_BEFELL.get(event.kind, event.kind)}"
+    return printable(f"{text}: {event.detail}" if event.detail else text)
+
+
+def render_restarts(body: RestartEvent) -> Rendered:
+    match body:
+        case RestartFaulted():
+            details = [f"after step {body.step}"] if body.step else []
+            return Rendered(restart_fault(body), "fault", details)
+        case RestartPlanned():
+            return _planned(body)
+        case RestartHandedOver():
+            text = f"not restarted in place after iteration {body.iteration}: {printable(body.reason)}"
+            return Rendered(text, "fault", [f"the processes end with code {body.exit_code}"])
+        case FunctionRestarted():
+            text = f"iteration {body.iteration} begins as rank {body.rank}"
+            return Rendered(f"{text}, {duration(body.seconds)} after the last one ended", "good")
+
+
+def _planned(body: RestartPlanned) -> Rendered:
+    text = f"restart in place: iteration {body.iteration} with {plural(body.world_size, 'rank')}"
+    text += f" and {plural(len(body.reserves), 'reserve')}" if body.reserves else ""
+    text += f", planned {duration(body.seconds)} after the fault" if body.seconds else ""
+    details = [f"because {printable(body.reason)}"] if body.reason else []
+    if body.promoted:
+        details.append(f"promoted: {', '.join(_placed(body, member) for member in body.promoted)}")
+    return Rendered(text, "decision", details)
+
+
+def _placed(body: RestartPlanned, member: int) -> str:
+    return f"process {member} as rank {body.order.index(member) if member in body.order else member}"
+
+
+# One line of plain text for each event of the straggler detector; see render.py.
+
+
+StragglerEvent = StragglersReported | StragglerFound
+
+
+def render_stragglers(body: StragglerEvent) -> Rendered:
+    match body:
+        case StragglersReported():
+            return _report(body)
+        case StragglerFound():
+            then = {"stop": "; the run saves and stops", "exclude": "; the run goes on without it"}
+            text = f"straggler: {printable(body.why)}{then.get(body.then, '')}"
+            return Rendered(text, "fault" if body.then in then else "warning")
+
+
+def _report(body: StragglersReported) -> Rendered:
+    what = "node" if body.by_node else "rank"
+    text = f"{plural(len(body.ranks), what)} compared over {plural(body.steps, 'step')}"
+    text += f" of {duration(body.step_seconds)}"
+    scored = [
+        (score, rank) for score, rank in zip(body.relative, body.ranks, strict=False) if score is not None
+    ]
+    if scored:
+        score, rank = min(scored)
+        text += f"; the slowest is rank {rank} with a score of {score:.2f}"
+    if body.group_slower:
+        text += "; most ranks are slower than they were, so nobody can be named"
+    return Rendered(text, "warning" if body.group_slower else "progress")
+
+
+# What is printed of a save: one line for each of its events, stable and made to be searched for.
+#
+# ```
+# holdfast: save scheduled: step 12, step_00000012-3fa9c1d2
+# holdfast: save committed: step 12, step_00000012-3fa9c1d2, local, 1.2 GiB in 310 ms, training …
+# holdfast: save replicated: step 12, step_00000012-3fa9c1d2, rank 0's part on node-b in 800 ms
+# holdfast: save drained: step 12, step_00000012-3fa9c1d2, to the checkpoint root, 1.2 GiB in 3.1 s
+# holdfast: save verified: step 12, step_00000012-3fa9c1d2, read back, 1.2 GiB in 6.0 s
+# ```
+# `docs/guides/async-saves.md` has the table of them. What fails has words of its own: `save failed` is an
+# error in the log of rank 0 and so not printed a second time.
+
+
+KEPT = 100
+"""Local commits that are remembered: what comes to the root later was drained there."""
+
+
+class SaveLines:
+    """Lines for the events of one run's saves, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._local: deque[str] = deque(maxlen=KEPT)
+
+    def line(self, body: object) -> str | None:
+        """What to print for an event; None if it is none of a save's."""
+        if not isinstance(body, Event):
+            return None
+        match body:
+            case SaveStarted():
+                return _line("scheduled", body.step, body.checkpoint)
+            case SaveCommitted():
+                return self._committed(body)
+            case CopyReplicated():
+                where = f"rank {body.rank}'s part on {printable(body.node)} in {duration(body.seconds)}"
+                return _line("replicated", body.step, body.checkpoint, where)
+            case CopyDrained():
+                took = f"{size(body.bytes)} in {duration(body.seconds)}"
+                return _line("drained", body.step, body.checkpoint, f"to {printable(body.remote)}", took)
+            case CopyReadBack():
+                took = f"{size(body.bytes)} in {duration(body.seconds)}"
+                return _line("verified", body.step, body.checkpoint, "read back", took)
+            case SaveSkipped():
+                return _line("skipped", body.step, body.checkpoint, printable(body.reason))
+            case DrainFailed():
+                why = f"to {printable(body.remote)}: {printable(body.error)}"
+                return _line("not drained", body.step, body.checkpoint, why)
+            case ReplicaFailed():
+                why = f"rank {body.rank}'s part on {printable(body.node)}: {printable(body.error)}"
+                return _line("not replicated", body.step, body.checkpoint, why)
+            case _:
+                return None
+
+    def _committed(self, body: SaveCommitted) -> str:
+        took = f"{size(body.bytes)} in {duration(body.seconds)}"
+        if body.tier != "local" and body.checkpoint in self._local:
+            return _line("drained", body.step, body.checkpoint, "to the checkpoint root", took)
+        if body.tier == "local":
+            self._local.append(body.checkpoint)
+        still = f"training stood still for {duration(body.blocked_seconds)}"
+        return _line("committed", body.step, body.checkpoint, printable(body.tier), took, still)
+
+
+def _line(what: str, step: int, checkpoint: str, *more: str) -> str:
+    return ", ".join([f"save {what}: step {step}", printable(checkpoint), *more])
+
 
 REPORTER = "rank-0"
 """The rank whose steps are shown."""
@@ -147,7 +381,7 @@ def _percentiles(body: DeterminismMeasured) -> tuple[float, ...]:
     return body.p50, body.p90, body.p99, body.p999, body.largest
 
 
-def render(body: AnyEvent | Unknown) -> Rendered:
+def render_event(body: AnyEvent | Unknown) -> Rendered:
     """What an event says."""
     if isinstance(body, ClusterEvent):
         return render_cluster(body)

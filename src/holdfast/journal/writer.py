@@ -22,8 +22,9 @@ from typing import Any
 
 import msgspec
 
-from holdfast.bounded import Aside
-from holdfast.journal.events import JOURNAL_VERSION, Event, Warned
+from holdfast.base import Aside
+from holdfast.journal.events import JOURNAL_VERSION, Warned
+from holdfast.journal.subjects import Event
 
 log = logging.getLogger("holdfast.journal")
 

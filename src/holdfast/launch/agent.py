@@ -29,51 +29,57 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from holdfast.cluster.node_name import node_name
-from holdfast.control.attempts import FailureRecord
-from holdfast.control.devices import devices_here, environment_of
-from holdfast.control.exclusions import exclude
-from holdfast.control.handover import PROGRESS, progress_file
-from holdfast.control.hosted_store import reachable_address
-from holdfast.control.operator import stop_asked
-from holdfast.control.secret import SealedStore, run_secret
-from holdfast.errors import ControlError, DecisionTimeoutError, HoldfastError
-from holdfast.exit_codes import ExitCode
-from holdfast.journal.events import RunCreated, Warned, WorkersStarted
-from holdfast.launch.attempt import (
+from holdfast.cluster import devices_here, environment_of, node_name
+from holdfast.config import parse_failure_causes
+from holdfast.errors import ControlError, DecisionTimeoutError, ExitCode, HoldfastError
+from holdfast.journal import RunCreated, Warned, WorkersStarted
+from holdfast.launch.context import Interrupted, LaunchContext
+from holdfast.launch.in_place import Consent, InProcess
+from holdfast.launch.incident import (
+    Ends,
+    Recovery,
+    Vigil,
+    await_storage,
+    count_oom_kills,
+    gather,
+    is_starting,
+    least_space,
+    look_at_hang,
+    memory_kill,
+    report,
+    shared_places,
+    stop_and_see,
+    tell_store_lost,
+    wait_while_paused,
+)
+from holdfast.launch.nodes import (
     Attempt,
     LeaderLostError,
+    MeetingHandler,
     Notice,
     Place,
     StopRun,
+    StoreLostError,
     agree_on_launch,
     follow,
     lead,
     refuse,
 )
-from holdfast.launch.consent import Consent
-from holdfast.launch.context import LaunchContext
-from holdfast.launch.endpoints import StoreLostError
-from holdfast.launch.ends import Ends
-from holdfast.launch.evidence import count_oom_kills, gather, memory_kill, stop_and_see
-from holdfast.launch.hanging import look_at_hang
-from holdfast.launch.in_process import InProcess
-from holdfast.launch.incident import is_starting, report
-from holdfast.launch.meeting import MeetingHandler
-from holdfast.launch.pause import wait_while_paused
-from holdfast.launch.recovering import Recovery
-from holdfast.launch.signals import Interrupted
-from holdfast.launch.stopping import FINE, Stopping
-from holdfast.launch.storage_wait import await_storage, least_space, shared_places
-from holdfast.launch.summary import say
-from holdfast.launch.unforeseen import tell_store_lost
-from holdfast.launch.upstream import launch_store, make_workers, unshared_store
-from holdfast.launch.vigil import Vigil
-from holdfast.launch.workers import Workers
-from holdfast.policy.inprocess import limits_of
-from holdfast.policy.rounds import Member
-from holdfast.settings import parse_failure_causes
-from holdfast.worker.stop_file import StopFile
+from holdfast.launch.stops import FINE, Stopping
+from holdfast.launch.terminal import say
+from holdfast.launch.workers import Workers, launch_store, make_workers, unshared_store
+from holdfast.policy import Member, limits_of
+from holdfast.record import (
+    PROGRESS,
+    FailureRecord,
+    SealedStore,
+    exclude,
+    progress_file,
+    reachable_address,
+    run_secret,
+    stop_asked,
+)
+from holdfast.stop import StopFile
 
 TO_DECIDE = ("failure", "hang", "node_lost")
 """Notices of ends that a decision follows."""

@@ -29,11 +29,10 @@ from urllib.parse import urlsplit
 import msgspec
 import xxhash
 
-from holdfast.bounded import Bounded
-from holdfast.exit_codes import MEANINGS, NOT_ALERTED, ExitCode
-from holdfast.files import make_dirs
-from holdfast.launch.orphan_guard import guarded
-from holdfast.settings import LaunchSettings
+from holdfast.base import Bounded, make_dirs
+from holdfast.config import LaunchSettings
+from holdfast.errors import MEANINGS, NOT_ALERTED, ExitCode
+from holdfast.process import guarded
 
 DEADLINE = 10.0
 """Seconds for one alert, by both ways together."""

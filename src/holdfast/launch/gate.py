@@ -17,39 +17,52 @@ from typing import Any
 
 import msgspec
 
-from holdfast.bounded import Bounded
-from holdfast.cluster.node_name import node_name
+from holdfast.base import Bounded
+from holdfast.cluster import devices_here, node_name, visible_devices
 from holdfast.config import Settings
-from holdfast.control.attempts import attempt_numbers
-from holdfast.control.device_errors import record_device_errors
-from holdfast.control.devices import devices_here, visible_devices
-from holdfast.control.directory import ControlDirectory
-from holdfast.control.exclusions import excluded
-from holdfast.control.secret import prove, run_secret
-from holdfast.exit_codes import ExitCode
-from holdfast.health.examination import (
+from holdfast.errors import ExitCode
+from holdfast.health import (
     GATE_PATIENCE,
+    RING,
+    SLOW_RING,
+    TOKEN,
+    CheckResult,
+    GateAnswer,
+    Gpus,
+    Status,
+    ask_gpus,
+    check_compute,
     compute_check,
     gate_network,
     gpu_check,
+    judge_gate,
+    judge_gpus,
+    judge_history,
+    judge_pairs,
+    judge_reached,
+    names_of,
     places_of,
+    present,
     quick_checks,
+    read_kernel_log,
+    read_soon,
+    ring_pairs,
+    run_checks,
     site_checks,
+    try_ring,
 )
-from holdfast.health.gpu import check_compute, judge_gpus
-from holdfast.health.gpu_facts import Gpus, ask_gpus, names_of, present
-from holdfast.health.kernel_log import read_kernel_log
-from holdfast.health.network import TOKEN, read_soon, ring_pairs, try_ring
-from holdfast.health.result import run_checks
-from holdfast.journal.cluster_events import HealthFailed
-from holdfast.journal.writer import JournalWriter
-from holdfast.launch.arrangement import usable_devices
-from holdfast.launch.attempt import StopRun
-from holdfast.launch.orphan_guard import guarded
-from holdfast.policy.evidence import DeviceError
-from holdfast.policy.gpu_health import judge_history
-from holdfast.policy.health import CheckResult, GateAnswer, Status, judge_gate
-from holdfast.policy.network import RING, SLOW_RING, judge_pairs, judge_reached
+from holdfast.journal import HealthFailed, JournalWriter
+from holdfast.launch.nodes import StopRun, usable_devices
+from holdfast.policy import DeviceError
+from holdfast.process import guarded
+from holdfast.record import (
+    ControlDirectory,
+    attempt_numbers,
+    excluded,
+    prove,
+    record_device_errors,
+    run_secret,
+)
 
 FRESH = 30.0
 """Seconds for which an answer holds."""

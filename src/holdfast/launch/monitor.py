@@ -18,19 +18,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from holdfast.control.peers import ANCESTORS, descends, lineage, make_private, peer_of
-from holdfast.control.timeouts import HelloRecord
-from holdfast.control.waking import Waking
-from holdfast.launch import processes
-from holdfast.launch.questions import Questions
-from holdfast.launch.stop_words import Hearing, StopWords
-from holdfast.policy.plain_words import activity
-from holdfast.policy.timeouts import (
+from holdfast.launch.incident import Questions
+from holdfast.policy import (
     EXITING,
     HELLO,
     Late,
@@ -40,11 +34,14 @@ from holdfast.policy.timeouts import (
     RankState,
     Ruling,
     Standing,
+    activity,
     apply,
     hello_limit,
     ruling,
 )
-from holdfast.worker.beat_messages import (
+from holdfast.process import ANCESTORS, Waking, descends, identity, lineage, make_private, peer_of
+from holdfast.record import HelloRecord
+from holdfast.train import (
     PACKET_LIMIT,
     SOCKET,
     Answer,
@@ -59,8 +56,49 @@ from holdfast.worker.beat_messages import (
     State,
     StopAt,
     Wish,
+    short_address,
 )
-from holdfast.worker.beats import short_address
+
+# What the ranks of one node have said about stopping, in one attempt.
+
+
+StopWord = Wish | Promise | Halted
+
+
+@dataclass
+class StopWords:
+    """By global rank. The first word of each kind stays, but for a wish that has become urgent."""
+
+    wishes: dict[int, Wish] = field(default_factory=dict)
+    promises: dict[int, int] = field(default_factory=dict)
+    """The step that it does not go past before it knows where all stop."""
+    halted: dict[int, int] = field(default_factory=dict)
+    """The step after which it stopped, its state being safe."""
+
+    def take(self, rank: int, word: StopWord) -> None:
+        if isinstance(word, Wish):
+            if word.now or rank not in self.wishes:
+                self.wishes[rank] = word
+        elif isinstance(word, Promise):
+            self.promises.setdefault(rank, word.step)
+        else:
+            self.halted.setdefault(rank, word.step)
+
+    def copy(self) -> StopWords:
+        return StopWords(dict(self.wishes), dict(self.promises), dict(self.halted))
+
+
+@dataclass(frozen=True)
+class Hearing:
+    """Who of a node's ranks can be spoken to."""
+
+    there: frozenset[int]
+    """Has said hello and listens."""
+    done: frozenset[int]
+    """Has said that its training is over."""
+    defer: frozenset[int] = frozenset()
+    """Takes SIGTERM as a request to save together: only SIGKILL ends it at once."""
+
 
 LOOK = 0.1
 """Seconds between two looks at what has come. Nobody waits on the sockets themselves: a send that had to
@@ -634,13 +672,13 @@ def _has_exited(known: _Rank) -> bool:
     """Whether what spoke for a rank is gone while its worker lives: a shell that has more to do, say."""
     if known.connection is not None or known.speaker in (0, known.pid):
         return False
-    process = processes.read(known.speaker)
+    process = identity.read(known.speaker)
     return process is None or process.state in ("Z", "X")
 
 
 def _stopped(known: _Rank) -> bool:
     """Whether the process that speaks for a rank, or should, is stopped by a signal."""
-    process = processes.read(known.connection.pid if known.connection is not None else known.pid)
+    process = identity.read(known.connection.pid if known.connection is not None else known.pid)
     return process is not None and process.state == "T"
 
 

@@ -21,12 +21,10 @@ import msgspec
 from torch.distributed.argparse_util import check_env
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-from holdfast.config import FILE_LIMIT, Effective, Settings, load, parse_assignments
-from holdfast.control.limits import check_timeouts
+from holdfast.base import LogFormat, read_regular
+from holdfast.config import FILE_LIMIT, FT_LAUNCHER, Effective, Settings, load, parse_assignments
 from holdfast.errors import ConfigError, UsageError
-from holdfast.files import read_regular
-from holdfast.lines import LogFormat
-from holdfast.settings_hints import FT_LAUNCHER
+from holdfast.record import check_timeouts
 
 BACKENDS = ("c10d", "static")
 

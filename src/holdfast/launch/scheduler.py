@@ -9,20 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from holdfast.cluster.requeue_record import ask_on_record
-from holdfast.cluster.requeueing import Asked, may_requeue, requeue_after_stop, requeue_by_decision
-from holdfast.cluster.slurm import SlurmJob, job_found
-from holdfast.cluster.time_limit import TimeLimit
+from holdfast.base import duration, plural
+from holdfast.cluster import (
+    Asked,
+    SlurmJob,
+    TimeLimit,
+    ask_on_record,
+    job_found,
+    may_requeue,
+    requeue_after_stop,
+    requeue_by_decision,
+)
 from holdfast.config import Settings
-from holdfast.control.directory import ControlDirectory
-from holdfast.control.requeues import requeues_without_progress
 from holdfast.errors import ControlError, HoldfastError, StorageError
-from holdfast.journal.events import Warned
-from holdfast.journal.text import duration, plural
-from holdfast.journal.writer import JournalWriter
-from holdfast.policy.budgets import MAX_REQUEUES
-from holdfast.policy.stopping import Grace, StopRequest, does_not_fit, say_grace
-from holdfast.worker.measured import measured_before
+from holdfast.journal import JournalWriter, Warned
+from holdfast.policy import MAX_REQUEUES, Grace, StopRequest, does_not_fit, say_grace
+from holdfast.record import ControlDirectory, requeues_without_progress
+from holdfast.train import measured_before
 
 NAME = "Slurm"
 ANSWER = 1.0

@@ -6,26 +6,453 @@ itself scripts and every outside resource, so a hostile exception message cannot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
 
-from holdfast._version import __version__
-from holdfast.account.history import Attempt, attempts
-from holdfast.account.incidents import Incident, incidents
-from holdfast.account.ledger import Ledger, accounting
-from holdfast.account.remarks import remarks
-from holdfast.checkpoint.identity import parse_name
-from holdfast.files import check_output, replace_atomic
-from holdfast.journal.events import Decision, Line, RunCreated, StandingChanged
-from holdfast.journal.render import condense, duration, plural, printable, render, size
-from holdfast.observe.chart import Chart, Fault, draw
-from holdfast.observe.first_screen import first_screen
-from holdfast.observe.incident_part import incident_part
-from holdfast.observe.losses import losses
-from holdfast.observe.markup import clock, table, text, when
-from holdfast.observe.report_results import BAD, judged, standing, standings
-from holdfast.observe.report_style import STYLE
-from holdfast.observe.straggler_part import straggler_part
+from holdfast import __version__
+from holdfast.account import (
+    KINDS,
+    Attempt,
+    Incident,
+    Ledger,
+    Remark,
+    accounting,
+    answers_of,
+    attempts,
+    cost_of,
+    counted,
+    finished,
+    five,
+    incidents_of,
+    investigations,
+    remarks_of,
+)
+from holdfast.base import check_output, duration, plural, printable, replace_atomic, size
+from holdfast.checkpoint.format import parse_name
+from holdfast.journal import (
+    DataSkipped,
+    Decision,
+    DeterminismMeasured,
+    Line,
+    ProbationEnded,
+    RunCreated,
+    StandingChanged,
+    StepRejected,
+    StragglerFound,
+    StragglersReported,
+    ThroughputLow,
+    Verdict,
+    condense,
+    render_event,
+)
+from holdfast.observe.chart import Chart, Fault, draw, draw_heat_map, losses
+from holdfast.observe.status import cost
+from holdfast.observe.style import STYLE
+
+# How values become markup in the report. Everything that comes from outside goes through `text`.
+
+
+def text(value: str, limit: int = 2000) -> str:
+    """Any value as harmless markup."""
+    return escape(printable(value, limit))
+
+
+def clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+def when(at: float, began: float) -> str:
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+    return f'<time datetime="{stamp}" title="{clock(at)}">+{duration(at - began)}</time>'
+
+
+def table(caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[str], classes: str = "stack") -> str:
+    columns = "".join(f'<th scope="col"{style and f" class={style!r}"}>{name}</th>' for name, style in heads)
+    return (
+        f'<div class="card scroll"><table class="{classes}"><caption>{caption}</caption>'
+        f"<thead><tr>{columns}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+# The report's part on incidents: every failure, the newest and the costliest in full, and what was none.
+
+
+IN_FULL = 50
+"""Incidents with all their evidence; of more, the others are a line each, folded away."""
+MOST_OTHERS = 100
+
+
+def incident_part(found: list[Incident], others: Sequence[Remark], began: float) -> str:
+    """Markup."""
+    heading = '<h2 id="incidents">Incidents</h2>\n'
+    if not found and not others:
+        return f"{heading}<p class='soft'>None.</p>"
+    return heading + _failures(found, began) + _others(others, began)
+
+
+def _failures(found: list[Incident], began: float) -> str:
+    if not found:
+        return ""
+    full = {one.number for one in found[-IN_FULL:]}
+    full |= {max(found, key=lambda one: one.seconds_lost).number}  # the first screen leads there
+    heads = [("#", ""), ("What happened", ""), ("Evidence", ""), ("Decision", ""), ("Time lost", "num")]
+    caption = "Each fault, from its detection until the run was back where it had been."
+    made = table(caption, heads, [_row(one, began) for one in found if one.number in full])
+    brief = [one for one in found if one.number not in full]
+    if not brief:
+        return made
+    rows = [
+        f'<tr id="incident-{one.number}"><th scope="row"><span class="badge">{one.number}</span></th>'
+        f"<td>{text(one.what, 160)}</td><td class='num'>{duration(one.seconds_lost)}</td></tr>"
+        for one in brief
+    ]
+    short = table("A line each.", [("#", ""), ("What happened", ""), ("Time lost", "num")], rows, "brief")
+    return (
+        f'{made}\n<details class="card brief-ones">'
+        f"<summary>{plural(len(brief), 'earlier incident')}</summary>"
+        + short.replace('class="card scroll"', 'class="scroll"', 1)
+        + "</details>"
+    )
+
+
+def _row(one: Incident, began: float) -> str:
+    evidence = "".join(f"<li>{text(item)}</li>" for item in one.evidence)
+    lost = "<br>".join(text(part) for part in cost(one).split("\n"))
+    return (
+        f'<tr id="incident-{one.number}"><th scope="row"><span class="badge">{one.number}</span></th>'
+        f'<td data-label="What happened"><p><b>{text(one.what)}</b></p>'
+        f'<p class="soft">attempt {one.attempt}, '
+        f"last known step {one.failed_at_step}, {when(one.at, began)}</p></td>"
+        f'<td data-label="Evidence"><ul>{evidence}</ul></td>'
+        f'<td data-label="Decision">{text(one.decision)}</td>'
+        f'<td data-label="Time lost" class="num">{lost}</td></tr>'
+    )
+
+
+def _others(others: Sequence[Remark], began: float) -> str:
+    """Each with the same questions as a failure."""
+    if not others:
+        return ""
+    items = "".join(
+        f'<section class="answers"><h3>{KINDS.get(one.kind, one.kind).capitalize()} <span class="soft small">'
+        f"attempt {one.attempt}, {when(one.at, began)}"
+        f"{f', {one.count} times' if one.count > 1 else ''}</span></h3>"
+        f"{answer_list(answers_of(one))}</section>"
+        for one in others[-MOST_OTHERS:]
+    )
+    left = len(others) - MOST_OTHERS
+    more = f"<p class='soft'>{left} earlier ones are left out.</p>" if left > 0 else ""
+    return (
+        f'\n<div class="card others"><p class="soft">What the run met without failing.</p>{more}{items}</div>'
+    )
+
+
+# The report's part about results: what was rejected, what it turned out to be, what became of checkpoints.
+#
+# A run in which nothing was ever rejected, put on probation or measured has no such part.
+
+
+BAD = ("suspect", "condemned", "abandoned")
+"""Standings that matter more than that a checkpoint was once resumed from."""
+_SHOWN = (StepRejected, Verdict, ProbationEnded, StandingChanged, ThroughputLow, DataSkipped)
+MOST_ROWS = 500
+
+
+def standings(lines: list[Line]) -> dict[str, StandingChanged]:
+    """The newest known standing of each checkpoint, by name."""
+    return {line.body.checkpoint: line.body for line in lines if isinstance(line.body, StandingChanged)}
+
+
+def standing(known: StandingChanged) -> str:
+    """What is known of a checkpoint, for its row."""
+    bad = known.standing in BAD
+    mark, style = ("✕", "bad") if bad else ("✓", "good")
+    why = "; ".join(known.evidence)
+    return f'<span class="tag {style}">{mark} {text(known.standing)}</span> {text(why)}'.rstrip()
+
+
+def judged(lines: list[Line], began: float) -> str:
+    """Rejected steps, verdicts, probations and what followed; how far results repeat, where measured."""
+    return _events(lines, began) + _determinism(lines)
+
+
+def _events(lines: list[Line], began: float) -> str:
+    found = [line for line in lines if isinstance(line.body, _SHOWN)]
+    if not found:
+        return ""
+    rows = []
+    for line in found[-MOST_ROWS:]:
+        shown = render_event(line.body)
+        details = "".join(f"<li>{text(detail)}</li>" for detail in shown.details)
+        rows.append(
+            f'<tr><td data-label="When">{when(line.at, began)}</td>'
+            f'<td data-label="Attempt">{line.attempt}</td>'
+            f'<td data-label="What"><span class="{shown.style}-text">{text(shown.text)}</span></td>'
+            f'<td data-label="Evidence">{f"<ul>{details}</ul>" if details else ""}</td></tr>'
+        )
+    left = len(found) - len(rows)
+    caption = "Results that were not accepted, and checkpoints that were watched after a resume."
+    caption += f" {left} earlier ones are left out." if left else ""
+    heads = [("When", ""), ("Attempt", ""), ("What", ""), ("Evidence", "")]
+    return "<h2>Results and verdicts</h2>\n" + table(caption, heads, rows)
+
+
+def _determinism(lines: list[Line]) -> str:
+    measured = [line.body for line in lines if isinstance(line.body, DeterminismMeasured)]
+    if not measured:
+        return ""
+    last = measured[-1]
+    values = [
+        ("steps", str(last.steps)),
+        ("p50", f"{last.p50:.3g}"),
+        ("p90", f"{last.p90:.3g}"),
+        ("p99", f"{last.p99:.3g}"),
+        ("p99.9", f"{last.p999:.3g}"),
+        ("largest", f"{last.largest:.3g}"),
+    ]
+    if last.ranks > 1:
+        values += [("ranks", str(last.ranks)), ("largest on rank", str(last.worst_rank))]
+    listed = "".join(f"<div><dt>{name}</dt><dd>{printable(value)}</dd></div>" for name, value in values)
+    return (
+        "<h2>How far results repeat</h2>\n<p class='soft'>Relative difference between two runs of the same "
+        f'step, over the last attempt that measured it.</p><dl class="figures">{listed}</dl>'
+    )
+
+
+# The report's part on stragglers: a heat map of the newest comparison, and who was named.
+
+
+MOST_NAMED = 20
+
+
+def straggler_part(lines: Sequence[Line]) -> str:
+    """Markup; empty for a run in which nobody looked for stragglers."""
+    reports = [line.body for line in lines if isinstance(line.body, StragglersReported)]
+    if not reports:
+        return ""
+    newest = next((one for one in reversed(reports) if one.sections and one.ranks), None)
+    found = [(line, line.body) for line in lines if isinstance(line.body, StragglerFound)]
+    shown = "".join(
+        f'<li><p>{escape(printable(body.why))}</p><p class="soft small">attempt {line.attempt}, '
+        f"step {body.step}</p></li>"
+        for line, body in found[-MOST_NAMED:]
+    )
+    named = (
+        f'<div class="card named"><ul class="decisions">{shown}</ul></div>'
+        if found
+        else "<p class='soft'>Nobody was named.</p>"
+    )
+    if len(found) > MOST_NAMED:
+        named += f"<p class='soft small'>{len(found) - MOST_NAMED} earlier ones are left out.</p>"
+    if newest is None:
+        return f"<h2>Stragglers</h2>\n{named}"
+    told = (
+        f"The last of {plural(len(reports), 'report')}: milliseconds of an average step until a rank arrives "
+        "where the others wait for it. Dark: more than the median of its column, as a part of a step. "
+        "Waiting for others is never dark."
+    )
+    if newest.group_slower:
+        told += " Most ranks were slower than before, at once, so nobody could be named."
+    return (
+        '<h2>Stragglers</h2>\n<figure class="card">'
+        + draw_heat_map(newest, width=1040, name="wide")
+        + draw_heat_map(newest, width=340, name="narrow")
+        + f'<figcaption class="soft small">{told}</figcaption></figure>\n{named}'
+    )
+
+
+# The report's first screen: how the run stands or ended, and its worst incident, each by the five answers.
+#
+# Everything that it says comes from the accounts and the remarks; here it only becomes markup.
+
+
+WHYS = 3
+"""Reasons that stand open; more are folded away."""
+MOST_ALSO = 4
+"""Other things that are named one by one."""
+_ASKED = {"who": "Who", "what": "What", "why": "Why", "done": "Done", "cost": "Cost", "next": "Next"}
+
+
+def first_screen(
+    lines: Sequence[Line],
+    life: Sequence[Attempt],
+    found: list[Incident],
+    others: list[Remark],
+    ledger: Ledger,
+) -> str:
+    """Markup, from the sentence under the title down to the figures."""
+    ended = next((one for one in found[-1:] if one.account is not None and one.account.ends), None)
+    state = state_of(life, bool(lines))
+    stopped = next((one for one in reversed(others) if one.kind == "stop"), None)
+    if state != "Stopped" or (stopped is not None and life and stopped.attempt != life[-1].number):
+        stopped = None
+    cards: list[tuple[str, str, list[tuple[str, str]]]] = []
+    if ended is not None:
+        cards.append(("How it ended", _badge(ended), _of(ended)))
+    elif stopped is not None:
+        cards.append(("How it ended", "", answers_of(stopped)))
+    cases = investigations([one for one in found if one is not ended])
+    case = max(cases, key=lambda case: sum(one.seconds_lost for one in case), default=[])
+    worst = case[-1] if case else None
+    rest = [one for one in others if one is not stopped or ended is not None]
+    if worst is not None:
+        heading = "What happened"
+        if len(case) > 1 and len(case) == len(found):
+            heading = f"What happened, in {len(case)} incidents"
+        elif len(found) > 1:
+            heading = f"The costliest of {len(found)} incidents"
+        cards.append((heading, "".join(map(_badge, case)), _whole(case)))
+    elif rest and not cards:
+        most = max(rest, key=lambda one: (one.seconds, one.count))
+        rest = [one for one in rest if one is not most]
+        cards.append(("What happened", "", answers_of(most)))
+    return "".join(
+        [
+            _lead(lines, life, found, others, ended, stopped, state),
+            "</header>\n",
+            f'<div class="cards">{"".join(_card(*card) for card in cards)}</div>\n' if cards else "",
+            _also(rest),
+            _figures(life, found, others, ledger),
+        ]
+    )
+
+
+def state_of(life: Sequence[Attempt], any_line: bool) -> str:
+    """One word for how the run stands."""
+    newest = life[-1] if life else None
+    if newest is None:
+        return "Not started" if any_line else "Nothing"
+    if newest.finished_at is not None:
+        return "Finished"
+    if newest.ended is not None:
+        return {"failed": "Failed", "stopped": "Stopped", "lost": "Lost"}.get(newest.ended.outcome, "Ended")
+    if newest.account is not None and newest.account.ends:
+        return "Failed"  # told by a node that nobody decided for
+    return "Running"
+
+
+def _lead(
+    lines: Sequence[Line],
+    life: Sequence[Attempt],
+    found: list[Incident],
+    others: list[Remark],
+    ended: Incident | None,
+    stopped: Remark | None,
+    state: str,
+) -> str:
+    """How it stands in one sentence, and what is to be done if something is."""
+    if not lines:
+        return '<p class="lead">The journal is empty.</p>'
+    began, last = min(line.at for line in lines), max(line.at for line in lines)
+    steps = max((attempt.reached or 0 for attempt in life), default=0)
+    style, said, left = "", "", ""
+    if state == "Finished":
+        style, said = " good", finished(found, others, steps).partition(": ")[2]
+    elif state == "Running":
+        caught = found[-1] if found and found[-1].open else None
+        where = f"step {steps}" if steps else "no step is done yet"
+        said = f"{where}, last sign of life {clock(last)}"
+        said += f"; not back yet from incident {caught.number}" if caught is not None else ""
+        left = "nothing to do; if the last sign is long ago, ask `holdfast status`"
+    elif ended is not None and ended.account is not None:
+        done = ended.account.done.removeprefix("stopped: ")
+        cost = cost_of(ended).removeprefix("the run ended").removeprefix("; ")
+        style, said, left = " bad", f"{done}; {cost}" if cost else done, ended.account.next
+    elif stopped is not None:
+        said, left = f"{stopped.done.removeprefix('stopped ')} ({stopped.who} {stopped.did})", stopped.next
+    elif state in ("Failed", "Lost", "Ended"):
+        style, said = " bad", f"it came to step {steps}"
+        left = "run the same command to go on from the newest sound checkpoint"
+    elif state == "Stopped":
+        said, left = f"it came to step {steps}", "run the same command to go on"
+    colon = f"<b class='state{style}'>{state.lower()}</b>" + (f": {text(said)}" if said else "")
+    now = f'<p class="verdict"><b>Next</b>: {text(left)}</p>' if left else ""
+    span = f'<p class="lead small">{clock(began)}, {duration(last - began)}</p>'
+    return f'<p class="verdict">{colon}</p>{now}{span}'
+
+
+def _badge(one: Incident) -> str:
+    return f' <a class="badge" href="#incident-{one.number}">{one.number}</a>'
+
+
+def _of(one: Incident) -> list[tuple[str, str]]:
+    return [(question, answer) for question, answer in five(one)]
+
+
+def _whole(case: Sequence[Incident]) -> list[tuple[str, str]]:
+    """Of incidents of which the last one names the cause: its answers, and the cost of all."""
+    told = _of(case[-1])
+    if len(case) == 1:
+        return told
+    lost, redone = sum(one.seconds_lost for one in case), sum(one.steps_lost for one in case)
+    whole = f"in all {len(case)} incidents: {duration(lost)}, {plural(redone, 'step')} done again"
+    at = next(index for index, (question, _) in enumerate(told) if question == "cost")
+    return [*told[: at + 1], ("", whole), *told[at + 1 :]]
+
+
+def _card(heading: str, badge: str, told: Sequence[tuple[str, str]]) -> str:
+    return f'<section class="answers card"><h2>{heading}{badge}</h2>{answer_list(told)}</section>'
+
+
+def answer_list(told: Sequence[tuple[str, str]]) -> str:
+    """Each question once, as a person would ask it; the later ones of many answers are folded away."""
+    grouped: list[tuple[str, list[str]]] = []
+    for question, answer in told:
+        if question or not grouped:
+            grouped.append((_ASKED.get(question, question), []))
+        grouped[-1][1].append(answer)
+    rows = []
+    for question, answers in grouped:
+        open_, folded = answers[:WHYS], answers[WHYS:]
+        if len(folded) == 1:  # a line to open it would take as much room
+            open_, folded = answers, []
+        said = "".join(f"<p>{text(one)}</p>" for one in open_)
+        if folded:
+            more = "".join(f"<p>{text(one)}</p>" for one in folded)
+            said += f"<details><summary>{len(folded)} more</summary>{more}</details>"
+        style = ' class="now"' if question == "Next" else ""
+        rows.append(f"<dt{style}>{question}</dt><dd{style}>{said}</dd>")
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _also(rest: Sequence[Remark]) -> str:
+    """What else it met, a line each."""
+    if not rest:
+        return ""
+    costly = sorted(rest, key=lambda one: (one.seconds, one.count), reverse=True)
+    rows = "".join(
+        f"<li>{text(one.what, 400)}{_times(one)}"
+        f"{f' <b>{text(one.cost)}</b>.' if one.cost else ''} <span class='soft'>{text(one.next)}</span></li>"
+        for one in costly[:MOST_ALSO]
+    )
+    left = len(rest) - MOST_ALSO
+    more = f'<li><a href="#incidents">{left} more</a></li>' if left > 0 else ""
+    return f'<section class="also card"><h2>Also</h2><ul>{rows}{more}</ul></section>'
+
+
+def _times(one: Remark) -> str:
+    return f" ({one.count} times)." if one.count > 1 and one.kind not in ("dropped", "stop", "copy") else "."
+
+
+def _figures(life: Sequence[Attempt], found: list[Incident], others: list[Remark], ledger: Ledger) -> str:
+    reached = max((attempt.reached or 0 for attempt in life), default=0)
+    kinds = ([(len(found), "failure")] if found else []) + counted(others)
+    lost = sum(one.seconds_lost for one in found) + sum(one.seconds for one in others)
+    named = ", ".join(plural(count, kind) for count, kind in kinds) if others else ""
+    figures = [
+        ("Steps", str(reached), ""),
+        ("Attempts", str(len(life)), ""),
+        ("Incidents", str(sum(count for count, _ in kinds)), named),
+        ("Time lost to them", duration(lost), ""),
+        ("Productive time", f"{ledger.goodput:.0%}", ""),
+    ]
+    return '<dl class="figures">' + "".join(
+        f"<div><dt>{name}</dt><dd>{value}{f'<small>{small}</small>' if small else ''}</dd></div>"
+        for name, value, small in figures
+    ) + "</dl>"  # fmt: skip
+
 
 MAX_TIMELINE = 5000
 MANY_TIMELINE = 1000
@@ -72,8 +499,8 @@ def report_html(
 ) -> str:
     """The page as text."""
     life = attempts(lines)
-    found = incidents(lines)
-    others = remarks(lines, found)
+    found = incidents_of(lines)
+    others = remarks_of(lines, found)
     ledger = accounting(lines)
     began = min((line.at for line in lines), default=0.0)
     head = text(title)
@@ -223,7 +650,7 @@ def _decisions(lines: list[Line], began: float) -> str:
     for line in lines:
         if not isinstance(line.body, Decision):
             continue
-        shown = render(line.body)
+        shown = render_event(line.body)
         details = "".join(f"<li>{text(detail)}</li>" for detail in shown.details)
         items.append(
             f'<li><p><b>{text(line.body.about)}: {text(line.body.chosen)}</b></p><p class="soft small">'
@@ -242,7 +669,7 @@ def _timeline(lines: list[Line], began: float, most: int) -> str:
     shown = condense(lines)
     rows = []
     for line in shown[-most:]:
-        event = render(line.body)
+        event = render_event(line.body)
         details = "".join(f'<br><span class="soft">{text(detail)}</span>' for detail in event.details)
         rows.append(
             f"<tr><td>{when(line.at, began)}</td><td>{line.attempt}</td><td>{text(line.who)}</td>"

@@ -14,41 +14,177 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.account.wording import one_line as account_line
-from holdfast.checkpoint import local_manifest
-from holdfast.checkpoint.identity import MANIFEST, CheckpointName
-from holdfast.checkpoint.suspicion import still_open
-from holdfast.control.attempts import (
+from holdfast.account import Incident
+from holdfast.account import one_line as account_line
+from holdfast.base import duration, number, plural, printable
+from holdfast.checkpoint.choose import still_open
+from holdfast.checkpoint.copies import tier
+from holdfast.checkpoint.format import MANIFEST, CheckpointName
+from holdfast.errors import MEANINGS, ControlError, ExitCode
+from holdfast.journal import (
+    REPORTER,
+    Account,
+    StopAgreed,
+    StopAsked,
+    StopForced,
+    StopHastened,
+    StopSaved,
+    batches,
+    decode_loss,
+    last_loss,
+    last_step,
+    nodes_started,
+    rate,
+    tails,
+)
+from holdfast.launch import Decided, line_of_record, shown_decision
+from holdfast.policy import LIVE, restarts_left, restarts_without_progress, root_cause
+from holdfast.record import (
     ACCOUNT,
+    COMMANDS,
+    INCIDENT,
     AttemptRecord,
+    Claim,
+    ControlDirectory,
+    Controls,
     EndRecord,
+    Exclusion,
     FailureRecord,
     HeadRecord,
+    LeaseState,
+    Pin,
+    Request,
+    StandingBook,
     attempt_numbers,
     end_of,
     failures_of,
+    in_force,
+    lease_state,
+    list_names,
+    newest_claim,
+    past_attempts,
+    read_record,
 )
-from holdfast.control.directory import ControlDirectory, list_names, read_record
-from holdfast.control.exclusions import Exclusion
-from holdfast.control.history import INCIDENT, past_attempts
-from holdfast.control.holding import COMMANDS, LeaseState, lease_state, newest_claim
-from holdfast.control.lease import Claim
-from holdfast.control.operator import Controls, Pin, Request, in_force
-from holdfast.control.standing import StandingBook
-from holdfast.errors import ControlError
-from holdfast.exit_codes import MEANINGS, ExitCode
-from holdfast.journal.account_events import Account
-from holdfast.journal.render import printable
-from holdfast.journal.tails import batches, last_loss, last_step, nodes_started, rate
-from holdfast.launch.incident_line import Decided, one_line, shown_decision
-from holdfast.observe.stops import StopState, outcome, progress, stop_of
-from holdfast.policy.budgets import restarts_left, restarts_without_progress
-from holdfast.policy.classify import root_cause
-from holdfast.policy.runbook import LIVE
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+# An attempt's stop on request, from the ends of its journals: who asked, how far it is, what came of it.
+
+
+class StopState(msgspec.Struct, frozen=True, kw_only=True):
+    asked_by: str
+    source: str
+    at: float
+    ends_at: float | None = None
+    """The hard deadline, in seconds since 1970; None if there is none."""
+    step: int | None = None
+    """After which all ranks stop, once that is agreed on."""
+    checkpoint: str | None = None
+    """What holds the state of that step: None until it is safe, empty if there was nothing to save."""
+    already: bool = False
+    forced: str = ""
+    """Why it ended without saving; empty if it did not."""
+
+
+def stop_of(journal: Path, files: list[str], attempt: int) -> StopState | None:
+    """How the stop of an attempt stands, by whoever asked for it first; None if nobody did."""
+    lines = sorted(
+        (line for who in ("agent", REPORTER) for line in tails(journal, files, attempt, who)),
+        key=lambda line: line.at,
+    )
+    found: StopState | None = None
+    for line in lines:
+        body = line.body
+        if isinstance(body, StopAsked) and found is None:
+            ends = None if body.seconds is None else line.at + body.seconds
+            asked = printable(body.detail)
+            found = StopState(asked_by=asked, source=body.source, at=line.at, ends_at=ends)
+    if found is None:
+        return None
+    for line in lines:
+        body = line.body
+        if isinstance(body, StopHastened):
+            found = msgspec.structs.replace(found, ends_at=line.at + body.seconds)
+        elif isinstance(body, StopAgreed):
+            found = msgspec.structs.replace(found, step=body.step)
+        elif isinstance(body, StopSaved):
+            kept = printable(body.checkpoint)
+            found = msgspec.structs.replace(found, step=body.step, checkpoint=kept, already=body.already)
+        elif isinstance(body, StopForced):
+            found = msgspec.structs.replace(found, forced=found.forced or printable(body.why))
+    return found
+
+
+def progress(stop: StopState, now: float) -> str:
+    """Of a stop that is under way: `asked by SIGTERM to rank 1 on n, 42 s left`."""
+    parts = [f"asked by {stop.asked_by}"]
+    if stop.ends_at is not None:
+        parts.append(f"{duration(max(0.0, stop.ends_at - now))} left")
+    if stop.checkpoint is not None:
+        parts.append("saved, the ranks end")
+    elif stop.step is not None:
+        parts.append(f"all ranks stop after step {stop.step}")
+    return ", ".join(parts)
+
+
+def outcome(code: int, stop: StopState | None) -> str:
+    """Of one that is over."""
+    known = code in (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
+    if not known or stop is None:
+        told = f"{MEANINGS[ExitCode(code)][0].rstrip('.')} (exit code {code}); " if known else ""
+        return f"{told}launch it again to resume"
+    if code == ExitCode.STOPPED and stop.checkpoint:
+        what = f"step {stop.step} is saved ({stop.checkpoint})"
+    elif code == ExitCode.STOPPED:
+        what = "there was nothing to save"
+    else:
+        what = f"ended without saving{f' ({stop.forced})' if stop.forced else ''}"
+    return f"{what}; asked by {stop.asked_by}; launch it again to resume (exit code {code})"
+
+
+# Tables for terminals, made of what the other modules here work out.
+
+
+def incident_table(found: list[Incident]) -> Table:
+    """What happened, on what evidence, what was decided, and what it cost."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False, show_lines=False)
+    table.add_column("#", justify="right")
+    table.add_column("What happened", ratio=3, overflow="fold")
+    table.add_column("Evidence", ratio=4, overflow="fold")
+    table.add_column("Decision", ratio=3, overflow="fold")
+    table.add_column("Time lost", justify="right", no_wrap=True)
+    for incident in found:
+        table.add_row(
+            str(incident.number),
+            Text(f"{incident.what}\nattempt {incident.attempt}, last known step {incident.failed_at_step}"),
+            Text("\n".join(f"• {item}" for item in incident.evidence)),
+            Text(incident.decision),
+            Text(cost(incident)),
+        )
+    return table
+
+
+def cost(incident: Incident) -> str:
+    """What an incident cost, in two or three short lines."""
+    lost = duration(incident.seconds_lost)
+    if incident.overtaken_by is not None:
+        first = f"{lost}, then incident {incident.overtaken_by}"
+    else:
+        first = f"{lost} so far" if incident.open else lost
+    down = f"{duration(incident.seconds_down)} until it trained again"
+    return f"{first}\n{down}\n{plural(incident.steps_lost, 'step')} done again"
+
 
 FROM_SIGNALS = 128
 """Exit codes above it are those of releases that ended with a signal's number."""
@@ -272,8 +408,8 @@ def _take_steps(status: Status, control: ControlDirectory, files: list[str], hea
 
 def _last_save(control: ControlDirectory, numbers: list[int]) -> LastSave | None:
     """The newest commit of the newest attempt that made any, by its names alone: there may be very many."""
-    for number in reversed(numbers):
-        folder = control.attempt(number) / "commits"
+    for nth in reversed(numbers):
+        folder = control.attempt(nth) / "commits"
         done = sorted(name for name in list_names(folder) if name.endswith(".done"))
         for name in reversed(done):
             step, dash, id = name.removesuffix(".done").partition("-")
@@ -285,9 +421,9 @@ def _last_save(control: ControlDirectory, numbers: list[int]) -> LastSave | None
 
 def _last_local_save(control: ControlDirectory) -> LastSave | None:
     """The newest checkpoint that the nodes themselves hold, as recorded."""
-    for name in local_manifest.names(control):
+    for name in tier.names(control):
         with contextlib.suppress(FileNotFoundError):  # a live run forgets what no node holds any more
-            at = (local_manifest.folder(control, name) / MANIFEST).stat().st_mtime
+            at = (tier.folder(control, name) / MANIFEST).stat().st_mtime
             return LastSave(checkpoint=str(name), step=name.step, at=at)
     return None
 
@@ -307,35 +443,35 @@ def _root(failures: list[FailureRecord], known: Mapping[str, Any]) -> FailureRec
 def _last_incident(
     control: ControlDirectory, numbers: list[int], state: str, files: list[str], max_restarts: int | None
 ) -> LastIncident | None:
-    for number in reversed(numbers):
-        end = end_of(control, number)
-        if end is None and (number != numbers[-1] or state == "lost"):
-            text = one_line(
-                attempt=number,
+    for nth in reversed(numbers):
+        end = end_of(control, nth)
+        if end is None and (nth != numbers[-1] or state == "lost"):
+            text = line_of_record(
+                attempt=nth,
                 cause="",
                 root=None,
                 decision=None,
-                step=last_step(control.journal, files, number),
+                step=last_step(control.journal, files, nth),
                 detail="lost with its launcher",
             )
-            return LastIncident(attempt=number, text=text)
+            return LastIncident(attempt=nth, text=text)
         if end is not None and end.outcome == "failed":
-            told = read_record(control.attempt(number) / ACCOUNT, Account)
+            told = read_record(control.attempt(nth) / ACCOUNT, Account)
             if told is not None:
-                head = read_record(control.attempt(number + 1) / "head.json", HeadRecord)
+                head = read_record(control.attempt(nth + 1) / "head.json", HeadRecord)
                 text = account_line(told, head.step if head is not None else None)
-                return LastIncident(attempt=number, text=text, at=end.at, account=told)
-            known = _known(control, number)
-            text = one_line(
-                attempt=number,
+                return LastIncident(attempt=nth, text=text, at=end.at, account=told)
+            known = _known(control, nth)
+            text = line_of_record(
+                attempt=nth,
                 cause=end.cause,
-                root=_root(failures_of(control, number), known),
-                decision=shown_decision(control, number),
-                step=last_step(control.journal, files, number),
+                root=_root(failures_of(control, nth), known),
+                decision=shown_decision(control, nth),
+                step=last_step(control.journal, files, nth),
                 max_restarts=max_restarts,
                 detail=str(known.get("message", "")),
             )
-            return LastIncident(attempt=number, text=text, at=end.at)
+            return LastIncident(attempt=nth, text=text, at=end.at)
     return None
 
 
@@ -362,3 +498,138 @@ def _suspects(control: ControlDirectory, newest: int) -> list[Suspect]:
     return [
         Suspect(checkpoint=name, until=trial.until, evidence=book.evidence_of(id)) for name, id in ids.items()
     ]
+
+
+# A run's status in words, for a terminal and for a log. Pure.
+
+
+STYLES = {
+    "running": "green",
+    "finished": "green",
+    "failed": "bold red",
+    "lost": "bold red",
+    "stopped": "yellow",
+    "paused": "yellow",
+    "stopping": "yellow",
+    "restarting": "yellow",
+}
+MAX_NODES = 8
+"""Nodes that are named; there may be very many."""
+
+
+class Row(NamedTuple):
+    label: str
+    text: str
+    style: str = ""
+
+
+def rows(status: Status) -> list[Row]:
+    """What a person wants to know, one thing a line."""
+    found = [Row("run", f"{status.run} in {printable(status.run_dir)}"), _state_words(status)]
+    if status.nodes or status.world_size is not None:
+        found.append(Row("ranks", _ranks(status)))
+    if status.lease is not None:
+        lease = status.lease
+        found.append(Row("launcher", f"{lease.holder}: {lease.detail}"))
+    if status.step is not None:
+        found.append(Row("step", _step(status)))
+    for what, save in (("last save", status.save), ("local save", status.local_save)):
+        if save is not None:
+            text = f"step {save.step}, {_ago(status, save.at)} ({printable(save.checkpoint)})"
+            found.append(Row(what, text))
+    if status.incident is not None:
+        when = f" ({_ago(status, status.incident.at)})" if status.incident.at is not None else ""
+        found.append(Row("incident", f"{status.incident.text}{when}", "red" if not status.ok else ""))
+    if status.budget is not None:
+        found.append(Row("restarts", _budget_words(status.budget)))
+    found += _controls(status)
+    found += [Row("problem", printable(problem), "yellow") for problem in status.problems]
+    return found
+
+
+def short(status: Status) -> str:
+    """The same in one line, for a log."""
+    parts = [status.state, f"attempt {status.attempt}"]
+    if status.step is not None:
+        parts.append(f"step {_step(status)}")
+    if status.save is not None:
+        parts.append(f"saved step {status.save.step}")
+    clock = time.strftime("%H:%M:%S", time.localtime(status.at))
+    return f"{clock}  {'  '.join(parts)}"
+
+
+def _state_words(status: Status) -> Row:
+    text = status.state
+    if status.attempt:
+        text += f", attempt {status.attempt}"
+    if status.started is not None and status.state in ("running", "starting", "stopping"):
+        text += f" for {duration(max(0.0, status.at - status.started))}"
+    if status.detail:
+        text += f": {printable(status.detail)}"
+    return Row("state", text, STYLES.get(status.state, ""))
+
+
+def _ranks(status: Status) -> str:
+    world = plural(status.world_size, "rank") if status.world_size is not None else ""
+    if not status.nodes:
+        return world
+    named = [f"{node}: {_spans(ranks)}" for node, ranks in list(status.nodes.items())[:MAX_NODES]]
+    more = f", and {len(status.nodes) - MAX_NODES} more" if len(status.nodes) > MAX_NODES else ""
+    return f"{world} on {plural(len(status.nodes), 'node')} ({'; '.join(named)}{more})".strip()
+
+
+def _spans(ranks: list[int]) -> str:
+    """0, 1, 2, 5 as "0–2, 5"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    return ", ".join("–".join(map(str, span)) for span in spans)
+
+
+def _step(status: Status) -> str:
+    text = f"{status.step}"
+    if status.steps_per_second is not None:
+        text += f", {status.steps_per_second:.3g} steps/s"
+    if status.loss is not None:
+        text += f", loss {number(decode_loss(status.loss))}"
+    return f"{text} ({_ago(status, status.step_at)})" if status.step_at is not None else text
+
+
+def _budget_words(budget: BudgetState) -> str:
+    used = f"{budget.used} since the last progress"
+    return used if budget.max_restarts is None else f"{used}, {budget.left} of {budget.max_restarts} left"
+
+
+def _controls(status: Status) -> list[Row]:
+    found = []
+    if status.paused is not None:
+        found.append(Row("paused", f"recovery, {_asked(status, status.paused)}", "yellow"))
+    if status.pin is not None:
+        how = "the next resume" if status.pin.once else "every resume"
+        forced = ", forced" if status.pin.force else ""
+        what = f"{printable(status.pin.checkpoint)} for {how}{forced}"
+        found.append(Row("pinned", f"{what}, {_asked(status, status.pin.request)}", "yellow"))
+    if status.budget_reset is not None:
+        upto = f"restarts up to attempt {status.budget_reset.attempt} no longer count"
+        found.append(Row("reset", f"{upto}, {_asked(status, status.budget_reset)}"))
+    for one in status.exclusions:
+        by = f" ({printable(one.by)}, {_ago(status, one.at)})" if one.at else ""
+        found.append(Row("excluded", f"{printable(one.describe())}: {printable(one.reason)}{by}", "yellow"))
+    for suspect in status.suspects:
+        why = f": {printable(suspect.evidence[-1])}" if suspect.evidence else ""
+        found.append(Row("suspect", f"{printable(suspect.checkpoint)}{why}", "yellow"))
+    return found
+
+
+def _asked(status: Status, request: Request) -> str:
+    """`alice, 2 h 10 min ago: why`."""
+    when = f", {_ago(status, request.at)}" if request.at else ""
+    why = f": {printable(request.reason)}" if request.reason else ""
+    return f"{printable(request.by) or 'an operator'}{when}{why}"
+
+
+def _ago(status: Status, at: float | None) -> str:
+    return f"{duration(max(0.0, status.at - at))} ago" if at is not None else "at an unknown time"

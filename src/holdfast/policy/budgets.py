@@ -28,8 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from holdfast.policy.classify import Cause
-from holdfast.policy.rejection import Rejection, Rerun, Settled, Trial, Window
+from holdfast.policy.results import Rejection, Rerun, Settled, Trial, Window
+from holdfast.policy.signs import Cause
 
 MAX_REGROUPS = 10
 """Restarts for a change of membership that may happen without progress; further nodes have to wait."""

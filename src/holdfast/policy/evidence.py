@@ -7,12 +7,11 @@ an older release, or of a node that could not say more, is evidence too.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
-
-from holdfast.policy.frames import LINKED, TRACEBACK, frames_in, is_users_place, where_of
 
 
 class Raised(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,3 +244,298 @@ def comparable(message: str) -> str:
 
 def _kept(passing: re.Match[str]) -> str:
     return (passing["step"] or "") + "…" + (passing["script"] or "")
+
+
+# The line that is to blame: which frame of a traceback is the user's own.
+#
+# Guarantee: pure and total. A traceback ends where the error was raised, which is most often inside of torch
+# or of another package; whoever reads it looks for the last line that is theirs. Paths alone decide, so that
+# the text of a traceback tells the same as the traceback itself.
+
+
+TRACEBACK = "Traceback (most recent call last):"
+LINKED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
+MOST_WHERE = 200
+"""Characters of a place as it is kept."""
+MOST_TOLD = 65_536
+"""Characters of a message in which another process's traceback is looked for."""
+
+_FRAME = re.compile(
+    r'^[ \t|+]*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<function>[^\n]+))?$', re.MULTILINE
+)
+_OWN = __file__.rpartition("/policy/")[0] + "/"
+_INSTALLED = re.compile(
+    r"(^|/)(site|dist)-packages/|(^|/)lib(32|64)?/python3(\.\d+)?t?/|(^|/)python3\d+t?\.zip/"
+    # torch built from its sources lies where its sources are
+    r"|(^|/)torch/(_\w+|amp|ao|autograd|backends|cuda|distributed|distributions|export|fx|func|functional"
+    r"|jit|library|linalg|multiprocessing|nested|nn|onnx|optim|overrides|profiler|random|serialization"
+    r"|sparse|storage|utils|xpu)(/|\.py$)"
+)
+_TYPED_IN = ("<string>", "<stdin>", "<ipython-input")
+"""Names of no file that are a user's own lines all the same; others (`<frozen runpy>`) are not."""
+_WHERE = re.compile(r"(?P<path>.*):\d+( in .*)?", re.DOTALL)
+
+
+class Frame(NamedTuple):
+    path: str
+    line: int
+    function: str = ""
+    """Empty of a line that could not even be compiled."""
+
+
+def frames_in(text: str) -> list[Frame]:
+    """The frames in the text of a traceback, in its order."""
+    return [
+        Frame(found["path"], int(found["line"][:9]), (found["function"] or "").strip())
+        for found in _FRAME.finditer(text)
+    ]
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is neither torch's, Holdfast's, another package's nor Python's own."""
+    if path.startswith("<"):
+        return path.startswith(_TYPED_IN)
+    return bool(path) and not path.startswith(_OWN) and not _INSTALLED.search(path)
+
+
+def where_of(frames: Sequence[Frame], message: str = "", directory: str = "") -> str:
+    """The last of a user's frames, as `train.py:44 in __getitem__`; empty if there is no frame to name.
+
+    A message that holds the traceback of another process (of one that loads data, say) knows better than the
+    frames that waited for it. Without a frame of the user's: the last one that is not Holdfast's. Paths below
+    `directory` are shown as from there.
+    """
+    theirs = _last_of_user(_told_in(message[:MOST_TOLD])) or _last_of_user(frames)
+    others = (frame for frame in reversed(frames) if not frame.path.startswith(_OWN))
+    chosen = theirs or next(others, None)
+    return _shown(chosen, directory) if chosen is not None else ""
+
+
+def is_users_place(where: str) -> bool:
+    """Whether what `where_of` gave is a user's own line."""
+    found = _WHERE.fullmatch(where)
+    return found is not None and is_users(found["path"])
+
+
+def clipped(where: str) -> str:
+    """Within bounds, and on one line; of one that is too long the end says more."""
+    text = "".join(one if one.isprintable() else "?" for one in where[-2 * MOST_WHERE :])
+    return text if len(where) <= MOST_WHERE else f"…{text[1 - MOST_WHERE :]}"
+
+
+def _last_of_user(frames: Sequence[Frame]) -> Frame | None:
+    return next((frame for frame in reversed(frames) if is_users(frame.path)), None)
+
+
+def _told_in(message: str) -> list[Frame]:
+    """The frames of the first error in another process's traceback: what followed from it comes below it."""
+    lines = message.partition(TRACEBACK)[2].splitlines()
+    end = next((number for number, line in enumerate(lines) if LINKED.match(line)), len(lines))
+    return frames_in("\n".join(lines[:end]))
+
+
+def _shown(frame: Frame, directory: str) -> str:
+    below = f"{directory.rstrip('/')}/"
+    path = frame.path.removeprefix(below) if len(below) > 1 else frame.path
+    place = f"{path.removeprefix('./')}:{frame.line}"
+    return clipped(f"{place} in {frame.function}" if frame.function else place)
+
+
+# Which ranks are missing from the collective that others wait in.
+#
+# Guarantee: pure, and the same answer in whatever order the ranks are given. A rank is called missing only if
+# it testified that it has not come so far; one that could not testify is named as such, never accused.
+#
+# Every rank enters the collectives of a process group in one order and counts them, each backend of the group
+# for itself. So who waits in number 412 waits for those members that have entered fewer. They may be waiting
+# themselves, in another group: the ranks to look at first are those that others wait for and that wait for
+# nobody.
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank stands in one process group."""
+
+    group: str
+    backend: str = ""
+    """Which of the group's backends counts here; empty if only the group's own count is known."""
+    entered: int
+    """Number of the last collective that it entered; 0 if none."""
+    name: str = ""
+    """Of the collective that it waits in, or else of the last one; empty if only the number is known."""
+    waits_in: int = 0
+    """Number of the first collective that it entered and that is not done; 0 if none is known."""
+    members: tuple[int, ...] = ()
+    """Global ranks of the group; empty if they are not known."""
+    shapes: str = ""
+
+
+class Missing(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective that some ranks wait in."""
+
+    group: str
+    backend: str = ""
+    number: int
+    name: str
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    """Members that testified and have not entered it."""
+    silent: tuple[int, ...] = ()
+    """Members that could not testify: they may be missing too."""
+    differ: tuple[str, ...] = ()
+    """More than one: what the waiting ranks call it. They do not all do the same thing."""
+    certain: bool = True
+    """False: nobody could say that it waits, only how many collectives it entered."""
+
+
+Positions = Mapping[int, Sequence[Position] | None]
+"""Per rank; None for one that could not testify."""
+
+
+def find_missing(positions: Positions) -> list[Missing]:
+    """For every group that somebody waits in: the first collective waited in, and who is not there.
+
+    If nobody is known to wait anywhere (no flight recorder), groups that ranks have come differently far in.
+    """
+    return _find(positions, waits=True) or [one for one in _find(positions, waits=False) if one.missing]
+
+
+def _find(positions: Positions, *, waits: bool) -> list[Missing]:
+    spoken = {
+        rank: {(p.group, p.backend): p for p in said} for rank, said in positions.items() if said is not None
+    }
+    unheard = {rank for rank, said in positions.items() if said is None}
+    found = []
+    for key in sorted({key for said in spoken.values() for key in said}):
+        group, backend = key
+        here = {rank: said[key] for rank, said in spoken.items() if key in said}
+        numbers = {rank: position.waits_in if waits else position.entered for rank, position in here.items()}
+        known = [number for number in numbers.values() if number > 0]
+        if not known:
+            continue
+        number = min(known) if waits else max(known)
+        # Where members are not known, only those that have used the group count, and whoever is silent.
+        named = {rank for position in here.values() for rank in position.members}
+        members = (named & (set(spoken) | unheard)) if named else set(here) | unheard
+        waiting = sorted(rank for rank in here if numbers[rank] == number)
+        absent = sorted(rank for rank in members & set(spoken) if _entered(spoken[rank], key) < number)
+        names = sorted({here[rank].name for rank in waiting if here[rank].name})
+        found.append(
+            Missing(
+                group=group,
+                backend=backend,
+                number=number,
+                name=names[0] if names else "",
+                waiting=tuple(waiting),
+                missing=tuple(absent),
+                silent=tuple(sorted(members & unheard)),
+                differ=tuple(names) if len(names) > 1 else (),
+                certain=waits,
+            )
+        )
+    return found
+
+
+def _entered(said: Mapping[tuple[str, str], Position], key: tuple[str, str]) -> int:
+    """How far a rank has come. Entries are recorded for a while only; then the group's own count remains."""
+    group, backend = key
+    if key in said:
+        fits = [said[key]]
+    else:
+        fits = [p for p in said.values() if p.group == group and "" in (backend, p.backend)]
+    return max((max(position.entered, position.waits_in) for position in fits), default=0)
+
+
+def suspects(positions: Positions, found: Sequence[Missing] | None = None) -> tuple[int, ...]:
+    """Ranks that others wait for and that wait for nobody; else the silent ones that may be waited for."""
+    found = find_missing(positions) if found is None else found
+    waiting = {rank for one in found for rank in one.waiting}
+    absent = {rank for one in found for rank in one.missing}
+    silent = {rank for one in found for rank in one.silent}
+    return tuple(sorted(absent - waiting or silent))
+
+
+def describe_missing(one: Missing) -> str:
+    """`ranks 3, 5 did not reach the all_reduce that ranks 0-2, 4 wait in`."""
+    what = f"the {one.name or 'collective'}"
+    those = ranks(one.waiting)
+    wait = "wait" if len(one.waiting) > 1 else "waits"
+    if not one.certain:
+        text = f"{ranks(one.missing)} did not reach {what} that {those} did"
+    elif one.missing:
+        text = f"{ranks(one.missing)} did not reach {what} that {those} {wait} in"
+    elif one.silent:
+        text = f"{those} {wait} in {what}"
+    else:
+        text = f"all ranks that are known reached {what}, and {those} still {wait} in it"
+    if one.silent:
+        text += f"; {ranks(one.silent)} could not say where {'they are' if len(one.silent) > 1 else 'it is'}"
+    if one.differ:
+        text += f"; they do not do the same there: {', '.join(one.differ)}"
+    return text
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-2, 4`, `no rank`."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    if not spans:
+        return "no rank"
+    words = [str(low) if low == high else f"{low}-{high}" for low, high in spans]
+    many = len(spans) > 1 or spans[0][0] != spans[0][1]
+    return f"{'ranks' if many else 'rank'} {', '.join(words)}"
+
+
+# What can befall a process whose training function starts again in place: the evidence of such a restart.
+
+
+class FaultKind(StrEnum):
+    EXCEPTION = "exception"
+    """The function raised on this member."""
+    LOST = "lost"
+    """Its process has ended."""
+    SOFT_TIMEOUT = "soft_timeout"
+    """Its main thread made no progress for so long; the process may still restart."""
+    HARD_TIMEOUT = "hard_timeout"
+    """It did not leave the function in time, or its interpreter stood still: its keeper ended it."""
+    SILENT = "silent"
+    """Nothing was heard from its node's keeper any more."""
+    LATE = "late"
+    """It did not come to the barrier before the others went on."""
+    UNFIT = "unfit"
+    """Its health check failed."""
+    ASKED = "asked"
+    """The function itself asked for a restart."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """What befell a member."""
+
+    member: int
+    """-1 where it is not known which."""
+    rank: int = -1
+    """Under which it trained; -1 for a reserve."""
+    node: str = ""
+    kind: FaultKind
+    detail: str = ""
+    """In words; for an exception its type and message."""
+    error: str = ""
+    """Class of the exception, without its module."""
+    errors: list[Raised] = []
+    """That exception and those that led to it, as in `evidence.WorkerEnd`."""
+    exit_code: int = 0
+    """Of the error or of the process, as from waitpid, where that is known."""
+    at: float = 0.0
+    """Seconds since 1970."""
+    step: int = 0
+    """The last step that it completed, as far as is known."""
+
+    def describe(self) -> str:
+        if self.member < 0:
+            return f"{self.kind}: {self.detail}"
+        who = f"rank {self.rank}" if self.rank >= 0 else f"reserve {self.member}"
+        where = f" on {self.node}" if self.node else ""
+        return f"{who}{where}: {self.kind}{f' ({self.detail})' if self.detail else ''}"

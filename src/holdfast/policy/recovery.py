@@ -18,8 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.exit_codes import MEANINGS, ExitCode
-from holdfast.policy.actions import Action as Action
+from holdfast.errors import MEANINGS, ExitCode
 from holdfast.policy.budgets import (
     BUDGETS,
     MAX_REQUEUES,
@@ -31,13 +30,19 @@ from holdfast.policy.budgets import (
     restarts_after,
     restarts_left,
 )
-from holdfast.policy.capacity import Cluster, Exclusion, Fit, devices_of, fit, layout, suffice
-from holdfast.policy.classify import Cause
-from holdfast.policy.plain_words import activity, deed, origin
-from holdfast.policy.rejection import Rerun, Settled, Trial, Window
-from holdfast.policy.rotation import arrangements
-from holdfast.policy.signs import adapter_to_check, sign_in
-from holdfast.policy.variation import Tried
+from holdfast.policy.placement import (
+    Cluster,
+    Exclusion,
+    Fit,
+    Tried,
+    arrangements,
+    devices_of,
+    fit,
+    layout,
+    suffice,
+)
+from holdfast.policy.results import Rerun, Settled, Trial, Window
+from holdfast.policy.signs import Action, Cause, activity, adapter_to_check, deed, origin, sign_in
 from holdfast.policy.verdicts import Question, judge
 
 CAPACITY_WAIT = 600.0

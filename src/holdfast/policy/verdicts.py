@@ -14,32 +14,319 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from holdfast.policy.actions import Action
 from holdfast.policy.budgets import RERUNS, PastAttempt
-from holdfast.policy.capacity import Cluster, Exclusion, Fit, fit, keep_out, layout
-from holdfast.policy.rejection import How, Kind, Place, Rejection, Rerun, Settled, Trial, Window, settled_as
-from holdfast.policy.rotation import arrangements
-from holdfast.policy.unsettled import (
-    DEVICE,
-    REPRODUCIBLE,
-    failed_in_probation,
-    lowered_for,
-    open_rejections,
+from holdfast.policy.placement import (
+    MAX_LOWER_RUNGS,
+    MAX_ROTATIONS,
+    Cluster,
+    Exclusion,
+    Fit,
+    arrangements,
+    fit,
+    keep_out,
+    layout,
 )
-from holdfast.policy.variation import MAX_LOWER_RUNGS, MAX_ROTATIONS
-from holdfast.policy.whereabouts import (
-    bad_places,
-    describe_place,
-    guilty_places,
-    list_ranks,
-    places_of,
-    step_of,
+from holdfast.policy.results import (
+    How,
+    Kind,
+    Place,
+    RankResult,
+    Rejection,
+    Rerun,
+    Settled,
+    Trial,
+    Window,
+    settled_as,
 )
+from holdfast.policy.signs import Action
+from holdfast.policy.trial import LOOK_BACK
+
+# Where the ranks of an attempt ran and where in the run it was, as far as records tell. Pure.
+
+
+_PLACED = re.compile(r"(.*)\[(.*)\]")
+
+
+def bad_places(attempt: PastAttempt) -> dict[int, Place]:
+    """Where the ranks ran whose own results were bad."""
+    places = places_of(attempt)
+    found = attempt.rejection.bad if attempt.rejection is not None else []
+    return {one.rank: places.get(one.rank, Place(one.node, one.device)) for one in found}
+
+
+def places_of(attempt: PastAttempt) -> Mapping[int, Place]:
+    """Where each rank ran: as the launcher placed it, or as the rank itself tells."""
+    found: dict[int, Place] = {}
+    placed = attempt.placement.split()
+    for text in placed:
+        match = _PLACED.fullmatch(text)
+        each = max(1, attempt.world_size // len(placed))
+        devices = match[2].split(",") if match else [""] * each
+        found.update(enumerate((Place(match[1] if match else text, one) for one in devices), len(found)))
+    told = attempt.rejection.ranks if attempt.rejection is not None else []
+    found.update({one.rank: Place(one.node, one.device) for one in told if one.node})
+    return found
+
+
+def guilty_places(
+    then: Mapping[int, Place], bad: Mapping[int, Place], now: Mapping[int, Place]
+) -> tuple[set[int], set[Place]]:
+    """The ranks that were bad there and are well elsewhere, and the places which the fault therefore follows.
+
+    `then` and `bad`: where ranks ran whose results were bad, before and now; `now`: where each rank runs.
+    """
+    well = {rank for rank, place in then.items() if rank not in bad and now.get(rank, place) != place}
+    guilty = {place for place in bad.values() if place in {then[one] for one in well}}
+    if well and set(bad.values()) == set(then.values()):
+        guilty = set(bad.values())  # several at once, and one rank went from one to the other
+    return well, guilty
+
+
+def describe_place(place: Place) -> str:
+    return f"device {place.device} of {place.node}" if place.device else place.node
+
+
+def list_ranks(ranks: Iterable[int]) -> str:
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def step_of(checkpoint: str) -> int:
+    """The step that a checkpoint's name tells; 0 if it tells none."""
+    found = re.search(r"\d+", checkpoint)
+    return int(found[0]) if found else 0
+
+
+# What earlier rejections have left open, read from the run's history. Pure.
+#
+# Nothing of it is kept in the memory of a process: an attempt that ends for another reason, a leader that
+# dies and a new launch of the same run all find it again.
+
+
+DEVICE, REPRODUCIBLE = "device", "reproducible"
+"""Verdicts on a rejected step; the third one, transient, is given by the ranks themselves."""
+
+
+def open_trial(attempts: Iterable[PastAttempt]) -> Trial | None:
+    """Checkpoints that became suspect and are neither acquitted nor, as far as this tells, condemned.
+
+    Ranks condemn them, and operators may acquit them: who knows their standing leaves out what is suspect no
+    more.
+    """
+    suspects: set[str] = set()
+    until = 0
+    for attempt in _in_order(attempts):
+        if attempt.suspect:
+            suspects |= set(attempt.suspect)
+            told = attempt.trial.until if attempt.trial is not None else 0
+            rejected = attempt.rejection.step if attempt.rejection is not None else 0
+            until = max(until, told or rejected)
+        suspects -= set(attempt.acquit)
+        until = until if suspects else 0
+    return Trial(suspects=sorted(suspects), until=until) if suspects else None
+
+
+def open_rerun(attempts: Iterable[PastAttempt]) -> Rerun | None:
+    """The step that an attempt was to repeat, as long as none is known to have got past it."""
+    found: Rerun | None = None
+    for attempt in _in_order(attempts):
+        if found is not None and _done(attempt) >= found.step + (LOOK_BACK if found.breach else 0):
+            found = None
+        if attempt.rejection is not None and attempt.action:
+            found = attempt.rerun
+    return found
+
+
+def open_rejections(attempts: Iterable[PastAttempt], *, forgiven: int = 0) -> list[PastAttempt]:
+    """The attempts whose rejected step no later one is known to have got past, oldest first.
+
+    A device that was found out, data that are left out, or an end that was reached settle all before them.
+    """
+    found: list[PastAttempt] = []
+    for attempt in _in_order(attempts):
+        if attempt.number <= forgiven:
+            continue
+        found = [one for one in found if _step(one) > _done(attempt)]
+        if attempt.rejection is not None and attempt.rejection.kind is Kind.STEP:
+            found.append(attempt)
+        if attempt.verdict == DEVICE or attempt.skip is not None or attempt.outcome == "finished":
+            found.clear()
+    return found
+
+
+def failed_in_probation(
+    attempts: Iterable[PastAttempt], rung: str, *, forgiven: int = 0
+) -> list[PastAttempt]:
+    """The attempts that failed inside the probation of this checkpoint, oldest first, as far as no later one
+    that came from it is known to have got past that: what passes the second time is not held against it."""
+    found: list[PastAttempt] = []
+    for attempt in _in_order(attempts):
+        if attempt.number <= forgiven or attempt.rung != rung:
+            continue
+        found = [one for one in found if _done(attempt) < _step(one) + _slack(one)]
+        told = attempt.rejection
+        if told is None or told.finite or not told.in_probation:
+            continue
+        if told.kind in (Kind.STEP, Kind.PROBATION):
+            found.append(attempt)
+    return found
+
+
+def _slack(attempt: PastAttempt) -> int:
+    """A discontinuity has no one step: it may show a little later the next time."""
+    breach = attempt.rejection is not None and attempt.rejection.kind is Kind.PROBATION
+    return LOOK_BACK if breach else 0
+
+
+def lowered_for(attempts: Iterable[PastAttempt], trial: Trial | None) -> int:
+    """How many rungs were left behind for these suspects."""
+    suspects = set(trial.suspects) if trial is not None else set()
+    return sum(bool(suspects & set(attempt.suspect)) for attempt in attempts)
+
+
+def _done(attempt: PastAttempt) -> int:
+    """The last step that it is known to have completed: whoever rejects one has completed those before it."""
+    return max(attempt.last_step or 0, _step(attempt) - 1)
+
+
+def _step(attempt: PastAttempt) -> int:
+    return attempt.rejection.step if attempt.rejection is not None else 0
+
+
+def _in_order(attempts: Iterable[PastAttempt]) -> list[PastAttempt]:
+    return sorted(attempts, key=lambda attempt: attempt.number)
+
+
+# What it means that a step which was rejected comes up again: accepted this time, or bad once more. Pure.
+#
+# *Accepted.* The work is the same, and the group is the same; what may differ is the device of each rank, and
+# the state that the step began from. So for each rank that was bad:
+#
+# * the same state, another device: only the device differs, so the **device** it was on is at fault;
+# * the same state, the same device: it passes, so it was **transient**;
+# * another state: it was damaged in the memory of that process, which is gone: **transient** too;
+# * a state that is not known, or no rank that is known to have been bad: **transient**, because nothing more
+# is   shown.
+#
+# *Bad once more*, and not a number: `settle` says whether the ranks know enough to go on by themselves. What
+# was loaded is acquitted if a lower rung fails at the very step at which it failed. Where there is no lower
+# rung the same one is tried twice, on other devices if there are any. After that the step is left to the
+# user's `validation.nan_policy`, as if nothing had been loaded: that costs no restart. It is safe, because a
+# bad state makes the steps after it fail as well, and `validation.max_consecutive` of them in a row end the
+# run or take it back; data that is bad fails in its own step only.
+
+
+class ReplayFinding(msgspec.Struct, frozen=True, kw_only=True):
+    verdict: str
+    """device or transient."""
+    place: Place | None
+    """Where it happened; None if no rank is known to have been bad."""
+    evidence: str
+
+
+def judge_replay(
+    rerun: Rerun, now: Mapping[int, Place], same: Mapping[int, bool | None]
+) -> list[ReplayFinding]:
+    """One finding for each rank that was bad; `same`: whether a rank's state was equal, None if unknown."""
+    findings = []
+    for one in rerun.bad:
+        old, place = Place(one.node, one.device), now.get(one.rank)
+        where = _named(old)
+        told = f"rank {one.rank} failed step {rerun.step} on {where}"
+        if place is None:
+            findings.append(
+                _transient(old, f"{told}; that rank does not exist any more, and the step passes")
+            )
+        elif same.get(one.rank) is None:
+            findings.append(_transient(old, f"{told}, from a state that is not known, and passes now"))
+        elif not same[one.rank]:
+            findings.append(
+                _transient(
+                    old,
+                    f"{told} and passes from another state: what it began from was damaged in the memory of "
+                    "that process",
+                )
+            )
+        elif place == old:
+            findings.append(_transient(old, f"{told} and passes there now, from the same state"))
+        else:
+            evidence = f"{told} and passes on {_named(place)}: the same work from the same state"
+            findings.append(ReplayFinding(verdict="device", place=old, evidence=evidence))
+    if not rerun.bad:
+        evidence = f"step {rerun.step} was rejected, on a rank that is not known, and passes now"
+        findings.append(ReplayFinding(verdict="transient", place=None, evidence=evidence))
+    return findings
+
+
+class Settling(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the ranks go on by themselves with a step that is not finite."""
+
+    why: str
+    acquit: list[str] = []
+    """Checkpoints that are suspect no more."""
+    shown: bool = False
+    """Whether it was compared with something, now or before: then too many in a row are the work's own."""
+    here: bool = False
+    """Whether this attempt has found it out."""
+
+
+def settle(
+    step: int,
+    results: Sequence[RankResult],
+    *,
+    rung: str,
+    rerun: Rerun | None,
+    trial: Trial | None,
+    settled: Settled | None,
+    restarts_left: int | None,
+    left_out: bool,
+    ran_again: bool = False,
+) -> Settling | None:
+    """Why a step that is not finite needs no other attempt, though what was loaded is on probation or a
+    suspect on trial; None if the launcher has to be asked.
+
+    `results`: of every rank. `settled`: what is known of the step. `restarts_left`: None if not known.
+    `left_out`: the launcher would leave the step's data out, if it can restart. `ran_again`: it was, in
+    place; who wants that wants to know the cause, also if no restart is left.
+    """
+    asks = left_out and restarts_left != 0
+    if trial is not None and step == trial.until and rung not in trial.suspects and not asks:
+        others = ", ".join(trial.suspects)
+        why = f"{rung or 'a fresh start'} fails at step {step} too, so {others} is not the cause"
+        return Settling(why=why, acquit=trial.suspects, shown=True, here=True)
+    if settled is not None:
+        return Settling(why=settled.why or "it was settled before", shown=settled.shown)
+    if rerun is not None and rerun.settles and not rerun.breach and rerun.step == step and not asks:
+        then = {one.rank: Place(one.node, one.device) for one in rerun.bad}
+        now = {one.rank: Place(one.node, one.device) for one in results}
+        bad = {one.rank: now[one.rank] for one in results if one.reasons}
+        if not guilty_places(then, bad, now)[1]:
+            moved = any(now.get(rank, place) != place for rank, place in then.items())
+            where = "on other devices too" if moved else "here again"
+            why = (
+                f"step {step} fails {where}, and there is no other checkpoint to compare {rung or 'it'} with"
+            )
+            return Settling(why=why, shown=True, here=True)
+    if restarts_left == 0 and not ran_again:
+        return Settling(why="no restart is left to find out whether what was loaded is at fault")
+    return None
+
+
+def _transient(place: Place, evidence: str) -> ReplayFinding:
+    return ReplayFinding(verdict="transient", place=place, evidence=evidence)
+
+
+def _named(place: Place) -> str:
+    return (
+        f"{place.node or 'this node'}, device {place.device}" if place.device else place.node or "this node"
+    )
+
 
 FOLLOWS = "the fault follows it: "
 """How the reason goes on, after the device that is accused."""

@@ -1,1 +1,17 @@
-"""`holdfast recover`: the recovery runbook as a program."""
+"""TODO"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.base.fronts import offers
+
+if TYPE_CHECKING:
+    from holdfast.recover.conduct import Wishes as Wishes
+    from holdfast.recover.conduct import conduct_plain as conduct_plain
+    from holdfast.recover.conduct import go_through as go_through
+    from holdfast.recover.examine import open_run as open_run
+    from holdfast.recover.report import Row as Row
+    from holdfast.recover.report import plain as plain
+else:
+    __getattr__ = offers(__name__)

@@ -1,16 +1,29 @@
-"""The command that starts a run again: how many ranks it would have, and with which settings."""
+"""What `holdfast recover` does, once it may: drains nodes, and runs the command with its signals passed on.
+
+Guarantee: nothing here is called without a person's word (`--yes`, or an answer). A node is kept out of the
+run durably before the scheduler is asked to drain it, so that the run does without it whatever comes of that.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.config import load, parse_assignments
-from holdfast.control.launches import LaunchRecord
-from holdfast.errors import HoldfastError
-from holdfast.recover.report import Command
-from holdfast.settings import Settings
+from holdfast.cluster import current_job, job_record, node_records, partition_nodes
+from holdfast.cluster import drain as drain_node
+from holdfast.config import Settings, load, parse_assignments
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.policy import Drain, Offer
+from holdfast.record import ControlDirectory, LaunchRecord, operator
+from holdfast.recover.report import Action, Command
+
+# The command that starts a run again: how many ranks it would have, and with which settings.
 
 
 def command_of(
@@ -85,3 +98,122 @@ def _asked(argv: Sequence[str]) -> tuple[int, int]:
     workers = values.get("nproc-per-node", "1" if launched else "")
     nodes = values.get("nnodes", "1").rpartition(":")[2]
     return int(workers) if workers.isdecimal() else 0, int(nodes) if nodes.isdecimal() else 0
+
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def drain(control: ControlDirectory, drains: Sequence[Drain], by: str) -> list[Action]:
+    """Take nodes out of the run, and out of service where there is a scheduler."""
+    done: list[Action] = []
+    for one in drains:
+        reason = f"holdfast recover: {one.reason}"
+        try:
+            operator.ask_to_exclude(control, one.node, one.device, reason, by)
+        except HoldfastError as error:
+            done.append(Action(what=f"exclude {one.describe()}", done=False, result=str(error)))
+            continue
+        done.append(Action(what=f"exclude {one.describe()} from the run", done=True, result=one.reason))
+        if one.device is None and (asked := drain_by_scheduler(one.node, reason)) is not None:
+            done.append(asked)
+    return done
+
+
+class Started:
+    """The command, as a child in a process group of its own: the terminal's signals reach it once, by us."""
+
+    def __init__(self, command: Command, *, to_stderr: bool, extra: Mapping[str, str] | None = None) -> None:
+        """`to_stderr`: what it prints must not mix with what we print; `extra`: variables that it gets."""
+        out = sys.stderr.fileno() if to_stderr else None
+        try:
+            self._process = subprocess.Popen(
+                command.argv,
+                cwd=command.directory,
+                stdout=out,
+                process_group=0,
+                env={**os.environ, **(extra or {})},
+            )
+        except OSError as error:
+            raise UsageError(
+                f"cannot run {command.argv[0]} in {command.directory}: {error.strerror or error}. "
+                "Give the command after `--`"
+            ) from error
+
+    def poll(self) -> int | None:
+        """Its exit code as a shell has it; None while it runs."""
+        code = self._process.poll()
+        return None if code is None else code if code >= 0 else 128 - code
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, or so long."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return
+
+    @contextmanager
+    def passing_on(self) -> Iterator[None]:
+        """Within, what is sent to this process goes to the command."""
+
+        def hand_on(number: int, frame: object) -> None:
+            del frame
+            self._process.send_signal(number)
+
+        before = {number: signal.signal(number, hand_on) for number in PASSED_ON}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+# What the scheduler adds to the runbook: nodes that are free, nodes taken out of service, where to start.
+#
+# Quiet where there is no Slurm; every question to it has a deadline, and no answer is "not known".
+
+
+_FREE = re.compile(r"\bIDLE\b")
+
+
+def offered_nodes(
+    started: LaunchRecord | None, without: Collection[str], environ: Mapping[str, str] = os.environ
+) -> Offer | None:
+    """The nodes that could be had now; None where there is no scheduler, or no answer.
+
+    Inside of a job these are its own nodes; else those of the last launch's partition that are idle.
+    """
+    job = current_job(environ)
+    if job is not None:
+        usable = [node for node in job.nodes if node not in without]
+        return Offer(by=f"Slurm job {job.label}", nodes=len(usable), queues=False) if job.nodes else None
+    if started is None or not started.job:
+        return None
+    last = job_record(started.job)
+    names = partition_nodes(last.partition) if last is not None and last.partition else None
+    if names is None:
+        return None
+    found = node_records(names)
+    free = [one for one in found.values() if one.usable and _FREE.search(one.state.upper())]
+    return Offer(by="Slurm", nodes=len([one for one in free if one.name not in without]), queues=True)
+
+
+def drain_by_scheduler(node: str, reason: str) -> Action | None:
+    """Have Slurm start nothing more on a node; None where it knows no such node."""
+    known = node_records([node]).get(node)
+    if known is None:
+        return None
+    what = f"drain {node} in Slurm"
+    if not known.usable:
+        return Action(what=what, done=True, result=f"it is {known.state} already: {known.reason}")
+    reply = drain_node(node, reason)
+    return Action(what=what, done=reply.ok, result=reply.text or reason)
+
+
+def must_be_submitted(started: LaunchRecord | None, environ: Mapping[str, str] = os.environ) -> str:
+    """How to start a run that lives in Slurm, if this is not inside of a job; empty if it may start here."""
+    if started is None or not started.job or current_job(environ) is not None:
+        return ""
+    return (
+        f"the last launch was in Slurm job {started.job}: submit its batch script again, or `scontrol "
+        f"requeue {started.job}` while Slurm knows it; then `holdfast recover RUN --watch` judges the resume"
+    )

@@ -7,31 +7,131 @@ stop that recovery decided on can be overruled.
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from holdfast.checkpoint.resolver import checkpoint_root
-from holdfast.checkpoint.verify import Progress
-from holdfast.control.attempts import attempt_numbers
-from holdfast.control.directory import ControlDirectory
-from holdfast.control.launches import launch_to_repeat
-from holdfast.errors import ControlError
-from holdfast.exit_codes import ExitCode
-from holdfast.files import check_output, explain_os_error, replace_atomic
-from holdfast.policy.resume_check import BAND, Agreement, is_correct
-from holdfast.policy.runbook import LIVE, Finding, Mark, Stage, why_not_started
-from holdfast.policy.rungs import FRESH
-from holdfast.recover.acting import Started, drain
-from holdfast.recover.command import settings_of
-from holdfast.recover.examine import ATTEMPTS, capacity_now, examine, timeline
-from holdfast.recover.journalled import recent_lines
-from holdfast.recover.report import Action, Report
-from holdfast.recover.text import MARK, Row, check_rows, markdown, rows, verdict
-from holdfast.recover.watching import ResumeWatch
+from holdfast.base import check_output, explain_os_error, replace_atomic
+from holdfast.checkpoint.choose import checkpoint_root, resolve_plain
+from holdfast.checkpoint.format import Progress
+from holdfast.errors import ControlError, ExitCode
+from holdfast.policy import (
+    FRESH,
+    LIVE,
+    REFUSED,
+    Finding,
+    Mark,
+    Side,
+    Stage,
+    StorageFacts,
+    exit_code,
+    rung_findings,
+    storage,
+    why_not_started,
+)
+from holdfast.policy import command as command_finding
+from holdfast.record import ControlDirectory, attempt_numbers, launch_to_repeat
+from holdfast.recover.command import Started, command_of, drain, settings_of
+from holdfast.recover.examine import ATTEMPTS, Place, capacity_now, examine, timeline, try_places
+from holdfast.recover.facts import recent_lines
+from holdfast.recover.report import MARK, Action, Report, Row, check_rows, markdown, rows, verdict
+from holdfast.recover.resume_check import BAND, Agreement, is_correct
+from holdfast.recover.watch import ResumeWatch
+
+# The runbook for a directory of checkpoints that no run keeps a record of, such as plain DCP.
+#
+# What stopped the training, on which nodes, and what speaks against a checkpoint is not recorded there, and
+# is said to be not known. Storage, the checkpoints themselves and the command are looked at as for any run.
+
+
+RESUME_FROM = "HOLDFAST_CHECKPOINT_RESUME_FROM"
+
+
+def conduct_plain(root: Path, wishes: Wishes, show: Show, reading: Callable[[], Reading]) -> Report:
+    """Go through what the runbook can say of it; the report's `exit_code` is what to end with."""
+    check_record(wishes)
+    with reading() as shown:
+        report = _examined_plain(root, wishes, shown)
+    for row in rows(report):
+        show(row)
+    show(Row("", "", report.answer))
+    if wishes.run:
+        _start_plain(report, wishes, show)
+    if write_record(report, wishes):
+        show(Row("", "", f"the record is in {wishes.record}"))
+    return report
+
+
+def _examined_plain(root: Path, wishes: Wishes, shown: Reading) -> Report:
+    (place,) = try_places(root.absolute())
+    found = None if place.hangs else resolve_plain(root, quick=wishes.quick, progress=shown.advance)
+    told = "not known: no run keeps a record here"
+    findings = [
+        Finding(stage=Stage.TRIGGER, mark=Mark.UNKNOWN, text=told),
+        Finding(stage=Stage.CLASSIFY, mark=Mark.UNKNOWN, text=f"{Side.UNKNOWN}: {told}"),
+        _storage(place, found.storage_alarm if found is not None else []),
+        *rung_findings(found),
+    ]
+    command = command_of(None, wishes.command, None)
+    findings.append(command_finding(command.shown() if command is not None else None))
+    code = exit_code(findings)
+    stands = next((one for one in findings if one.code == code and code), None)
+    answer = f"cannot be resumed yet ({stands.stage}): {stands.text}" if stands is not None else ""
+    if found is not None and found.chosen != REFUSED and not answer:
+        answer = (
+            f"can be resumed at step {found.step}, from {found.chosen}: start a run with "
+            f"--set checkpoint.resume_from={shlex.quote(found.path or '')}"
+        )
+    return Report(
+        at=time.time(),
+        run="",
+        run_dir=str(root),
+        state="unknown",
+        cause=str(Side.UNKNOWN),
+        findings=findings,
+        exit_code=code,
+        answer=answer,
+        resolution=found,
+        command=command,
+    )
+
+
+def _storage(place: Place, alarm: list[str]) -> Finding:
+    """What cannot be written can be resumed from all the same: the run saves to a root of its own."""
+    if place.problem and not place.hangs:
+        text = "can be read; a run that starts from it needs a root of its own"
+        told = [f"{place.path}: {place.problem}", *(f"cannot be used: {name}" for name in alarm)]
+        return Finding(stage=Stage.STORAGE, mark=Mark.NOTE, text=text, evidence=told)
+    facts = StorageFacts(
+        place=str(place.path), what="the checkpoints", problem=place.problem, free=place.free
+    )
+    return storage([facts], alarm)
+
+
+def _start_plain(report: Report, wishes: Wishes, show: Show) -> None:
+    refused = why_not_started(report.findings, report.answer, known=report.command is not None, submit="")
+    if refused is not None:
+        report.exit_code = refused.code or report.exit_code
+        show(Row("not run", "bold red", refused.text))
+        return
+    assert report.command is not None
+    assert report.resolution is not None
+    extra: Mapping[str, str] = {RESUME_FROM: report.resolution.path or ""}
+    show(Row("run", "", f"{RESUME_FROM}={shlex.quote(extra[RESUME_FROM])} {report.command.shown()}"))
+    started = Started(report.command, to_stderr=wishes.to_stderr, extra=extra)
+    report.started = True
+    report.actions.append(Action(what="start from this checkpoint", done=True))
+    with started.passing_on():
+        while (code := started.poll()) is None:  # as long as it lives: it is its own bound
+            started.wait(LOOK)
+    report.ended_with = report.exit_code = code
+    report.answer = f"started, and ended with code {code}"
+    show(Row("", "", report.answer))
+
 
 AGAIN = 2.0
 """Seconds between two looks for nodes."""
@@ -81,7 +181,7 @@ class Reading(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def conduct(
+def go_through(
     control: ControlDirectory, wishes: Wishes, show: Show, ask: Ask, reading: Callable[[], Reading]
 ) -> Report:
     """Go through the runbook; the report's `exit_code` is what to end with."""

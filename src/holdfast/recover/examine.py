@@ -7,46 +7,138 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.checkpoint import manifest as manifests
-from holdfast.checkpoint.manifest import ManifestError
-from holdfast.checkpoint.plain import is_plain_root
-from holdfast.checkpoint.resolution import Resolution
-from holdfast.checkpoint.resolver import checkpoint_root, resolve_resume, run_of_root
-from holdfast.checkpoint.verify import Progress
-from holdfast.cluster.node_name import node_name
-from holdfast.control.attempts import attempt_numbers
-from holdfast.control.directory import ControlDirectory
-from holdfast.control.launches import LaunchRecord, launch_to_repeat
-from holdfast.control.operator import budget_reset
-from holdfast.errors import ControlError, UsageError
-from holdfast.health.mounts import why_not_first
-from holdfast.journal.events import Line, SaveStarted
-from holdfast.journal.render import condense, printable, render
-from holdfast.observe.status import Status, look
-from holdfast.policy.capacity import Cluster
-from holdfast.policy.readiness import (
+from holdfast.base import Bounded, printable
+from holdfast.checkpoint.choose import Resolution, checkpoint_root, is_plain_root, resolve_resume, run_of_root
+from holdfast.checkpoint.format import SIZE, CheckpointRoot, ManifestError, Progress
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.cluster import node_name
+from holdfast.errors import ControlError, ExitCode, UsageError
+from holdfast.health import try_storage, why_not_first
+from holdfast.journal import Line, SaveStarted, condense, render_event
+from holdfast.observe import Status, look
+from holdfast.policy import (
+    FRESH,
+    LIVE,
+    REFUSED,
+    Cluster,
     Drain,
+    Finding,
+    StorageFacts,
     capacity,
+    classify,
     command,
+    exit_code,
     nodes_to_drain,
     nodes_to_start_with,
+    rung_findings,
+    side_of,
     storage,
+    trigger,
     world,
 )
-from holdfast.policy.runbook import LIVE, Finding, classify, exit_code, side_of, trigger
-from holdfast.policy.rungs import FRESH, REFUSED, rung_findings
-from holdfast.recover import scheduler
+from holdfast.record import ControlDirectory, LaunchRecord, attempt_numbers, budget_reset, launch_to_repeat
+from holdfast.recover import command as scheduler
 from holdfast.recover.command import command_of, settings_of
-from holdfast.recover.facts import cluster_of, facts_of, suspected
-from holdfast.recover.journalled import recent_lines
-from holdfast.recover.places import looked_at, storage_facts, try_places
+from holdfast.recover.facts import cluster_of, facts_of, recent_lines, suspected
 from holdfast.recover.report import Command, Moment, Report
+
+# Trying the directories that a run lies in, before anything is read from them.
+#
+# Guarantee: never longer than its deadline. A file system whose server is gone makes whoever only looks at it
+# wait for ever; what is on it can then neither be read nor chosen, and that is said instead.
+
+
+SECONDS = 60.0
+"""That a file system has to answer: an fsync may wait behind a checkpoint that is being written."""
+
+T = TypeVar("T")
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory, and what trying it showed."""
+
+    path: Path
+    there: bool = False
+    marked: bool | None = None
+    """Whether it carries the mark of a checkpoint root; None if that could not be seen."""
+    hangs: bool = False
+    problem: str = ""
+    """Why it does not take and give back what is written; empty if it does, or is not there."""
+    free: int | None = None
+
+
+def try_places(*paths: Path) -> list[Place]:
+    """Each of them, at the same time."""
+    deadline = time.monotonic() + SECONDS
+    trying = [(path, Bounded(partial(_try, path), "place")) for path in paths]
+    return [
+        one.result()
+        if one.ended(deadline - time.monotonic())
+        else Place(path=path, hangs=True, problem=_hangs())
+        for path, one in trying
+    ]
+
+
+def _try(path: Path) -> Place:
+    try:
+        if not path.is_dir():
+            return Place(path=path)
+        marked = CheckpointRoot(path).marker.exists()
+        info = os.statvfs(path)
+    except OSError as error:
+        return Place(path=path, there=True, problem=f"cannot be looked at: {error.strerror or error}")
+    problem = printable(try_storage(path, SIZE).problem, 1000)
+    free = info.f_bavail * info.f_frsize
+    return Place(path=path, there=True, marked=marked, problem=problem, free=free)
+
+
+def _hangs() -> str:
+    return f"no answer within {SECONDS:g} s: its file system hangs"
+
+
+def looked_at(path: Path, look: Callable[[], T]) -> T:
+    """What looking at a path tells; ControlError if its file system hangs."""
+    looking = Bounded(look, "place")
+    if looking.ended(SECONDS):
+        return looking.result()
+    raise ControlError(f"{path}: {_hangs()}. Look at its server and the mount, then try again")
+
+
+def storage_facts(
+    memory: Place, root: Place, found: Resolution | None, *, begun: bool = False
+) -> list[StorageFacts]:
+    """As the runbook judges it: the checkpoints' place, unless nobody ever began with one, and the run's.
+
+    `begun`: a rank has begun, so the root was there, and marked.
+    """
+    own = StorageFacts(
+        place=str(memory.path),
+        what="the run's memory",
+        problem=memory.problem,
+        free=memory.free,
+        code=int(ExitCode.CONTROL_UNUSABLE),
+    )
+    kept = found.candidates if found is not None else []
+    if not root.there and not root.hangs and not kept and not begun:
+        return [own]  # a start creates it
+    problem = root.problem
+    if not root.hangs and not root.there:
+        problem = "there is no such directory; is its file system mounted?"
+    elif (kept or begun) and root.marked is False:
+        problem = "is not the directory that they were saved to; is its file system mounted?"
+    needed = max((row.bytes for row in kept), default=0)
+    checkpoints = StorageFacts(
+        place=str(root.path), what="the checkpoints", problem=problem, free=root.free, needed=needed
+    )
+    return [checkpoints, own]
+
 
 MOMENTS = 60
 """Lines of the journal in a record: those before the end tell most."""
@@ -239,6 +331,6 @@ def _answer(report: Report, status: Status) -> str:
 def timeline(lines: list[Line]) -> list[Moment]:
     """What the journal tells of the last attempts, a line each."""
     return [
-        Moment(at=line.at, attempt=line.attempt, who=printable(line.who), text=render(line.body).text)
+        Moment(at=line.at, attempt=line.attempt, who=printable(line.who), text=render_event(line.body).text)
         for line in condense(line for line in lines if not isinstance(line.body, SaveStarted))[-MOMENTS:]
     ]

@@ -5,27 +5,98 @@ Like the status it always answers: what cannot be read is left out and named und
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
-from holdfast.control.attempts import AttemptRecord, FailureRecord, attempt_numbers, end_of, failures_of
-from holdfast.control.directory import ControlDirectory, read_record
-from holdfast.control.exclusions import Exclusion, excluded
-from holdfast.control.history import LAUNCHER_ENDED, past_attempts
-from holdfast.control.launches import LaunchRecord
+from holdfast.base import printable
 from holdfast.errors import ControlError
-from holdfast.journal.cluster_events import HealthFailed, PingFailed, StopForced
-from holdfast.journal.events import LeaseLost, Line, OperatorActed, SaveFailed, StorageAlarm, Warned
-from holdfast.journal.render import printable, render
-from holdfast.launch.incident_line import shown_decision
-from holdfast.observe.status import Status
-from holdfast.observe.stops import StopState
-from holdfast.policy.budgets import episode
-from holdfast.policy.capacity import Cluster
-from holdfast.policy.capacity import Exclusion as KeptOut
-from holdfast.policy.readiness import Suspected
-from holdfast.policy.recovery import describe_end
-from holdfast.policy.runbook import Facts, StopFacts
+from holdfast.journal import (
+    REPORTER,
+    HealthFailed,
+    LeaseLost,
+    Line,
+    OperatorActed,
+    PingFailed,
+    SaveFailed,
+    StepsDone,
+    StopForced,
+    StorageAlarm,
+    Warned,
+    decode_loss,
+    read_tail,
+    render_event,
+)
+from holdfast.launch import shown_decision
+from holdfast.observe import Status, StopState
+from holdfast.policy import Cluster, Facts, StopFacts, Suspected, describe_end, episode
+from holdfast.policy import Exclusion as KeptOut
+from holdfast.record import (
+    LAUNCHER_ENDED,
+    AttemptRecord,
+    ControlDirectory,
+    Exclusion,
+    FailureRecord,
+    LaunchRecord,
+    attempt_numbers,
+    end_of,
+    excluded,
+    failures_of,
+    list_names,
+    past_attempts,
+    read_record,
+)
+
+# The last lines of a run's last attempts. The cost does not depend on how long the run was.
+
+
+TAIL_BYTES = 1024 * 1024
+"""Of each writer's file: many thousand steps."""
+FILES = 64
+"""Writers of one attempt whose files are read: rank 0, the agents of the first nodes, operators."""
+_NAME = re.compile(r"([0-9]{6,})-(.*)-[0-9]+\.jsonl")
+
+
+def recent_lines(control: ControlDirectory, attempts: Iterable[int]) -> list[Line]:
+    """The ends of these attempts' journals, by time; what cannot be read is left out."""
+    wanted = set(attempts)
+    chosen: dict[int, list[str]] = {}
+    for name in sorted(list_names(control.journal), key=_importance):
+        match = _NAME.fullmatch(name)
+        if match and int(match[1]) in wanted:
+            chosen.setdefault(int(match[1]), []).append(name)
+    lines = [
+        line
+        for names in chosen.values()
+        for name in names[:FILES]
+        for line in read_tail(control.journal / name, TAIL_BYTES)
+    ]
+    return sorted(lines, key=lambda line: (line.at, line.who, line.seq))
+
+
+class StepTold(NamedTuple):
+    step: int
+    seconds: float
+    loss: float | None
+    samples: str
+    """The digest of its sample ids; empty if it had none."""
+
+
+def steps_told(lines: Iterable[Line]) -> Iterator[StepTold]:
+    """What rank 0 journalled of every completed step, in the order of the lines."""
+    for line in lines:
+        body = line.body
+        if isinstance(body, StepsDone) and line.who == REPORTER:
+            for at, took in enumerate(body.seconds):
+                loss = decode_loss(body.loss[at]) if at < len(body.loss) else None
+                samples = body.samples[at] if at < len(body.samples) else ""
+                yield StepTold(body.first + at, took, loss, samples)
+
+
+def _importance(name: str) -> tuple[bool, str]:
+    """Ranks but the first say little that others do not, and may be very many."""
+    return ("-rank-" in name and "-rank-0-" not in name, name)
+
 
 SHOWN = 8
 """Failures, grounds and notes told one by one."""
@@ -101,7 +172,7 @@ def _stop(stop: StopState | None, lines: list[Line]) -> StopFacts | None:
 def _notes(lines: list[Line]) -> list[str]:
     """What else was journalled that may have to do with the end, the last few of each kind."""
     kinds = (HealthFailed, PingFailed, StorageAlarm, SaveFailed, LeaseLost)
-    found = [render(line.body).text for line in lines if isinstance(line.body, kinds)]
+    found = [render_event(line.body).text for line in lines if isinstance(line.body, kinds)]
     ended = [
         printable(line.body.message)
         for line in lines

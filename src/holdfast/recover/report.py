@@ -1,15 +1,174 @@
-"""What `holdfast recover` has to say: every stage, what was done, and whether the resume was correct."""
+"""The runbook in words: for a terminal, and as a record for an incident ticket. Pure."""
 
 from __future__ import annotations
 
 import shlex
+import textwrap
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
-from holdfast.checkpoint.resolution import Resolution
-from holdfast.policy.readiness import Drain
-from holdfast.policy.resume_check import Point
-from holdfast.policy.runbook import Finding
+from holdfast.base import moment, printable
+from holdfast.checkpoint.choose import Resolution
+from holdfast.policy import Drain, Finding, Mark
+from holdfast.recover.resume_check import Agreement, Point
+
+STYLES = {Mark.OK: "green", Mark.NOTE: "yellow", Mark.PROBLEM: "bold red", Mark.UNKNOWN: "yellow"}
+AGREED = {Agreement.CORRECT: "green", Agreement.NOT_CORRECT: "bold red", Agreement.NOT_KNOWN: "yellow"}
+
+
+class Row(NamedTuple):
+    """One line: a word in a style, then plain text."""
+
+    word: str
+    style: str
+    text: str
+
+
+def rows(report: Report) -> Iterator[Row]:
+    """The stages, as a terminal shows them."""
+    yield Row("", "", f"run {report.run} in {report.run_dir}" if report.run else f"no run; {report.run_dir}")
+    for finding in report.findings:
+        yield from _finding(finding)
+
+
+def _finding(finding: Finding) -> Iterator[Row]:
+    yield Row(finding.mark, STYLES[finding.mark], f"{finding.stage:<10}{printable(finding.text, 2000)}")
+    for line in finding.evidence:
+        yield Row("", "", f"{'':10}- {printable(line, 2000)}")
+    if finding.next:
+        yield Row("", "", f"{'':10}next: {finding.next}")
+
+
+def check_rows(points: list[Point]) -> Iterator[Row]:
+    for point in points:
+        yield Row(point.verdict, AGREED[point.verdict], f"{point.point:<12}{point.found}")
+        if point.verdict is not Agreement.CORRECT:
+            yield Row("", "", f"{'':12}expected: {point.expected}")
+
+
+def plain(row: Row) -> str:
+    return f"{row.word:<12}{row.text}".rstrip() if row.word or row.text.startswith(" ") else row.text
+
+
+def verdict(report: Report) -> str:
+    """Whether the resume was correct, in a line."""
+    wrong = [point.point for point in report.check if point.verdict is Agreement.NOT_CORRECT]
+    if report.correct is False:
+        return f"the resume was NOT correct: {', '.join(wrong)}"
+    open_points = [point.point for point in report.check if point.verdict is Agreement.NOT_KNOWN]
+    doubt = f" (not known: {', '.join(open_points)})" if open_points else ""
+    if report.correct is None:
+        return f"nothing shows that the resume was wrong, nor that it was correct{doubt}"
+    slow = ", but it is slower than before" if wrong else ""
+    return f"the resume was correct{slow}{doubt}"
+
+
+# --- the record --------------------------------------------------------------------------------------------
+
+
+MARK = "# Recovery "
+"""By which an earlier record is known."""
+
+
+def markdown(report: Report) -> str:
+    """A record fit for an incident ticket: summary, evidence, actions, resume check, timeline."""
+    parts = [
+        f"{MARK}of run {report.run}" if report.run else f"{MARK}from {_cell(report.run_dir)}",
+        "",
+        *_summary(report),
+        "",
+        "## Findings",
+        "",
+        "| stage | | found |",
+        "|---|---|---|",
+        *(f"| {one.stage} | {one.mark} | {_cell(one.text)} |" for one in report.findings),
+        "",
+        "## Evidence",
+        "",
+        *_evidence(report),
+        "",
+        "## Actions",
+        "",
+        *_actions(report),
+        "",
+        *_check(report),
+        "## Timeline",
+        "",
+        *_timeline(report),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _summary(report: Report) -> list[str]:
+    lines = [
+        f"* run directory: `{report.run_dir}`",
+        f"* written: {moment(report.at)}",
+        f"* what stopped it: {_cell(report.findings[0].text)}",
+        f"* cause: {report.cause}",
+        f"* answer: {_cell(report.answer)} (exit code {report.exit_code})",
+    ]
+    if report.check:
+        lines.append(f"* resume check: {verdict(report)}")
+    return lines
+
+
+def _evidence(report: Report) -> list[str]:
+    lines: list[str] = []
+    for finding in report.findings:
+        told = [*finding.evidence, *([f"next: {finding.next}"] if finding.next else [])]
+        if told:
+            lines += [f"* **{finding.stage}**", *(f"  * {_cell(line)}" for line in told)]
+    return lines or ["none beyond the findings"]
+
+
+def _actions(report: Report) -> list[str]:
+    lines = []
+    for one in report.actions:
+        result = f" ({_cell(one.result)})" if one.result else ""
+        lines.append(f"* {'done' if one.done else 'not done'}: {_cell(one.what)}{result}")
+    if report.command is not None:
+        what = "run" if report.started else "to run"
+        ended = f", ended with code {report.ended_with}" if report.ended_with is not None else ""
+        command = shlex.join(report.command.argv)
+        lines.append(f"* {what}{ended}, in `{report.command.directory}`:")
+        lines += ["", textwrap.indent(f"```console\n$ {command}\n```", "  ")]
+    return lines or ["none: nothing was changed"]
+
+
+def _check(report: Report) -> list[str]:
+    if not report.check:
+        return []
+    table = [
+        f"| {one.point} | {one.verdict} | {_cell(one.expected)} | {_cell(one.found)} |"
+        for one in report.check
+    ]
+    head = [
+        "## Resume check",
+        "",
+        f"{verdict(report)}.",
+        "",
+        "| point | | expected | found |",
+        "|---|---|---|---|",
+    ]
+    return [*head, *table, ""]
+
+
+def _timeline(report: Report) -> list[str]:
+    lines = ["| time | attempt | who | what |", "|---|---|---|---|"]
+    for one in report.timeline:
+        lines.append(f"| {moment(one.at)} | {one.attempt} | {_cell(one.who)} | {_cell(one.text)} |")
+    return lines
+
+
+def _cell(text: str) -> str:
+    """Text that cannot end a table's cell, nor become mark-up of its own."""
+    shown = printable(text, 2000).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    return shown.replace("`", "'").replace("*", "\\*").replace("_", "\\_")
+
+
+# What `holdfast recover` has to say: every stage, what was done, and whether the resume was correct.
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint import image
+from holdfast.checkpoint.save import image
 
 OUT = Path(os.environ["TINY_OUT"])
 HOLD = os.environ.get("SLOW_HOLD", "")

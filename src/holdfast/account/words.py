@@ -1,0 +1,299 @@
+"""What is told on the terminal between an incident and its end: refusals, the resume, being back. Pure.
+
+Fed with the journal's lines as they are written; each gives a line for people, or None. What it says of time
+and steps comes from `incidents`, which every other page uses too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast.account.incidents import Incident, bad_copies, done_of, headline, verdict_on
+from holdfast.account.remarks import (
+    KINDS,
+    Remark,
+    counted,
+    drop_on_the_terminal,
+    resized,
+    stored_slowly,
+    what_of_slow_storage,
+)
+from holdfast.base import duration, plural, printable, size
+from holdfast.checkpoint.format import parse_name
+from holdfast.errors import ExitCode
+from holdfast.journal import (
+    Account,
+    Line,
+    Resumed,
+    RungRejected,
+    SaveCommitted,
+    StandingChanged,
+    StepRejected,
+    StepsDone,
+)
+from holdfast.policy import Cause
+
+# An account in words: one line, the lines of a terminal, and the five answers. Pure.
+
+
+NOTHING = "nothing to do"
+NEEDS_NOTHING = "; the run itself needs nothing"
+"""How `next` ends where it asks for something that the run goes on without."""
+
+
+class Answer(NamedTuple):
+    """One of the five, for a person who has seen nothing else."""
+
+    question: str
+    text: str
+
+
+def one_line(account: Account, resumed: int | None = None) -> str:
+    """An incident, what was decided about it and what is left to do, for alerts and `holdfast status`.
+    `resumed`: see `done_of`."""
+    left = "" if account.next in ("", NOTHING) else f"; next: {printable(account.next)}"
+    return f"{headline(account)} → {printable(done_of(account, resumed))}{left}"
+
+
+def on_the_terminal(account: Account, run_dir: str) -> str:
+    """At the moment it happens: three or four lines if the run goes on, a few more if it does not."""
+    lines = [headline(account)]
+    if account.why:
+        lines.append(f"why:  {printable(account.why[0])}")
+    if account.cause == Cause.HANG and not account.ends:  # who waited is half of the answer
+        lines += [f"      {printable(text)}" for text in account.why[1:2]]
+    if not account.ends:
+        lines.append(f"done: {printable(account.done)}")
+        if account.next != NOTHING:
+            lines.append(f"next: {printable(account.next)}")
+        return "\n  ".join(lines)
+    lines += [f"      {printable(text)}" for text in account.why[1:]]
+    lines.append(f"done: {printable(account.done)} (exit code {account.exit_code}){_unsaved(account)}")
+    lines.append(f"next: {printable(account.next)}")
+    lines += [f"file: {printable(name, 4096)}" for name in account.files]
+    lines.append(f"more: holdfast why {printable(run_dir, 4096)}")
+    return "\n  ".join(lines)
+
+
+def stop_on_the_terminal(account: Account, run_dir: str) -> str:
+    """At the end of a run that was asked to stop."""
+    lines = [f"stopped: {headline(account)}"]
+    lines += [
+        f"{'why: ' if not at else '     '} {printable(text)}" for at, text in enumerate(account.why[:3])
+    ]
+    lost = _unsaved(account) if account.exit_code == ExitCode.STOPPED_UNSAVED else ""
+    lines.append(f"done: {printable(account.done)} (exit code {account.exit_code}){lost}")
+    lines.append(f"next: {printable(account.next)}")
+    lines.append(f"more: holdfast why {printable(run_dir, 4096)}")
+    return "\n  ".join(lines)
+
+
+def cost_of(incident: Incident) -> str:
+    """What it cost, by the numbers that every page shows."""
+    lost = duration(incident.seconds_lost)
+    told = incident.account
+    if told is not None and told.ends and incident.open:
+        return f"the run ended{_unsaved(told)}"
+    if incident.open:
+        return f"{lost} so far, {plural(incident.steps_lost, 'step')} to do again"
+    if incident.caught_up_at is None:  # the next one came first, and goes on from there
+        return f"{lost} until the next incident"
+    if not incident.steps_lost:
+        return f"{lost} until it trained again, no step lost"
+    steps = f"{plural(incident.steps_lost, 'step')} done again"
+    again = incident.seconds_lost - incident.seconds_down
+    if again < LITTLE * incident.seconds_lost:  # the same number twice says less than once
+        return f"{lost} until it trained again, {steps}"
+    down = duration(incident.seconds_down)
+    return f"{lost}: {down} until it trained again, then {steps} in {duration(again)}"
+
+
+LITTLE = 0.02
+"""Part of the time lost that is not worth a number of its own."""
+
+
+def short(next_: str) -> str:
+    """What is to be done, in a few words, for a line that has said much else; empty if nothing is."""
+    asked = next_.removesuffix(NEEDS_NOTHING)
+    if not asked or asked.startswith(NOTHING):
+        return ""
+    return printable(asked.partition(" (")[0].partition(": ")[0].partition("; ")[0])
+
+
+def _unsaved(account: Account) -> str:
+    """What the next start has to do again."""
+    saved, last = account.saved, account.step
+    if last is None or last <= (saved or 0):
+        return "" if saved is None else f"; saved up to step {saved}"
+    lost = f"step {last} is" if last == (saved or 0) + 1 else f"steps {(saved or 0) + 1}–{last} are"
+    kept = f"saved up to step {saved}" if saved is not None else "nothing was saved"
+    return f"; {kept}, {lost} lost"
+
+
+def five(incident: Incident) -> list[Answer]:
+    """Who failed first, what happened, why, what was done and what it cost, what to do now."""
+    told = incident.account
+    if told is None:  # of an older release, or of a run that nobody watched
+        return [
+            Answer("what", incident.what),
+            Answer("why", "; ".join(incident.evidence[:3]) or "not recorded"),
+            Answer("done", incident.decision),
+            Answer("cost", cost_of(incident)),
+        ]
+    found = [
+        Answer("who", printable(told.who)),
+        Answer("what", printable(told.what)),
+        *(Answer("why" if not at else "", printable(text)) for at, text in enumerate(told.why)),
+        Answer("done", printable(done_of(told, incident.resumed_step))),
+    ]
+    if incident.refused:
+        others = (text for text in incident.refused if text.partition(":")[0] not in told.suspects)
+        found += [Answer("", f"refused {text}") for text in others]
+    found += [Answer("", text) for text in incident.copies]
+    found += [Answer("", text) for text in incident.settled]
+    found.append(Answer("cost", cost_of(incident)))
+    now = told.next if told.ends or not incident.open else "wait: it is not back yet"
+    return [*found, Answer("next", printable(now))]
+
+
+AVOIDED = "avoided:"
+"""How the reason begins of a checkpoint that may be sound, and that the next attempt is to do without."""
+MOST_REFUSED = 20
+"""Refused checkpoints that are told of one by one, in one attempt."""
+MOST_DROPPED = 20
+"""The same of dropped steps, in one launch."""
+
+
+class Story:
+    """One for a launch. `fell` is called when an incident is told."""
+
+    def __init__(self) -> None:
+        self._open: Account | None = None
+        self.target = 0
+        """The step at which the run is back."""
+        self._refused: set[str] = set()
+        self._suspects: set[str] = set()
+        """Checkpoints that may have been the cause of something, until it is known."""
+        self._unsound = False
+        """Whether one of them was no good."""
+        self._slow: set[str] = set()
+        """Storage that was told to be slow: the end says what it came to."""
+        self._dropped = 0
+
+    def fell(self, account: Account) -> None:
+        """An incident was told; if the run goes on, it is followed until it is back."""
+        self._open = None if account.ends else account
+        self.target = max(self.target, account.step or 0)
+        self._suspects |= set(account.suspects)
+        self._refused, self._unsound = set(), False
+
+    def line(self, line: Line) -> str | None:
+        """What to print for this line; None for nothing."""
+        body = line.body
+        if isinstance(body, RungRejected):
+            return self._refuses(body)
+        if isinstance(body, StepRejected):
+            return self._drops(body)
+        if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
+            told = (_resumed(body, self._unsound), *bad_copies(body), resized(body))
+            return "\n  ".join(filter(None, told))
+        if isinstance(body, Resumed):
+            return "\n  ".join(filter(None, (*bad_copies(body), resized(body)))) or None
+        if isinstance(body, StandingChanged) and body.checkpoint in self._suspects:
+            return verdict_on(body) or None
+        if isinstance(body, SaveCommitted) and stored_slowly(body) and body.root not in self._slow:
+            self._slow.add(body.root)
+            return _stored_slowly(body)
+        return None
+
+    def is_back(self, line: Line) -> Account | None:
+        """The incident that this line ends: the run has done again what it had done before it."""
+        told, body = self._open, line.body
+        if told is None or not isinstance(body, StepsDone) or line.attempt <= told.attempt:
+            return None
+        last = body.first + max(len(body.seconds), len(body.loss), 1) - 1
+        if last < self.target:
+            return None
+        self._open = None
+        return told
+
+    def _drops(self, body: StepRejected) -> str | None:
+        if body.then != "dropped" or not body.in_a_row or self._dropped > MOST_DROPPED:
+            return None
+        self._dropped += 1
+        if self._dropped > MOST_DROPPED:
+            return "further dropped steps are not told here: `holdfast journal` has them all"
+        return drop_on_the_terminal(body)
+
+    def _refuses(self, body: RungRejected) -> str | None:
+        if body.checkpoint in self._refused or len(self._refused) >= MOST_REFUSED:
+            return None
+        passed_over = all(reason.startswith(AVOIDED) for reason in body.reasons) and bool(body.reasons)
+        self._refused.add(body.checkpoint)
+        self._unsound = self._unsound or not passed_over
+        name = parse_name(body.checkpoint)
+        which = f"at step {name.step} ({printable(body.checkpoint)})" if name else printable(body.checkpoint)
+        why = "; ".join(printable(reason) for reason in body.reasons) or "it may not be used"
+        if passed_over:
+            return f"the checkpoint {which} is passed over: what failed may come from it"
+        return f"the checkpoint {which} was refused: {why}"
+
+
+def _resumed(body: Resumed, refused: bool) -> str:
+    if body.checkpoint is None:
+        return "begins anew: there is no checkpoint to go on from"
+    below = ", the newest that is sound" if refused else ""
+    return f"goes on from step {body.step}{below} ({printable(body.checkpoint)}, verified)"
+
+
+def _stored_slowly(body: SaveCommitted) -> str:
+    waited = ", and training stood still meanwhile" if body.blocked_seconds >= 1 else ""
+    which = f"the {size(body.bytes)} of the save of step {body.step}"
+    return (
+        f"the storage of {printable(body.root, 4096)} is slow: it took "
+        f"{duration(body.stored_seconds)} to store {which}{waited}; the save is sound\n"
+        f"  next: {what_of_slow_storage(body.blocked_seconds)}"
+    )
+
+
+def back(incident: Incident, step: int) -> str:
+    """Said once the run has caught up."""
+    redone = f", {plural(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
+    told = incident.account
+    left = short(told.next) if told is not None else ""
+    return f"back at step {step} after {duration(incident.seconds_lost)}{redone}: {left or NOTHING}"
+
+
+def closing(found: list[Incident], others: list[Remark], steps: int, run_dir: str) -> str:
+    """The last line of a run that finished."""
+    said = finished(found, others, steps)
+    if not found and not others:
+        return said
+    return f"{said}; report: holdfast journal {printable(run_dir, 4096)} --report report.html"
+
+
+def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
+    """How a run that finished came through, for the terminal's last line and the report's first."""
+    if not found and not others:
+        return f"finished: {plural(steps, 'step')}, no incident"
+    restarts = sum(one.account is None or not one.account.ends for one in found)
+    redone = sum(one.steps_lost for one in found)
+    what = [plural(steps, "step"), plural(restarts, "restart") if restarts else "no restart"]
+    what += [f"{plural(redone, 'step')} done again"] if redone else []
+    what += [f"{duration(sum(one.seconds_lost for one in found))} lost"] if found else []
+    asked = [one.account.next for one in found if one.account is not None]
+    asked += [one.next for one in others if one.kind != "stop"]  # it went on since
+    left = list(dict.fromkeys(filter(None, map(short, asked))))
+    more = f", and {len(left) - 1} more" if len(left) > 1 else ""
+    to_do = f"; to do: {left[-1]}{more}" if left else f", {NOTHING}"
+    worst = {KINDS[kind]: _costliest(others, kind) for kind in ("slow", "storage")}
+    met = "".join(f"; {plural(count, kind)}{worst.get(kind, '')}" for count, kind in counted(others))
+    return f"finished: {', '.join(what)}{met}{to_do}"
+
+
+def _costliest(others: list[Remark], kind: str) -> str:
+    """What the slow rank, or the slow save, that cost most came to: a count alone says nothing about it."""
+    most = max((one for one in others if one.kind == kind), key=lambda one: one.seconds, default=None)
+    if most is None:
+        return ""
+    return f" ({most.who}{f': {most.cost}' if most.cost else ''})"

@@ -1,0 +1,558 @@
+"""Resume: the whole group goes down the ladder together and takes the first rung that all can use.
+
+Guarantee: every rank ends with the same checkpoint, or every rank raises; nobody waits without a deadline.
+
+Rank 0 proposes a rung through the store. Every rank loads and verifies what it needs of it and answers. If
+all answers are good, rank 0 writes the attempt's head and then fixes the decision, which the others read; if
+one is bad, it proposes the next rung. There is no collective in this: a group that cannot form one can still
+decide, and a rank that dies is noticed by the deadline of whoever waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from holdfast.base import plural, size
+from holdfast.checkpoint import open_root, reading
+from holdfast.checkpoint.choose.inventory import Fetcher, look_at, refuse_named, take_inventory, take_pinned
+from holdfast.checkpoint.choose.ladder import AVOIDED, Ladder, Rung, leave_out
+from holdfast.checkpoint.choose.load import LoadedState, load, load_stock
+from holdfast.checkpoint.copies import AssembledShards, Assembly, LocalInventory
+from holdfast.checkpoint.format import (
+    CheckpointName,
+    CheckpointRoot,
+    Reason,
+    StorageWatch,
+    is_url,
+    parse_name,
+)
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.remote import Remote
+from holdfast.checkpoint.state import Tracked
+from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
+from holdfast.journal import Decision, JournalWriter, RejectedOption, Resumed, RungRejected, Warned
+from holdfast.record import (
+    ControlDirectory,
+    Decisions,
+    Fence,
+    Group,
+    HeadRecord,
+    Pin,
+    Standing,
+    StandingBook,
+    note_root,
+    pinned,
+    read_key,
+    read_timeline,
+    use_up,
+    write_head,
+)
+
+FRESH = "fresh start"
+USED = {"own": "on the nodes themselves", "peer": "from peers", "global": "from the checkpoint root"}
+
+T = TypeVar("T")
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    rung: Rung | None
+    """None: start fresh, unless `refusal` says why not."""
+    path: str = ""
+    refusal: str = ""
+    asks: Literal["", "holds", "verified"] = ""
+    """Places say what they hold of it, by their records or after reading it; nothing is loaded, and no
+    verdict follows."""
+    assembly: str = ""
+    """Where it is written from which place each shard comes; empty: all of them lie under `path`."""
+    fresh: list[str] = []
+    """Parts that begin anew, whatever it holds of them."""
+    directory: str = ""
+    """With `assembly`: where the global tier has the checkpoint, if it has."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    problem: str = ""
+    """Why this rank cannot use the rung's bytes; another rung may do."""
+    unfit: str = ""
+    """Why the checkpoint does not fit the script; no other rung will do."""
+    samples: int = 0
+    tokens: int = 0
+    """This rank's share of those of the whole job."""
+    bad: list[str] = []
+    """Copies whose bytes were found wrong while others served."""
+    used: dict[str, int] = {}
+    """Bytes that were read, by source, where there was more than one: own, peer, global."""
+
+
+class RungJudgement(msgspec.Struct, frozen=True, kw_only=True):
+    go_on: bool
+    """Whether another proposal follows."""
+    unfit: str = ""
+    samples: int = 0
+    tokens: int = 0
+    """Of all ranks together, as what they have loaded says."""
+
+
+class ResumeDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """Fixed once an attempt, durable before anyone trains."""
+
+    chosen: str
+    step: int
+    rung: Rung | None
+    rejected: list[RejectedOption]
+    evidence: list[str]
+
+
+class Resumer:
+    """Resumes one attempt."""
+
+    def __init__(
+        self,
+        *,
+        control: ControlDirectory,
+        fence: Fence,
+        group: Group,
+        root: CheckpointRoot,
+        attempt: int,
+        tracked: Tracked,
+        journal: JournalWriter,
+        load_timeout: float,
+        decision_timeout: float,
+        remote: Callable[[], Remote] | None = None,
+        retry_seconds: float = 120.0,
+        avoid: Collection[str] = (),
+        local: LocalInventory | None = None,
+        local_unseen: bool = False,
+        needs_data: bool = False,
+        fresh_parts: Sequence[str] = (),
+        began: str = "",
+    ) -> None:
+        """`remote` opens, on rank 0, where a rung is fetched from whose local copy is missing or bad.
+
+        `avoid` names rungs that an ordinary resume of this attempt leaves out, by a decision of recovery.
+        `local` knows what the places of the local tier hold, if there is one; `local_unseen`: there is one,
+        and this attempt cannot use it. `needs_data`: this script has a data feed, so a checkpoint must hold
+        its position. `fresh_parts` begin anew where the run begins from what it was told to: a rung that is
+        named now, that lies elsewhere, or that is named `began`, from which it began before.
+        """
+        self._control = control
+        self._fence = fence
+        self._group = group
+        self._root = root
+        self._attempt = attempt
+        self._tracked = tracked
+        self._journal = journal
+        self._load_timeout = load_timeout
+        self._decision_timeout = decision_timeout
+        self._avoid = avoid
+        self._local = local
+        self._local_unseen = local_unseen
+        self._needs_data = needs_data
+        self._fresh_parts = list(fresh_parts)
+        self._began = began
+        self._claims: set[CheckpointName] = set()
+        """On rank 0: what the local tier may hold, by its records."""
+        self._alarm = StorageWatch(journal)
+        self._numbers = itertools.count()
+        self._bad_copies: list[str] = []
+        """On rank 0: copies of what is proposed whose bytes are wrong, whether or not others serve."""
+        self._sources: list[str] = []
+        self.taken: Proposal | None = None
+        """What was loaded in the end, and from where."""
+        """Where the shards of what is proposed come from, in words."""
+        self.counted = (0, 0)
+        """Samples and tokens of all ranks together, as what they have loaded says."""
+        self._pin: Pin | None = None
+        """What an operator pinned, as rank 0 found it at the start of the search."""
+        self._decisions = Decisions(control, fence, attempt, group.store)
+        self._fetcher = Fetcher(
+            remote=remote,
+            root=root,
+            run=control.run_id,
+            fence=fence,
+            attempt=attempt,
+            journal=journal,
+            timeout=load_timeout,
+            retry_seconds=retry_seconds,
+        )
+
+    def resume(self, resume_from: str, *, force: bool) -> tuple[ResumeDecision, LoadedState | None]:
+        """The group's choice, and this rank's verified state (None for a fresh start)."""
+        started = time.monotonic()
+        if self._local is not None:
+            self._local.report()
+        if self._group.is_coordinator:
+            decision, state = self._lead(resume_from, force=force)
+            name = decision.rung.name if decision.rung else None
+            seconds = time.monotonic() - started
+            saved_by = state.manifest.world.size if state is not None and state.manifest else 0
+            self._journal.write(
+                Resumed(
+                    checkpoint=name,
+                    step=decision.step,
+                    seconds=seconds,
+                    world_size=self._group.world_size,
+                    saved_by=saved_by,
+                    bad_copies=self._bad_copies if name is not None else [],
+                )
+            )
+            return decision, state
+        return self._follow()
+
+    # --- rank 0 ---------------------------------------------------------------------------------------------
+
+    def _lead(self, resume_from: str, *, force: bool) -> tuple[ResumeDecision, LoadedState | None]:
+        try:
+            ladder = self._look(resume_from, force=force)
+        except HoldfastError as error:
+            self._propose(Proposal(rung=None, refusal=str(error)))
+            raise
+        rejected = list(ladder.rejected)
+        for rung in ladder.rungs:
+            problems: list[str] = []
+            self._bad_copies = []
+            while True:
+                offer, found = self._offer(rung)
+                problems += found
+                if offer is not None and offer.assembly:
+                    self._bad_copies += found
+                if offer is not None:
+                    offer = msgspec.structs.replace(offer, fresh=self._fresh_from(rung, resume_from))
+                    number = self._propose(offer)
+                    state, mine = self._try(offer)
+                    found, unfit = self._gather(number, mine)
+                    if unfit:
+                        self._conclude(number, RungJudgement(go_on=False, unfit=unfit))
+                        raise IncompleteStateError(unfit)
+                    if not found and state is not None:
+                        self.taken = offer
+                        return self._fix(number, rung, rejected, resume_from), state
+                    self._conclude(number, RungJudgement(go_on=True))
+                    problems += found + self._find_bad_copies(offer)
+                why_not = self._fetcher.fetch(rung, problems)
+                if why_not is not None:
+                    problems += why_not
+                    break
+            rejected.append(RejectedOption(rung.name, problems))
+            self._journal.write(RungRejected(checkpoint=rung.name, step=rung.step, reasons=problems))
+            if refusal := self._alarm.after(rung.name, self._root.path):
+                self._propose(Proposal(rung=None, refusal=refusal))
+                raise NoValidRungError(refusal)
+        if ladder.may_start_fresh:
+            number = self._propose(Proposal(rung=None))
+            return self._fix(number, None, rejected, resume_from), None
+        refusal = self._refusal(ladder, rejected, resume_from)
+        self._journal.write(
+            Decision(about="resume", chosen="refused", evidence=[refusal.splitlines()[0]], rejected=rejected)
+        )
+        self._propose(Proposal(rung=None, refusal=refusal))
+        raise NoValidRungError(refusal)
+
+    def _fresh_from(self, rung: Rung, resume_from: str) -> list[str]:
+        named = resume_from != "auto" and self._pin is None
+        return self._fresh_parts if named or rung.path or rung.name == self._began else []
+
+    def _offer(self, rung: Rung) -> tuple[Proposal | None, list[str]]:
+        """How a rung can be loaded; None if it cannot. And what was found wrong with copies of it."""
+        self._sources = []
+        path, inspection = look_at(rung, self._root, self._control.run_id)
+        problems = [str(problem) for problem in inspection.problems]
+        whole = Proposal(rung=rung, path=str(path))
+        name = CheckpointName(rung.step, rung.id)
+        if self._local is None or name not in self._claims:
+            return (None, problems) if problems else (whole, [])
+        home = self._local.home(name, rung.manifest, path)
+        if home is None:
+            problems.append("unreadable-manifest: the local tier's manifest is gone or another's")
+            return (None, problems) if inspection.problems else (whole, problems)
+        in_global = not inspection.problems
+        number, assembly, bad = self._ask_places(rung, home, "holds", in_global=in_global)
+        if not assembly.complete:
+            shown = ", ".join(assembly.missing[:3])
+            bad.append(f"missing {plural(len(assembly.missing), 'file')} on all nodes, first {shown}")
+            return None, bad + problems
+        self._sources = self._local.describe(name, assembly)
+        written = self._local.publish(number, assembly)
+        return Proposal(rung=rung, path=str(home), assembly=written, directory=str(path)), bad
+
+    def _ask_places(
+        self, rung: Rung, home: Path, what: Literal["holds", "verified"], *, in_global: bool
+    ) -> tuple[int, Assembly, list[str]]:
+        """What the places hold of a rung, and what of it they found bad; with the question's number."""
+        assert self._local is not None
+        number = self._propose(Proposal(rung=rung, path=str(home), asks=what))
+        self._answer_as_place(number, rung, home, what)
+        return number, *self._local.gather(number, manifests.read(home)[0], in_global=in_global)
+
+    def _find_bad_copies(self, offer: Proposal) -> list[str]:
+        """Some rank has found no right bytes. Whose are wrong is found by who holds them, for all resumes."""
+        if not offer.assembly or offer.rung is None:
+            return []
+        return self._ask_places(offer.rung, Path(offer.path), "verified", in_global=False)[2]
+
+    def _look(self, resume_from: str, *, force: bool) -> Ladder:
+        """The ladder, after making sure that the root can be written: better now than at the first save."""
+        try:
+            open_root(self._root)
+            self._fetcher.open()
+            self._note_root()
+            self._claims = self._local.claims() if self._local is not None else set()
+            self._pin = pinned(self._control)
+            if self._pin is not None:
+                name, there = self._pin.checkpoint, {*self._fetcher.names(), *self._claims}
+                return take_pinned(self._control, self._root, name, force=self._pin.force, copies=there)
+            if is_url(resume_from):
+                if not force and (ladder := self._refuse_url(resume_from)) is not None:
+                    return ladder
+                resume_from = str(self._fetcher.named(resume_from))
+            copies = {*self._fetcher.names(), *self._claims} if resume_from != "fresh" else ()
+            ladder = take_inventory(
+                self._control,
+                self._root,
+                resume_from,
+                force=force,
+                copies=copies,
+                local_unseen=self._local_unseen,
+            )
+            return self._without_avoided(ladder) if resume_from == "auto" else ladder
+        except OSError as error:
+            raise UsageError(
+                f"the checkpoint root {self._root.path} cannot be used: {error}. "
+                "Set checkpoint.root to a directory that this job can write"
+            ) from error
+
+    def _refuse_url(self, url: str) -> Ladder | None:
+        """The empty ladder of a remote copy that was condemned; found out before its bytes are fetched."""
+        path = self._fetcher.standing_of(url)
+        name = parse_name(path.name)
+        assert name is not None
+        return refuse_named(
+            Rung(name=str(name), step=name.step, id=name.id, manifest="", path=str(path)), self._control
+        )
+
+    def _note_root(self) -> None:
+        """From now on whoever judges a checkpoint finds its root; what was judged before is made up for."""
+        note_root(self._control, self._root.path, self._fetcher.url)
+        book = StandingBook(self._control, self._root.path)
+        for problem in book.publish_all(self._fence, map(str, self._root.names())):
+            self._journal.write(Warned(message=problem))
+
+    def _without_avoided(self, ladder: Ladder) -> Ladder:
+        for rung in ladder.rungs:
+            if rung.name in self._avoid:
+                self._journal.write(RungRejected(checkpoint=rung.name, step=rung.step, reasons=[AVOIDED]))
+        return leave_out(ladder, self._avoid)
+
+    def _gather(self, number: int, mine: Answer) -> tuple[list[str], str]:
+        """What is wrong, each thing once with the ranks that found it, and the first misfit."""
+        found_by: dict[str, list[int]] = {mine.problem: [0]} if mine.problem else {}
+        unfit = mine.unfit
+        used = Counter(mine.used)
+        self._note_bad(mine.bad)
+        samples, tokens = mine.samples, mine.tokens
+        deadline = time.monotonic() + self._load_timeout
+        for rank in range(1, self._group.world_size):
+            left = max(0.0, deadline - time.monotonic())
+            what = f"rank {rank}'s answer to the proposed checkpoint"
+            raw = read_key(self._group.store, f"resume/{number}/answer/{rank}", left, what)
+            answer = msgspec.json.decode(raw, type=Answer)
+            if answer.problem:
+                found_by.setdefault(answer.problem, []).append(rank)
+            unfit = unfit or (f"rank {rank}: {answer.unfit}" if answer.unfit else "")
+            used.update(answer.used)
+            samples, tokens = samples + answer.samples, tokens + answer.tokens
+            self._note_bad(answer.bad)
+        self.counted = samples, tokens
+        if used:
+            told = [f"{size(used[one])} {where}" for one, where in USED.items() if used[one]]
+            self._sources.append(f"read {', '.join(told)}")
+        wrong = {one.split()[1].rstrip(":") for one in found_by if one.startswith(f"{Reason.ALTERED} ")}
+        told = [  # a copy that one rank found altered is gone for the next one, which says no more than that
+            f"{problem} (found by {_ranks(ranks)})"
+            for problem, ranks in found_by.items()
+            if not any(problem.startswith(f"{Reason.MISSING} {path}:") for path in wrong)
+        ]
+        return told, unfit
+
+    def _note_bad(self, found: list[str]) -> None:
+        """Each copy once: two ranks that read different parts of one name different bytes of it."""
+        known = {text.partition(": bytes ")[0] for text in self._bad_copies}
+        self._bad_copies += [text for text in found if text.partition(": bytes ")[0] not in known]
+
+    def _fix(
+        self, number: int, rung: Rung | None, rejected: list[RejectedOption], resume_from: str
+    ) -> ResumeDecision:
+        decision = ResumeDecision(
+            chosen=rung.name if rung else FRESH,
+            step=rung.step if rung else 0,
+            rung=rung,
+            rejected=rejected,
+            evidence=self._evidence(rung, resume_from),
+        )
+        head = HeadRecord(
+            attempt=self._attempt,
+            checkpoint=(rung.id or None) if rung else None,
+            step=decision.step,
+            source=rung.path if rung else "",
+        )
+        write_head(self._control, self._fence, head)
+        decision = self._decisions.decide("resume", ResumeDecision, lambda: decision)
+        if self._pin is not None:
+            use_up(self._control, self._fence, self._pin, self._attempt)
+        self._record_standing(rung)
+        self._journal.write(
+            Decision(about="resume", chosen=decision.chosen, evidence=decision.evidence, rejected=rejected)
+        )
+        samples, tokens = self.counted
+        self._conclude(number, RungJudgement(go_on=False, samples=samples, tokens=tokens))
+        return decision
+
+    def _record_standing(self, rung: Rung | None) -> None:
+        """What was loaded is verified; what the new head has left behind is abandoned."""
+        book = StandingBook(self._control, self._root.path)
+        if rung is not None and rung.id and rung.manifest:
+            name = str(CheckpointName(rung.step, rung.id))
+            why = f"every digest matched when attempt {self._attempt} loaded it"
+            if book.of(name) in (Standing.COMMITTED, Standing.ABANDONED):
+                book.append(self._fence, name, Standing.VERIFIED, [why])
+        source = f"step {rung.step}" if rung else "nothing"
+        for record in read_timeline(self._control).abandoned:
+            name = str(CheckpointName(record.step, record.id))
+            if book.of(name) in (Standing.COMMITTED, Standing.VERIFIED, Standing.PROVEN):
+                why = f"attempt {self._attempt} went on from {source}, on another way"
+                book.append(self._fence, name, Standing.ABANDONED, [why])
+
+    def _evidence(self, rung: Rung | None, resume_from: str) -> list[str]:
+        asked = "" if resume_from == "auto" else f"resume_from = {resume_from!r}; "
+        if self._pin is not None:
+            asked = f"pinned by {self._pin.request.describe()}; "
+        if rung is None:
+            return [f"{asked}the run has no checkpoint on its lineage"]
+        if not rung.manifest:
+            return [f"{asked}a plain DCP directory, complete by its metadata; no digests to check"]
+        which = "the newest usable checkpoint" if self._pin is None else "the pinned checkpoint"
+        found = f"{asked}{which}; all digests matched on {self._group.world_size} ranks"
+        return [found, *self._sources]
+
+    def _refusal(self, ladder: Ladder, rejected: list[RejectedOption], resume_from: str) -> str:
+        told = "\n".join(f"  {option.option}: {'; '.join(option.why)}" for option in rejected)
+        if self._pin is not None:
+            what = f"the pinned checkpoint {self._pin.checkpoint} may not be used"
+            return (
+                f"{what} (pinned by {self._pin.request.describe()}), under {self._root.path}\n{told}\n"
+                f"Pin another one, or take the pin back with `holdfast control unpin {self._control.path}`"
+            )
+        what = f"no checkpoint may be used (resume_from = {resume_from!r}, {len(ladder.rungs)} were tried)"
+        return (
+            f"{what} under {self._root.path}\n{told or '  none was found'}\n"
+            "Look with `holdfast ckpt ls`; name one with checkpoint.resume_from, or start over with "
+            "resume_from = 'fresh', which leaves these where they are"
+        )
+
+    def _propose(self, proposal: Proposal) -> int:
+        """Put a proposal to the others; its number."""
+        number = next(self._numbers)
+        self._group.store.set(f"resume/{number}/proposal", msgspec.json.encode(proposal).decode())
+        return number
+
+    def _conclude(self, number: int, verdict: RungJudgement) -> None:
+        self._group.store.set(f"resume/{number}/verdict", msgspec.json.encode(verdict).decode())
+
+    # --- every other rank -----------------------------------------------------------------------------------
+
+    def _follow(self) -> tuple[ResumeDecision, LoadedState | None]:
+        number = 0
+        while True:
+            proposal = self._read(f"resume/{number}/proposal", Proposal, "rank 0's proposal")
+            if proposal.refusal:
+                raise NoValidRungError(proposal.refusal)
+            state, rung = None, proposal.rung
+            if rung is not None and proposal.asks:
+                self._answer_as_place(number, rung, Path(proposal.path), proposal.asks)
+                number += 1
+                continue
+            if rung is not None:
+                state, answer = self._try(proposal)
+                key = f"resume/{number}/answer/{self._group.rank}"
+                self._group.store.set(key, msgspec.json.encode(answer).decode())
+            verdict = self._read(f"resume/{number}/verdict", RungJudgement, "rank 0's verdict")
+            if verdict.unfit:
+                raise IncompleteStateError(verdict.unfit)
+            if not verdict.go_on:
+                self.taken = proposal
+                self.counted = verdict.samples, verdict.tokens
+                timeout = self._decision_timeout
+                return self._decisions.await_decision("resume", ResumeDecision, timeout), state
+            number += 1
+
+    def _read(self, key: str, kind: type[T], what: str) -> T:
+        timeout = self._decision_timeout + self._load_timeout
+        return msgspec.json.decode(read_key(self._group.store, key, timeout, what), type=kind)
+
+    def _answer_as_place(self, number: int, rung: Rung, home: Path, what: str) -> None:
+        assert self._local is not None  # it is the same for all ranks
+        name = CheckpointName(rung.step, rung.id)
+        self._local.answer(number, name, rung.manifest, home, thorough=what == "verified")
+
+    def _try(self, proposal: Proposal) -> tuple[LoadedState | None, Answer]:
+        """Load a rung; whatever is wrong with it becomes an answer, so that no rank goes silent."""
+        rung, path = proposal.rung, Path(proposal.path)
+        assert rung is not None
+        try:
+            with reading(path), self._shards(rung, proposal) as shards:
+                # `reading`: a rung named by path may be another run's, whose lease we do not hold.
+                if rung.manifest:
+                    rank, world = self._group.rank, self._group.world_size
+                    state = load(
+                        path,
+                        rung.manifest,
+                        self._tracked,
+                        rank,
+                        world,
+                        shards=shards,
+                        needs_data=self._needs_data,
+                        fresh=proposal.fresh,
+                    )
+                    counted = state.own["counters"]
+                    return state, Answer(
+                        samples=counted["samples"],
+                        tokens=counted["tokens"],
+                        used=dict(shards.used) if shards is not None else {},
+                        bad=shards.bad if shards is not None else [],
+                    )
+                stock = load_stock(path, self._tracked, needs_data=self._needs_data, fresh=proposal.fresh)
+                return stock, Answer()
+        except CheckpointError as error:
+            return None, Answer(problem=str(error))
+        except HoldfastError as error:
+            return None, Answer(unfit=str(error))
+        except OSError as error:
+            return None, Answer(problem=f"unreadable: {error}")
+        except Exception as error:  # noqa: BLE001 - a script that cannot take the state must not leave peers waiting
+            return None, Answer(unfit=f"{type(error).__name__} while loading {rung.name}: {error}")
+
+    @contextlib.contextmanager
+    def _shards(self, rung: Rung, proposal: Proposal) -> Iterator[AssembledShards | None]:
+        """Where this rank gets the shards from, if not from the directory itself."""
+        if not proposal.assembly or self._local is None:
+            yield None
+            return
+        name = CheckpointName(rung.step, rung.id)
+        shards = self._local.shards(name, proposal.assembly, Path(proposal.directory))
+        try:
+            yield shards
+        finally:
+            shards.close()
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,521 @@
+"""The local tier: the copies that one place (a node's memory or disk) holds of a run's checkpoints.
+
+```
+<non_persistent_local_ckpt_dir>/<run id>/      one place, for one run; for its owner only
+    place.json                                 its random id, made once
+    in_use.lock                                locked, shared, by every process that uses the place
+    images/00003.0                             rank 3's shards one after the other: an image
+    images/00003.9f21c07a                      one that a peer sent
+    copies/step_00000120-3fa9c1d2.00003.json   a committed copy: which image holds it
+    quarantine/…                               records of copies whose bytes were found wrong
+```
+Guarantee: a copy counts only while its record is there, and the record is there only while the image holds
+those bytes: it is written after them, and taken away before they change. A reader first locks the image,
+shared, and then looks whether the record still stands (`lease`); whoever wants the memory back locks it
+exclusively for the moment in which the record is taken away (`take_back`), or in which it looks whether it
+could (`is_idle`). So neither waits for the other, but a reader for that moment.
+
+A record proves nothing: bytes are judged by the manifest that its digest names. Nothing here is made durable:
+what a power cut leaves of it is found by digest, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from holdfast.base import OpenFile, create_exclusive, make_dirs, read_regular, remove, replace_atomic
+from holdfast.checkpoint.format import (
+    MANIFEST,
+    METADATA,
+    PARTS,
+    CheckpointName,
+    Count,
+    Digest,
+    Manifest,
+    ManifestError,
+    parse_name,
+)
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.errors import UsageError
+from holdfast.record import ControlDirectory
+
+log = logging.getLogger("holdfast.checkpoint")
+
+PLACE = "place.json"
+IN_USE = "in_use.lock"
+MAX_RECORD_BYTES = 16 * 1024 * 1024
+MOMENT = 1.0
+"""Seconds for which a reader waits for who holds an image exclusively, which is only ever for a moment."""
+
+Place = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{12}$")]
+ImageName = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{5,9}\.[0-9a-f]{1,12}$")]
+
+OPEN_TRIES = 10
+IN_USE_TIMEOUT = 10.0
+"""Seconds to wait for `holdfast clean` to be done with a place."""
+_TAKEN_AWAY = (FileNotFoundError, FileExistsError)
+"""What a directory raises that `holdfast clean` renames meanwhile; the second by `mkdir` with `exist_ok`."""
+
+
+class PlaceRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`place.json`: what this directory is, and for whom it can be given up."""
+
+    place: Place
+    run: str
+    run_dir: str
+    node: str
+    created: float
+
+
+class CopyFile(msgspec.Struct, frozen=True, array_like=True):
+    """One shard, and where it begins in the image."""
+
+    path: str
+    start: Count
+    size: Count
+    digest: Digest
+
+
+class CopyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed copy of one rank's shards of one checkpoint."""
+
+    checkpoint: str
+    manifest: Digest
+    """The manifest that judges it."""
+    rank: Count
+    """The rank that saved it, which need not be one of this place."""
+    image: ImageName
+    files: list[CopyFile]
+    kind: Literal["own", "replica"]
+    at: float
+
+    @property
+    def name(self) -> CheckpointName:
+        found = parse_name(self.checkpoint)
+        assert found is not None  # checked when it was read
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class LocalTier:
+    """One place's copies for one run."""
+
+    def __init__(self, path: Path, record: PlaceRecord) -> None:
+        self.path = path
+        self.record = record
+        self.images = path / "images"
+        self.copies = path / "copies"
+        self.quarantined = path / "quarantine"
+
+    @property
+    def place(self) -> str:
+        return self.record.place
+
+    @classmethod
+    def open(cls, directory: Path, run: str, *, node: str, run_dir: Path) -> LocalTier:
+        """The place under a local directory; made by whoever comes first. UsageError: it cannot be used."""
+        path = directory.absolute() / run
+        record = PlaceRecord(
+            place=uuid.uuid4().hex[:12],
+            run=run,
+            run_dir=str(run_dir.absolute()),
+            node=node,
+            created=time.time(),
+        )
+        try:
+            for _ in range(OPEN_TRIES - 1):
+                with contextlib.suppress(*_TAKEN_AWAY):
+                    _make(path, record)
+                    return cls.at(path)
+            _make(path, record)
+            return cls.at(path)
+        except (OSError, msgspec.DecodeError) as error:
+            raise UsageError(
+                f"the local tier cannot use {path}: {error}. Set checkpoint.non_persistent_local_ckpt_dir to "
+                "a directory on this node that this job can write"
+            ) from error
+
+    @classmethod
+    def at(cls, path: Path) -> LocalTier:
+        """An existing place; OSError or msgspec.DecodeError if it is none."""
+        return cls(path, msgspec.json.decode(read_regular(path / PLACE, MAX_RECORD_BYTES), type=PlaceRecord))
+
+    # --- what it holds --------------------------------------------------------------------------------------
+
+    def records(self, rank: int | None = None) -> list[CopyRecord]:
+        """Every committed copy, newest step first. One that cannot be read is quarantined.
+
+        `rank`: only what that rank saved.
+        """
+        which = "step_*.json" if rank is None else f"step_*.{rank:05d}.json"
+        found = [self._read(path) for path in sorted(self.copies.glob(which))]
+        return sorted(
+            (record for record in found if record is not None),
+            key=lambda r: (-r.name.step, r.name.id, r.rank),
+        )
+
+    def find(self, checkpoint: str, rank: int) -> CopyRecord | None:
+        return self._read(self._record_path(checkpoint, rank))
+
+    def _read(self, path: Path) -> CopyRecord | None:
+        try:
+            record = msgspec.json.decode(read_regular(path, MAX_RECORD_BYTES), type=CopyRecord)
+            if parse_name(record.checkpoint) is None or path != self._record_path(
+                record.checkpoint, record.rank
+            ):
+                raise msgspec.ValidationError("it belongs to another checkpoint")
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("holdfast: %s is no record of a copy (%s); it does not count", path, error)
+            with contextlib.suppress(OSError):
+                os.replace(path, self.quarantined / path.name)
+            return None
+        return record
+
+    def image(self, record: CopyRecord) -> Path:
+        return self.images / record.image
+
+    def _record_path(self, checkpoint: str, rank: int) -> Path:
+        return self.copies / f"{checkpoint}.{rank:05d}.json"
+
+    # --- changes --------------------------------------------------------------------------------------------
+
+    def commit(self, record: CopyRecord) -> None:
+        """The image holds this copy, checked: from now on it counts."""
+        path = self._record_path(record.checkpoint, record.rank)
+        replace_atomic(path, msgspec.json.encode(record), durable=False)
+
+    def take_back(self, record: CopyRecord) -> bool:
+        """The copy stops to count, and its image may be changed; False if somebody reads it just now."""
+        with _locked(self.image(record), fcntl.LOCK_EX) as descriptor:
+            if descriptor is None and self.image(record).exists():
+                return False
+            self._record_path(record.checkpoint, record.rank).unlink(missing_ok=True)
+            return True
+
+    def drop(self, record: CopyRecord) -> bool:
+        """Take a copy back and give its memory back too; False if somebody reads it just now."""
+        if not self.take_back(record):
+            return False
+        if not any(other.image == record.image for other in self.records()):
+            self.image(record).unlink(missing_ok=True)
+        return True
+
+    def quarantine(self, record: CopyRecord, why: str) -> bool:
+        """Its bytes are wrong: it never counts again. The reason is kept, the memory is not.
+
+        False: somebody else was quicker, or it was given up.
+        """
+        try:
+            self._record_path(record.checkpoint, record.rank).unlink()
+        except FileNotFoundError:
+            return False
+        told = msgspec.json.encode({"why": why, "at": time.time(), "record": record})
+        name = f"{record.checkpoint}.{record.rank:05d}.{uuid.uuid4().hex[:8]}.json"
+        with contextlib.suppress(OSError):  # a full tier must not keep a bad copy in the inventory
+            replace_atomic(self.quarantined / name, told, durable=False)
+        return True
+
+    @contextlib.contextmanager
+    def lease(self, record: CopyRecord) -> Iterator[int | None]:
+        """A descriptor of the image, which stays as it is for as long as this is held; None: it is gone."""
+        with _locked(self.image(record), fcntl.LOCK_SH) as descriptor:
+            # In this order: what is taken back after the lock was got cannot be changed before it is let go.
+            stands = descriptor is not None and self.find(record.checkpoint, record.rank) == record
+            yield descriptor if stands else None
+
+    def is_read(self, record: CopyRecord) -> bool:
+        """Whether somebody holds a lease on it just now."""
+        return not self.is_idle(record.image)
+
+    def is_idle(self, image: str) -> bool:
+        """Whether nobody reads an image, nor is at work on one that is not committed yet."""
+        with _locked(self.images / image, fcntl.LOCK_EX) as descriptor:
+            return descriptor is not None or not (self.images / image).exists()
+
+    @contextlib.contextmanager
+    def work_on(self, image: str) -> Iterator[int | None]:
+        """For a writer: nobody takes this image's memory before its copy is committed. None: it is gone."""
+        with _locked(self.images / image, fcntl.LOCK_SH) as descriptor:
+            yield descriptor
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """For as long as this is held, `holdfast clean` leaves the place alone.
+
+        One that it took away a moment ago is made again, empty.
+        """
+        descriptor = self._lock_in_use()
+        try:
+            _make(self.path, self.record)  # only now: before, it could have been taken away half made
+            self.record = self.at(self.path).record  # if it was made again, then perhaps by somebody else
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _lock_in_use(self) -> int:
+        deadline = time.monotonic() + IN_USE_TIMEOUT
+        while True:
+            try:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(self.path / IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except _TAKEN_AWAY:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.01)
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                stands = False
+            except OSError:  # no locks here, and then `holdfast clean` takes nothing away either
+                stands = True
+            else:
+                stands = _is_at(descriptor, self.path / IN_USE)
+            if stands or time.monotonic() >= deadline:
+                return descriptor
+            os.close(descriptor)
+            time.sleep(0.01)
+
+
+def _make(path: Path, record: PlaceRecord) -> None:
+    """Make what is missing of a place; whoever comes first gives it its id."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.is_symlink() or path.stat().st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it is a link or belongs to somebody else", str(path))
+    for folder in ("images", "copies", "quarantine"):
+        (path / folder).mkdir(exist_ok=True)
+        if (path / folder).is_symlink():  # what is swept there would be somebody else's
+            raise PermissionError(errno.EPERM, "it is a link", str(path / folder))
+    if not (path / PLACE).exists():
+        create_exclusive(path / PLACE, msgspec.json.encode(record), mode=0o600)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one with that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def places_under(directory: Path) -> list[LocalTier]:
+    """Every run's place under a local directory; what is no place is left out."""
+    found = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if re.fullmatch(r"[0-9a-f]{12}", path.name):
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                found.append(LocalTier.at(path))
+    return found
+
+
+@contextlib.contextmanager
+def _locked(image: Path, how: int) -> Iterator[int | None]:
+    """A descriptor of an image with a lock on it; None if it is not there or locked against this."""
+    try:
+        descriptor = OpenFile(image, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        yield None
+        return
+    with descriptor:
+        deadline = time.monotonic() + (MOMENT if how == fcntl.LOCK_SH else 0.0)
+        while not _lock(descriptor.number, how):
+            if time.monotonic() >= deadline:
+                yield None
+                return
+            time.sleep(0.001)
+        yield descriptor.number
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# What all places need to know of a checkpoint in the local tier, kept in the control directory.
+#
+# ```
+# <run dir>/local/step_00000120-3fa9c1d2/
+#     parts/3.json          what rank 3 staged, with its digests; until the checkpoint is committed
+#     .metadata             as it would lie in the global tier, byte for byte
+#     holdfast.json         the manifest; written last
+#     where.json            which place saved which rank's shards, and which places were to get replicas
+#     replicas/3.<place>    a peer has confirmed that it holds rank 3's shards, verified
+# ```
+# The manifest is the one that the global copy of the same checkpoint has: copies differ in where they lie,
+# never in what judges them.
+
+
+LOCAL = "local"
+WHERE = "where.json"
+REPLICAS = "replicas"
+MAX_WHERE_BYTES = 64 * 1024 * 1024
+
+
+class RankPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where one rank's shards went when they were saved."""
+
+    place: str
+    node: str
+    targets: list[str]
+    """Places that were to get a replica."""
+
+
+class Where(msgspec.Struct, frozen=True, kw_only=True):
+    """`where.json`: by rank."""
+
+    ranks: list[RankPlace]
+    nodes: dict[str, str]
+    """Place → node."""
+
+
+def folder(control: ControlDirectory, name: CheckpointName) -> Path:
+    return control.path / LOCAL / str(name)
+
+
+def names(control: ControlDirectory) -> list[CheckpointName]:
+    """Checkpoints that the local tier has a manifest of, newest step first."""
+    top = control.path / LOCAL
+    entries = [parse_name(path.name) for path in top.iterdir()] if top.is_dir() else []
+    there = [name for name in entries if name is not None and (top / str(name) / MANIFEST).exists()]
+    return sorted(there, reverse=True)
+
+
+def open_folder(control: ControlDirectory, name: CheckpointName) -> Path:
+    """Made by whoever comes first; every rank leaves its part record in `parts/`."""
+    path = folder(control, name)
+    make_dirs(path / PARTS)
+    return path
+
+
+def seal(
+    control: ControlDirectory, name: CheckpointName, manifest: Manifest, metadata: bytes, where: Where
+) -> str:
+    """Keep the manifest, written last; its digest. May be called again after a cut."""
+    path = folder(control, name)
+    data, digest = manifests.encode(manifest)
+    replace_atomic(path / WHERE, msgspec.json.encode(where), durable=False)
+    for file, content in ((METADATA, metadata), (MANIFEST, data)):
+        replace_atomic(path / file, content)  # other ranks' writers look for it all the time
+    return digest
+
+
+def read(control: ControlDirectory, name: CheckpointName, digest: str) -> Manifest:
+    """The manifest with this digest; ManifestError if there is none, or another."""
+    manifest, found = manifests.read(folder(control, name))
+    if found != digest:
+        raise ManifestError(f"its digest is {found}; {digest} was committed under this name")
+    return manifest
+
+
+def read_where(control: ControlDirectory, name: CheckpointName) -> Where | None:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        raw = read_regular(folder(control, name) / WHERE, MAX_WHERE_BYTES)
+        return msgspec.json.decode(raw, type=Where)
+    return None
+
+
+def confirm_replica(control: ControlDirectory, name: CheckpointName, rank: int, place: str) -> None:
+    """For people to see where copies are; no resume relies on it."""
+    path = folder(control, name) / REPLICAS / f"{rank}.{place}"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+
+def forget(control: ControlDirectory, name: CheckpointName) -> None:
+    """No place holds this checkpoint any more."""
+    with contextlib.suppress(OSError):
+        remove(control.path, LOCAL, str(name))
+
+
+# Where the copies of a checkpoint in the local tier are, as the control directory has it.
+#
+# What is recorded is no proof: a node may have lost its memory since. It tells people where to look.
+
+
+class PlaceCopies(msgspec.Struct, frozen=True, kw_only=True):
+    """What one place was given of a checkpoint, by the ranks that saved it."""
+
+    place: str
+    node: str
+    own: list[int]
+    planned: list[int]
+    """Ranks of which it was to get a replica."""
+    confirmed: list[int]
+    """Those of which it has said that it holds one, verified."""
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    places: list[PlaceCopies]
+    """By the lowest rank that each saved."""
+    ranks: int
+    """How many ranks saved the checkpoint; 0 if `where.json` cannot be read."""
+
+    @property
+    def nodes(self) -> int:
+        return sum(bool(place.own) for place in self.places)
+
+    @property
+    def planned(self) -> int:
+        return sum(len(place.planned) for place in self.places)
+
+    @property
+    def confirmed(self) -> int:
+        """Of the planned ones."""
+        return sum(len({*place.planned} & {*place.confirmed}) for place in self.places)
+
+
+def read_recorded(control: ControlDirectory, name: CheckpointName) -> Recorded:
+    """Every place that saved or was to get something of a checkpoint; what cannot be read is left out."""
+    where = read_where(control, name)
+    nodes = dict(where.nodes) if where is not None else {}
+    own: dict[str, list[int]] = {}
+    planned: dict[str, list[int]] = {}
+    for rank, saved in enumerate(where.ranks if where is not None else ()):
+        nodes.setdefault(saved.place, saved.node)
+        own.setdefault(saved.place, []).append(rank)
+        for target in saved.targets:
+            planned.setdefault(target, []).append(rank)
+    confirmed = _confirmed(control, name)
+    order = dict.fromkeys((*own, *planned, *confirmed))
+    places = [
+        PlaceCopies(
+            place=place,
+            node=nodes.get(place, ""),
+            own=own.get(place, []),
+            planned=planned.get(place, []),
+            confirmed=confirmed.get(place, []),
+        )
+        for place in order
+    ]
+    return Recorded(places, len(where.ranks) if where is not None else 0)
+
+
+def _confirmed(control: ControlDirectory, name: CheckpointName) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(folder(control, name) / REPLICAS):
+            rank, _, place = entry.partition(".")
+            if rank.isdecimal() and place:
+                found.setdefault(place, []).append(int(rank))
+    return {place: sorted(ranks) for place, ranks in sorted(found.items())}

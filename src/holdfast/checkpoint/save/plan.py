@@ -1,0 +1,431 @@
+"""The plan of a save: who stores what, where. Made once, used until anything changes.
+
+A plan is kept with a signature of the structure it was made for: every name with its kind, dtype, shape,
+place in the whole and world layout. At every save each rank compares its own signature with the plan's; a
+change on any rank makes all of them plan again. So a plan can never be used for a state that it does not
+describe, and while nothing changes, nothing but a few summed integers is exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+import torch
+import xxhash
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+
+from holdfast.base import StorageInfo, create_write_items, flatten_state_dict, is_traceable_wrapper_subclass
+from holdfast.checkpoint.format import (
+    FAILURES,
+    Declared,
+    Frame,
+    Frames,
+    Item,
+    Layout,
+    about,
+    check_placeholder,
+    cut,
+    describe,
+    naming,
+    placeholder,
+)
+from holdfast.checkpoint.format import metadata as metadatas
+from holdfast.checkpoint.state import OWN
+from holdfast.errors import SaveFailedError
+from holdfast.record import Group, gather, scatter
+
+# Which tensors several ranks hold alike, and whether they still do.
+#
+# One rank stores such a tensor for all. That is right only while they are alike, so every save checks it:
+# each rank adds one number to a sum over all ranks, and the sum is zero if nothing has drifted apart. For
+# each set of ranks that share some tensors, their digests are weighted with random coefficients that add up
+# to nothing, so that a difference between them goes unseen about once in 2^60.
+
+
+class Sharing(msgspec.Struct, frozen=True):
+    """Names that exactly these ranks hold alike."""
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def find_sharings(digests: Sequence[Mapping[str, str]]) -> list[Sharing]:
+    """Pure: from every rank's digests by name, who shares what with the lowest rank that has it."""
+    holders: dict[str, list[int]] = {}
+    first: dict[str, str] = {}
+    for rank, mine in enumerate(digests):
+        for name, digest in mine.items():
+            if first.setdefault(name, digest) == digest:
+                holders.setdefault(name, []).append(rank)
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, ranks in sorted(holders.items()):
+        if len(ranks) > 1:
+            by_ranks.setdefault(tuple(ranks), []).append(name)
+    return [Sharing(ranks, tuple(names)) for ranks, names in by_ranks.items()]
+
+
+def term(sharings: Sequence[Sharing], rank: int, digests: Mapping[str, str]) -> int:
+    """What this rank adds to the sum; all terms add up to 0 modulo 2^64 if ranks still hold the same."""
+    total = 0
+    for sharing in sharings:
+        contents = xxhash.xxh3_64_intdigest("".join(digests[name] for name in sharing.names).encode())
+        total += _coefficient(sharing.ranks, rank) * contents
+    return total % (1 << 64)
+
+
+def _coefficient(ranks: tuple[int, ...], rank: int) -> int:
+    if rank != ranks[-1]:
+        return _odd(rank)
+    return -sum(_odd(other) for other in ranks[:-1])
+
+
+def _odd(rank: int) -> int:
+    return xxhash.xxh3_64_intdigest(rank.to_bytes(8, "little")) | 1
+
+
+# DCP's save planner, made safe for tensors that share a name but not their contents.
+#
+# DCP takes a plain tensor that several ranks hold under one name for replicated and stores one rank's,
+# whichever has the least to write. That is right for the parameters under DDP and wrong for whatever ranks
+# change on their own, such as BatchNorm's running statistics: a resume would give every rank some other
+# rank's. So each rank sends a digest of every plain tensor along with its plan; where they differ, the lowest
+# rank's is stored under the name itself and each other rank's beside it, as `holdfast.own_<rank>.<name>`, for
+# that rank.
+
+
+Digests = Mapping[str, str]
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def own_prefix(rank: int) -> str:
+    return f"{OWN}.own_{rank:05d}."
+
+
+class SnapshotPlanner(DefaultSavePlanner):
+    """Plans one state dict. `digests` are those of its plain tensors."""
+
+    def __init__(self, state: dict[str, Any], rank: int, *, is_coordinator: bool) -> None:
+        super().__init__(dedup_save_to_lowest_rank=False)
+        self._prefix = own_prefix(rank)
+        flat: dict[str, Any] = {}
+        self._unmapped: dict[str, Any] | None = None
+        """The state as it was given, where a plan still needs to know which names were nested how."""
+        if _flatten(state, "", flat):
+            self.state_dict, self.is_coordinator = flat, is_coordinator
+            self._unmapped = state
+        else:
+            self.set_up_planner(state, None, is_coordinator)
+
+    def local_plan(self, digests: Digests) -> SavePlan:
+        if self._unmapped is not None:
+            _, self.mappings = flatten_state_dict(self._unmapped)
+            self._unmapped = None
+        try:
+            plan = super().create_local_plan()
+        except FAILURES as error:
+            for name, value in self.state_dict.items():  # DCP does not say which one it was
+                with naming(name):
+                    create_write_items(name, value)
+            raise error
+        # `storage_data` travels to the coordinator unread by anyone else until the global plan is made.
+        return dataclasses.replace(plan, storage_data=dict(digests))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if len(all_plans) > 1:
+            differing = differing_names([plan.storage_data for plan in all_plans])
+            all_plans = [
+                _store_own(plan, differing.get(rank, frozenset()), own_prefix(rank))
+                for rank, plan in enumerate(all_plans)
+            ]
+        return super().create_global_plan(all_plans)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(dataclasses.replace(index, fqn=index.fqn.removeprefix(self._prefix)))
+
+    def tensor_of(self, item: WriteItem) -> torch.Tensor:
+        """The live tensor that an item stores: alias, not copy."""
+        value = self.state_dict.get(item.index.fqn.removeprefix(self._prefix))
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            return cast("torch.Tensor", value).detach()
+        data: Any = self.resolve_data(item)
+        if is_traceable_wrapper_subclass(data):
+            raise SaveFailedError(
+                f"what this rank holds of it is a {type(data).__name__}, which has no bytes of its own to "
+                "store; such a tensor can be saved by itself, not as the local part of a distributed one"
+            )
+        assert isinstance(data, torch.Tensor)
+        return data.detach()
+
+    def plain_tensors_of(self, names: Sequence[str]) -> list[torch.Tensor] | None:
+        """The live tensors that items of these names store, if all of them are plain, and stored whole."""
+        try:
+            found = [self.state_dict[name] for name in names]
+        except KeyError:
+            return None
+        if set(map(type, found)) != {torch.Tensor} or any(map(_requires_grad, found)):
+            return None
+        return found
+
+    def plain_tensors(self) -> dict[str, torch.Tensor]:
+        """Those that other ranks may hold under the same name."""
+        return {
+            name: value
+            for name, value in self.state_dict.items()
+            if isinstance(value, torch.Tensor)
+            and not isinstance(value, DTensor)
+            and not name.startswith(f"{OWN}.")
+        }
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> bool:
+    """As DCP's own does, in a tenth of the time; False if there is anything that only that one knows."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if type(value) is torch.Tensor or isinstance(value, torch.Tensor):
+            if name in flat:
+                return False
+            flat[name] = value
+        elif not isinstance(value, Mapping) or not _flatten(value, f"{name}.", flat):
+            return False
+    return True
+
+
+def differing_names(digests: Sequence[Digests]) -> dict[int, frozenset[str]]:
+    """Pure: for each rank, the names whose contents differ from those of the lowest rank that has them."""
+    first: dict[str, str] = {}
+    differing: dict[int, frozenset[str]] = {}
+    for rank, mine in enumerate(digests):
+        differing[rank] = frozenset(
+            name for name, digest in mine.items() if first.get(name, digest) != digest
+        )
+        for name, digest in mine.items():
+            first.setdefault(name, digest)
+    return differing
+
+
+def _store_own(plan: SavePlan, names: frozenset[str], prefix: str) -> SavePlan:
+    items = [
+        dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=prefix + item.index.fqn))
+        if item.index.fqn in names
+        else item
+        for item in plan.items
+    ]
+    mappings = {
+        **plan.planner_data,
+        **{prefix + name: (*prefix.rstrip(".").split("."), name) for name in names},
+    }
+    return dataclasses.replace(plan, items=items, storage_data=None, planner_data=mappings)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part in every save of one structure."""
+
+    number: int
+    """Counts the plans of an attempt; the same on every rank."""
+    signature: str
+    items: list[WriteItem]
+    frames: list[Frame]
+    layout: Layout
+    sharings: list[Sharing]
+    """Those that this rank has a part in."""
+    declared: Declared | None
+    """On rank 0."""
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Of the items."""
+        return [item.index.fqn for item in self.items]
+
+    @functools.cached_property
+    def raw_places(self) -> list[tuple[int, int]]:
+        """Where the items' own bytes are in the image, and how many."""
+        return [(item.raw_offset, item.raw_length) for item in self.layout.items]
+
+
+def signature_of(planner: SnapshotPlanner, world: int) -> str:
+    """Of the structure, not the contents: what makes a plan fit."""
+    state = planner.state_dict
+    if set(map(type, state.values())) == {torch.Tensor}:  # the usual case, of which there may be very many
+        try:
+            kinds: Iterable[str] = map(_Kinds().__getitem__, map(_facts, state.values()))
+            return _digest(world, state, list(kinds))
+        except FAILURES:
+            pass  # the slow way names the one that it was
+    kinds = []
+    for name, value in state.items():
+        try:
+            kinds.append(_kind(value))
+        except FAILURES as error:
+            raise about(name, error) from error
+    return _digest(world, state, kinds)
+
+
+def _digest(world: int, names: Iterable[str], kinds: Iterable[str]) -> str:
+    lines = "\n".join(map("\t".join, zip(names, kinds, strict=True)))
+    return xxhash.xxh3_128_hexdigest(f"{world}\n{lines}".encode())
+
+
+_facts = operator.attrgetter("dtype", "shape", "layout", "requires_grad")
+
+
+class _Kinds(dict[tuple[Any, ...], str]):
+    """What `_kind` says of plain tensors; of many few differ."""
+
+    def __missing__(self, facts: tuple[Any, ...]) -> str:
+        self[facts] = found = _plain_kind(*facts)
+        return found
+
+
+def structure_of(planner: SnapshotPlanner) -> str:
+    """The same of this rank's tracked tensors alone: what a proof that they resume holds for (proof.py)."""
+    kinds = [
+        f"{name}\t{_kind(value)}"
+        for name, value in planner.state_dict.items()
+        if not name.startswith(f"{OWN}.")
+    ]
+    return xxhash.xxh3_128_hexdigest("\n".join(kinds).encode())
+
+
+def metadata_of(planner: SnapshotPlanner, plan: Plan) -> Metadata:
+    """What `.metadata` says of the state: on rank 0 that itself, elsewhere what this rank has a part in."""
+    if plan.declared is not None:
+        found = pickle.loads(plan.declared.metadata)
+        assert isinstance(found, Metadata)
+        return found
+    return Metadata(
+        {
+            name: TensorStorageMetadata(_properties(value), value.size(), [])
+            for name, value in planner.state_dict.items()
+            if isinstance(value, torch.Tensor)
+        }
+    )
+
+
+def _properties(tensor: torch.Tensor) -> TensorProperties:
+    """Not `create_from_tensor`: that asks a DTensor whether it is pinned, which torch 2.11 cannot answer."""
+    return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, DTensor):
+        mesh, local = value.device_mesh, value.to_local()
+        where = f"{value.placements} {tuple(mesh.mesh.shape)} {mesh.mesh.flatten().tolist()}"
+        return (
+            f"sharded {value.dtype} {tuple(value.shape)} {tuple(local.shape)} {value.requires_grad} {where}"
+        )
+    if isinstance(value, torch.Tensor):
+        return _plain_kind(value.dtype, value.shape, value.layout, value.requires_grad)
+    return f"other {type(value).__qualname__}"
+
+
+def _plain_kind(dtype: object, shape: Iterable[int], layout: object, requires_grad: bool) -> str:
+    return f"plain {dtype} {tuple(shape)} {layout} {requires_grad}"
+
+
+def make_plan(
+    group: Group, number: int, planner: SnapshotPlanner, signature: str, digests: Digests, frames: Frames
+) -> Plan:
+    """All ranks together, and all take part in every exchange, whatever went wrong on one of them.
+
+    A failure before the last exchange is raised on every rank; one after it, on the rank that it befell.
+    """
+    local: bytes | str  # pickled here, where a failure can still be told
+    try:
+        local = pickle.dumps(planner.local_plan(digests))
+    except FAILURES as error:
+        if group.world_size == 1:
+            raise
+        local = f"rank {group.rank} could not plan its part of the save: {describe(error)}"
+    plans = gather(group, local)
+    replies: list[bytes | str] | None = None
+    declared: Declared | None = None
+    if plans is not None:
+        try:
+            made, declared = _plan_for_all(planner, [_require(plan) for plan in plans], frames)
+            replies = [pickle.dumps(reply) for reply in made]
+        except FAILURES as error:
+            if group.world_size == 1:
+                raise
+            replies = [f"the save could not be planned: {describe(error)}"] * group.world_size
+    reply = scatter(group, replies)
+    if isinstance(reply, str):
+        raise SaveFailedError(reply)
+    mine, sharings = pickle.loads(reply)
+    items = planner.finish_plan(mine).items
+    layout, used = lay_out(items, group.rank, frames)
+    return Plan(number, signature, items, used, layout, sharings, declared)
+
+
+def _require(plan: bytes | str) -> SavePlan:
+    if isinstance(plan, str):
+        raise SaveFailedError(plan)
+    return cast("SavePlan", pickle.loads(plan))
+
+
+def _plan_for_all(
+    planner: SnapshotPlanner, plans: list[SavePlan], frames: Frames
+) -> tuple[list[tuple[SavePlan, list[Sharing]]], Declared]:
+    sharings = find_sharings([plan.storage_data for plan in plans]) if len(plans) > 1 else []
+    final, metadata = planner.create_global_plan(plans)
+    layouts = [lay_out(plan.items, rank, frames)[0] for rank, plan in enumerate(final)]
+    _check_all_is_laid_out(metadata, final)
+    metadata.storage_data = {
+        item.index: StorageInfo(shard.path, place.offset - shard.start, place.length)
+        for plan, layout in zip(final, layouts, strict=True)
+        for shard in layout.shards
+        for item, place in zip(plan.items[shard.first :], layout.items_of(shard), strict=False)
+    }
+    metadata.version = "1.0.0"
+    metadata.storage_meta = StorageMeta(checkpoint_id=placeholder())
+    data = pickle.dumps(metadata)
+    check_placeholder(data)
+    metadatas.parse(data)  # what our own reader would refuse at a resume must fail now
+    declared = Declared([layout.declared() for layout in layouts], data)
+    replies = [(plan, [s for s in sharings if rank in s.ranks]) for rank, plan in enumerate(final)]
+    return replies, declared
+
+
+def lay_out(items: Sequence[WriteItem], rank: int, frames: Frames) -> tuple[Layout, list[Frame]]:
+    """Pure: the image of a rank that stores these items, in their order."""
+    places: list[Item] = []
+    used: list[Frame] = []
+    at = 0
+    for item in items:
+        if item.tensor_data is None:
+            raise SaveFailedError(f"{item.index.fqn} is not a tensor; only tensors are stored by name")
+        frame = frames.of(item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
+        places.append(Item(item.index.fqn, at, frame.length, at + len(frame.before), frame.raw))
+        used.append(frame)
+        at += frame.length
+    return cut(rank, places), used
+
+
+def _check_all_is_laid_out(metadata: Metadata, plans: Sequence[SavePlan]) -> None:
+    """Everything that `.metadata` declares is stored by exactly one rank."""
+    stored = [item.index for plan in plans for item in plan.items]
+    found = {MetadataIndex(index.fqn, index.offset) for index in stored}
+    if len(found) != len(stored):
+        twice = next(index for index in stored if stored.count(index) > 1)
+        raise SaveFailedError(f"{twice.fqn} at {twice.offset} would be stored twice")
+    for name, entry in metadata.state_dict_metadata.items():
+        offsets = [c.offsets for c in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
+        for offset in offsets:
+            if MetadataIndex(name, offset) not in found:
+                raise SaveFailedError(f"{name} at {offset} was declared but no rank would store it")

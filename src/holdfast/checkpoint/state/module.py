@@ -1,0 +1,636 @@
+"""A module's state, as checkpoint state and back.
+
+Guarantee: after `apply` the module is, bit for bit, what the checkpoint holds of it, or the load is refused
+and names what is not. Two things make it so:
+
+* A tensor is read straight into the module's memory only where that is provably what load_state_dict would
+  do: it *is* the memory of the parameter or buffer registered under its name, and nothing above it loads in a
+  way of its own. Everything else (what get_extra_state gave, what a module keeps in a format of its own,
+  whatever hooks have a hand in) is read into memory of its own, shaped as in the checkpoint, and goes through
+  load_state_dict: all of the module, strictly, once. What the module then says its state is must be what was
+  read.
+* What training changed and a state_dict does not tell is recorded beside it, against the module as the script
+  had built it (`Built`): buffers that are not persistent, were registered meanwhile, have another shape or
+  are gone, parameters frozen or thawed, modules set to train or to evaluate. Parameters that come, go or
+  change their shape have no place in the fresh module of a resume: such a save is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from holdfast.base import ActivationWrapper, InstanceNorm, NormBase
+from holdfast.checkpoint.format import fingerprint as fingerprints
+from holdfast.checkpoint.format import plain
+from holdfast.checkpoint.state.adapters import Wrapped, rewrapped, split
+from holdfast.errors import IncompleteStateError, SaveFailedError
+
+RECORD = "holdfast.changed"
+"""Where the changes that a state_dict does not tell are kept, among what is not a tensor."""
+LOOSE = "holdfast.loose."
+"""Before the names of buffers that are stored although they are not persistent: no state_dict has them. Each
+rank's record says which of them it stored: what another rank changed, this one need not have."""
+EXTRA = "_extra_state"
+"""The last part of the name of what get_extra_state gave."""
+FIRST_VERSION = {"version": 1}
+"""What a state_dict's metadata says of most modules."""
+PLAIN_LOADS = (
+    nn.Module._load_from_state_dict,
+    NormBase._load_from_state_dict,
+    InstanceNorm._load_from_state_dict,
+)
+"""Those that only copy what is registered, as long as the checkpoint has all of it. The normalisations' add
+or leave out what releases before 0.4 did not store."""
+PLAIN_HOOKS = (
+    "torch.distributed.fsdp._fully_shard.",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.nn.utils.parametrizations",
+)
+"""Where hooks come from that change no value: shards put in place before they are read, prefixes of wrappers,
+names of older releases."""
+
+
+# --- the modules of a model -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Member:
+    """One module of a tracked one, under its prefixes: empty, or with a dot at the end."""
+
+    module: nn.Module
+    raw: str
+    """In a state_dict's `_metadata`: the path of attributes."""
+    key: str
+    """In the keys of a state_dict."""
+    name: str
+    """In a checkpoint: no wrapper (DDP, torch.compile, activation checkpointing) is to be seen."""
+    foreign: bool
+    """Whether it, or one that contains it, loads in a way of its own."""
+
+
+def members(model: nn.Module) -> list[Member]:
+    """The model and all modules in it; one that is in it twice is listed twice."""
+    return list(_members(Member(model, "", "", "", _overrides(model, "load_state_dict"))))
+
+
+def _members(member: Member) -> Iterator[Member]:
+    module = member.module
+    foreign = member.foreign or _loads_its_own_way(module)
+    yield Member(module, member.raw, member.key, member.name, foreign)
+    for child_name, child in module._modules.items():
+        if child is None:
+            continue
+        raw = key = name = f"{child_name}."
+        if isinstance(module, ActivationWrapper):
+            key = name = ""
+        elif isinstance(module, DistributedDataParallel) or _is_compiled(module):
+            name = ""
+        yield from _members(Member(child, member.raw + raw, member.key + key, member.name + name, foreign))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether this is what torch.compile puts around a module. If there is one, its code is loaded."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def _overrides(module: nn.Module, method: str) -> bool:
+    return getattr(getattr(module, method), "__func__", None) is not getattr(nn.Module, method)
+
+
+def _loads_its_own_way(module: nn.Module) -> bool:
+    """Whether what happens to the state of this module, or of those in it, is more than copying."""
+    load = getattr(module._load_from_state_dict, "__func__", None)
+    return load not in PLAIN_LOADS or any(map(_is_own, module._load_state_dict_pre_hooks.values()))
+
+
+def _is_own(hook: Any) -> bool:
+    """Whether a hook may do anything at all."""
+    function = getattr(hook, "hook", hook)  # torch wraps some
+    return not str(getattr(function, "__module__", "")).startswith(PLAIN_HOOKS)
+
+
+def _takes_part(member: Member) -> bool:
+    """Whether a load of the module must be told to it, even if all its tensors are in place already."""
+    module = member.module
+    extra = _overrides(module, "get_extra_state") or _overrides(module, "set_extra_state")
+    return member.foreign or extra or any(map(_is_own, module._load_state_dict_post_hooks.values()))
+
+
+class _Names:
+    """From the keys of a state_dict to the names in a checkpoint and back."""
+
+    def __init__(self, found: list[Member]) -> None:
+        self._by_key = {member.key: member for member in found}
+        self._by_name = {member.name: member for member in found}  # of wrappers the innermost
+
+    def name(self, key: str) -> str:
+        member = _longest(self._by_key, key)
+        return member.name + key[len(member.key) :]
+
+    def key(self, name: str) -> str:
+        member = self.owner(name)
+        return member.key + name[len(member.name) :]
+
+    def owner(self, name: str) -> Member:
+        """The module that an entry of this name belongs to."""
+        return _longest(self._by_name, name)
+
+
+def _longest(by_prefix: Mapping[str, Member], path: str) -> Member:
+    at = len(path)
+    while True:
+        at = path.rfind(".", 0, at)
+        member = by_prefix.get(path[: at + 1])
+        if member is not None:
+            return member
+
+
+def _registered(found: list[Member]) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by their names."""
+    return {
+        member.name + leaf: tensor
+        for member in found
+        for leaf, tensor in [*member.module._parameters.items(), *member.module._buffers.items()]
+        if tensor is not None and leaf not in member.module._non_persistent_buffers_set
+    }
+
+
+def same_memory(a: Any, b: Any) -> bool:
+    """Whether two tensors are the same elements of the same memory, so that writing one writes the other."""
+    if isinstance(a, Wrapped) or isinstance(b, Wrapped):
+        return (
+            isinstance(a, Wrapped)
+            and isinstance(b, Wrapped)
+            and a.keys() == b.keys()
+            and all(same_memory(a[key], b[key]) for key in a)
+        )
+    if isinstance(a, DTensor) or isinstance(b, DTensor):
+        return (
+            isinstance(a, DTensor)
+            and isinstance(b, DTensor)
+            and a.placements == b.placements
+            and a.device_mesh == b.device_mesh
+            and same_memory(a.to_local(), b.to_local())
+        )
+    if is_lazy(a) or is_lazy(b):
+        return False
+    return bool(
+        a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.device == b.device
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+# --- what the script had built ----------------------------------------------------------------------------
+
+
+@dataclass
+class _Parameter:
+    kind: tuple[object, ...] | None
+    requires_grad: bool
+    tied_to: str
+    """The first name under which the same parameter is registered."""
+
+
+@dataclass
+class _Buffer:
+    kind: tuple[object, ...] | None
+    persistent: bool
+    content: str
+    """Its fingerprint, of one that is not persistent."""
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Shape and dtype; None of a lazy one, which has none yet."""
+    return None if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass
+class Built:
+    """A module when the script had built it, before anything was loaded: what a resume will find."""
+
+    parameters: dict[str, _Parameter] = field(default_factory=dict)
+    buffers: dict[str, _Buffer] = field(default_factory=dict)
+    training: dict[str, bool] = field(default_factory=dict)
+    foreign: set[str] = field(default_factory=set)
+    """Prefixes of the modules that load in a way of their own: they may take what does not look like them."""
+    loaded: Mapping[str, Any] = field(default_factory=dict)
+    """What the loaded checkpoint had recorded: recorded again, because a restart within the process may use
+    a module again that training has changed already."""
+
+
+def look_at(model: nn.Module) -> Built:
+    """Now, when nothing is added any more before a load."""
+    built = Built()
+    found = members(model)
+    built.training = {member.name: member.module.training for member in found}
+    built.foreign = {member.name for member in found if member.foreign}
+    first: dict[int, str] = {}
+    for name, parameter in _parameters(found):
+        tied_to = first.setdefault(id(parameter), name)
+        built.parameters[name] = _Parameter(_kind(parameter), parameter.requires_grad, tied_to)
+    loose = {name: buffer for name, buffer, persistent in _buffers(found) if not persistent}
+    prints = _fingerprints(loose)
+    for name, buffer, persistent in _buffers(found):
+        built.buffers[name] = _Buffer(_kind(buffer), persistent, prints.get(name, ""))
+    return built
+
+
+def _parameters(found: list[Member]) -> Iterator[tuple[str, nn.Parameter]]:
+    for member in found:
+        for leaf, parameter in member.module._parameters.items():
+            if parameter is not None:
+                yield member.name + leaf, parameter
+
+
+def _buffers(found: list[Member]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """(name, buffer, whether it is persistent)"""
+    for member in found:
+        for leaf, buffer in member.module._buffers.items():
+            if buffer is not None:
+                yield member.name + leaf, buffer, leaf not in member.module._non_persistent_buffers_set
+
+
+def _fingerprints(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Of what this rank holds of tensors, by name; those that cannot be seen as plain bytes are left out."""
+    kinds: dict[str, str] = {}
+    plains: list[torch.Tensor] = []
+    for name, value in _flat(tensors):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if is_lazy(local) or local.device.type == "meta" or local.layout is not torch.strided:
+            continue
+        try:
+            plains.append(plain(local))
+        except (RuntimeError, TypeError):  # a subclass, or a dtype, that cannot be viewed as bytes
+            continue
+        kinds[name] = f"{tuple(local.shape)} {local.dtype}"
+    found = fingerprints.begin(plains).result()
+    return {name: f"{kind} {one}" for (name, kind), one in zip(kinds.items(), found, strict=True)}
+
+
+def _flat(tensors: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in tensors.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _changes(found: list[Member], built: Built, part: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(what to record, the tensors to store with it) of what a state_dict does not tell."""
+    names, before = _Names(found), built.loaded
+    known = {*before.get("buffers", []), *before.get("loose", [])}
+    foreign = built.foreign | {member.name for member in found if member.foreign}
+    loose = {name: buffer for name, buffer, persistent in _buffers(found) if not persistent}
+    prints = _fingerprints(loose)
+    changed: list[str] = []
+    for name, buffer, persistent in _buffers(found):
+        owner = names.owner(name).name
+        if persistent and owner in foreign:
+            continue  # it says itself what it is like
+        if not persistent and (name not in prints or owner not in built.training):
+            continue  # nothing to store, or made by a module that is itself made anew
+        now = _Buffer(_kind(buffer), persistent, prints.get(name, ""))
+        if now != built.buffers.get(name) or name in known:
+            changed.append(name)
+    gone = [
+        name
+        for name in {*built.buffers, *before.get("gone", [])} - {name for name, _, _ in _buffers(found)}
+        if names.owner(name).name + name.rpartition(".")[2] == name and names.owner(name).name not in foreign
+    ]
+    thawed = {
+        name: parameter.requires_grad
+        for name, parameter in _parameters(found)
+        if name in before.get("requires_grad", {})
+        or ((was := built.parameters.get(name)) and was.requires_grad != parameter.requires_grad)
+    }
+    training = {
+        member.name: member.module.training
+        for member in found
+        if member.name in before.get("training", {})
+        or built.training.get(member.name, member.module.training) != member.module.training
+    }
+    _refuse_misfits(found, built, part, foreign, changed)
+    buffers = [name for name in changed if name not in loose]
+    told = {
+        "buffers": buffers,
+        "loose": [name for name in changed if name in loose],
+        "gone": sorted(gone),
+        "requires_grad": thawed,
+        "training": training,
+    }
+    record = {what: values for what, values in told.items() if values}
+    return record, {LOOSE + name: loose[name] for name in changed if name in loose}
+
+
+def _refuse_misfits(
+    found: list[Member], built: Built, part: str, foreign: set[str], changed: list[str]
+) -> None:
+    """What a fresh module would not take, named now and not when a resume finds out."""
+    names = _Names(found)
+    problems: list[str] = []
+    now = {name: parameter for name, parameter in _parameters(found) if names.owner(name).name not in foreign}
+    first: dict[int, str] = {}
+    for name, parameter in _parameters(found):
+        tied_to = first.setdefault(id(parameter), name)
+        was, kind = built.parameters.get(name), type(names.owner(name).module).__name__
+        if name not in now:
+            continue
+        if was is None:
+            problems.append(f"{part}.{name}, a parameter of {kind}, was added")
+        elif was.kind is not None and was.kind != _kind(parameter):
+            problems.append(
+                f"{part}.{name}, a parameter of {kind}, became {_told(_kind(parameter))}; "
+                f"it was {_told(was.kind)}"
+            )
+        elif was.tied_to != tied_to:
+            tied = f"is the same as {tied_to}" if tied_to != name else f"is no more the same as {was.tied_to}"
+            problems.append(f"{part}.{name}, a parameter of {kind}, {tied}")
+    here = {name for name, _ in _parameters(found)}
+    problems += [
+        f"{part}.{name}, a parameter, was taken away"
+        for name in built.parameters
+        if name not in here and not name.startswith(tuple(foreign))
+    ]
+    problems += [
+        f"{part}.{name}, a buffer, is in a module that was added"
+        for name in changed
+        if names.owner(name).name not in built.training
+    ]
+    prefixes = {member.name for member in found}
+    problems += [
+        f"{part}.{name}, a buffer, is in a module that was taken away"
+        for name, buffer in built.buffers.items()
+        if buffer.persistent
+        and name[: name.rfind(".") + 1] not in prefixes
+        and not name.startswith(tuple(foreign))
+    ]
+    if problems:
+        more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise SaveFailedError(
+            f"since the script built the model: {'; '.join(problems[:4])}{more}. A resume starts from the "
+            "model as the script builds it before the first step, which would not take this checkpoint. Give "
+            "it its final parameters before the first step (one that is not used yet may be frozen)"
+        )
+
+
+def _told(kind: tuple[object, ...] | None) -> str:
+    return "one without a shape" if kind is None else f"{kind[1]} {kind[0]}"
+
+
+# --- collecting -------------------------------------------------------------------------------------------
+
+
+def collect(model: nn.Module, part: str, built: Built | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(tensors by name, everything else by name); the tensors alias live state where the state_dict's do."""
+    with torch.no_grad():
+        state = model.state_dict()
+    found = members(model)  # after the state_dict, which may put shards in place
+    names = _Names(found)
+    tensors, others = split({names.name(key): value for key, value in state.items()}, part)
+    record: dict[str, Any] = {}
+    if built is not None:
+        record, loose = _changes(found, built, part)
+        tensors |= split(loose, part)[0]
+    if any(member.foreign for member in found) and (versions := getattr(state, "_metadata", None)):
+        by_raw = {member.raw.removesuffix("."): member for member in found}
+        record["versions"] = {
+            by_raw[raw].name: values
+            for raw, values in versions.items()
+            if raw in by_raw and values != FIRST_VERSION
+        }
+    if record:
+        others[RECORD] = record
+    return tensors, others
+
+
+# --- loading ----------------------------------------------------------------------------------------------
+
+
+def materialise(model: nn.Module, part: str, metadata: Metadata) -> None:
+    """Give lazy parameters and buffers the shape that they have in the checkpoint; optimizers need it."""
+    for member in members(model):
+        for leaf, tensor in [*member.module._parameters.items(), *member.module._buffers.items()]:
+            entry = metadata.state_dict_metadata.get(f"{part}.{member.name}{leaf}")
+            if tensor is not None and is_lazy(tensor) and isinstance(entry, TensorStorageMetadata):
+                lazy: Any = tensor
+                with torch.no_grad():
+                    lazy.materialize(entry.size)
+
+
+def targets(model: nn.Module, part: str, saved: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """What to read into: live memory where that is as good as load_state_dict, else memory of its own.
+
+    `saved` is what the checkpoint holds of the module that is no tensor.
+    """
+    live, _ = collect(model, part, None)
+    stored = {
+        key[len(part) + 1 :]: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith(f"{part}.") and isinstance(entry, TensorStorageMetadata)
+    }
+    record = saved.get(RECORD, {})
+    changed = {*record.get("buffers", []), *(LOOSE + name for name in record.get("loose", []))}
+    found = members(model)
+    names, registered = _Names(found), _registered(found)
+    wanted: dict[str, Any] = {}
+    for name, value in live.items():
+        if name not in changed and _is_in_place(name, value, registered, names):
+            wanted[name] = value
+        elif _is_stored(name, value, stored):
+            wanted[name] = _fresh(name, value, stored)
+        # Else load_state_dict says that it is missing, or the module does without.
+    for name in record.get("gone", []):
+        wanted.pop(name, None)
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    inside = {inner for inner, _ in _flat(wanted)}
+    for name, entry in stored.items():
+        if name in inside:
+            continue
+        if name in changed:
+            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        elif _is_extra(name, names.owner(name)) or names.owner(name).foreign:
+            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return wanted
+
+
+def _is_in_place(name: str, value: Any, registered: Mapping[str, torch.Tensor], names: _Names) -> bool:
+    memory = registered.get(name)
+    if memory is None or names.owner(name).foreign:
+        return False
+    return same_memory(value, split({name: memory.detach()}, "")[0][name])
+
+
+def _is_extra(name: str, owner: Member) -> bool:
+    """Whether an entry is the extra state of a module that takes one."""
+    return name == owner.name + EXTRA and _overrides(owner.module, "set_extra_state")
+
+
+def _is_stored(name: str, value: Any, stored: Mapping[str, TensorStorageMetadata]) -> bool:
+    return any(inner in stored for inner, _ in _flat({name: value}))
+
+
+def _fresh(name: str, like: Any, stored: Mapping[str, TensorStorageMetadata]) -> Any:
+    """Memory for an entry, shaped as it is in the checkpoint and placed as it is in the module."""
+    if isinstance(like, Wrapped):
+        inner = {key: _fresh(f"{name}.{key}", value, stored) for key, value in like.items()}
+        whole: Any = like.whole
+        _, context = whole.__tensor_flatten__()
+        again = type(whole).__tensor_unflatten__(rewrapped(inner), context, whole.size(), whole.stride())
+        return Wrapped(again, inner)
+    entry = stored.get(name)
+    if entry is None:
+        return like
+    if isinstance(like, DTensor):
+        return torch.empty_like(like, dtype=entry.properties.dtype)
+    device = torch.device("cpu") if is_lazy(like) else like.device
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+
+
+def apply(
+    model: nn.Module,
+    part: str,
+    tensors: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    built: Built | None,
+) -> None:
+    """Put what was loaded into the module. What was read in place is there already."""
+    others = {name: value for name, value in saved.items() if name != RECORD}
+    record = saved.get(RECORD, {})
+    loose = {name.removeprefix(LOOSE): t for name, t in tensors.items() if name.startswith(LOOSE)}
+    given = {name: value for name, value in tensors.items() if not name.startswith(LOOSE)}
+    changed = {name: given[name] for name in record.get("buffers", []) if name in given}
+    if built is not None:
+        built.loaded = record
+    _set_up(model, record, changed)
+    found = members(model)
+    names, registered = _Names(found), _registered(found)
+    in_place = all(_is_in_place(name, value, registered, names) for name, value in given.items())
+    if others or not in_place or any(map(_takes_part, found)):
+        _load(model, part, given, others, record.get("versions"))
+    _set_buffers(members(model), loose, persistent=False)
+
+
+def _set_up(model: nn.Module, record: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+    """Change the module as training had changed it: what load_state_dict could not do."""
+    found = members(model)
+    names = _Names(found)
+    _set_buffers(found, buffers, persistent=True)
+    for name in record.get("gone", []):
+        owner = names.owner(name)
+        if owner.module._buffers.get(name[len(owner.name) :]) is not None:
+            owner.module._buffers[name[len(owner.name) :]] = None
+    parameters = dict(_parameters(found))
+    for name, requires_grad in record.get("requires_grad", {}).items():
+        if name in parameters:
+            parameters[name].requires_grad_(requires_grad)
+    for member in found:
+        if member.name in (training := record.get("training", {})):
+            member.module.training = training[member.name]
+
+
+def _set_buffers(found: list[Member], buffers: Mapping[str, Any], *, persistent: bool) -> None:
+    names = _Names(found)
+    for name, value in rewrapped(buffers).items():
+        owner = names.owner(name)
+        leaf = name[len(owner.name) :]
+        now = owner.module._buffers.get(leaf)
+        if now is not None and not is_lazy(now) and _kind(now) == _kind(value) and now.device == value.device:
+            now.detach().copy_(value)
+            continue
+        if "." in leaf or (leaf not in owner.module._buffers and hasattr(owner.module, leaf)):
+            raise IncompleteStateError(
+                f"{name}: the checkpoint has it as a buffer; the script's {type(owner.module).__name__} has "
+                "no place for one. Build the model as it was when it was saved, or start with "
+                "resume_from = 'fresh'"
+            )
+        owner.module.register_buffer(leaf, value, persistent=persistent)
+
+
+def _load(
+    model: nn.Module,
+    part: str,
+    tensors: Mapping[str, Any],
+    others: Mapping[str, Any],
+    versions: Mapping[str, Any] | None,
+) -> None:
+    """All of it through load_state_dict, and then see whether the module took it."""
+    found = members(model)
+    names = _Names(found)
+    state: Any = OrderedDict((names.key(n), value) for n, value in {**rewrapped(tensors), **others}.items())
+    today = getattr(model.state_dict(), "_metadata", {})
+    upgraded: tuple[str, ...] = ()
+    if versions is None:  # an older checkpoint: as the module would say today
+        state._metadata = today
+    else:
+        state._metadata = {
+            member.raw.removesuffix("."): copy.deepcopy(versions.get(member.name, FIRST_VERSION))
+            for member in found
+        }
+        upgraded = tuple(
+            member.name
+            for member in found
+            if (raw := member.raw.removesuffix(".")) in today and today[raw] != state._metadata[raw]
+        )
+    read = _fingerprints(tensors)
+    what = type(model).__name__
+    try:
+        model.load_state_dict(state)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise IncompleteStateError(
+            f"track({part}=…): {what}.load_state_dict does not take what was saved: {type(error).__name__}: "
+            f"{' '.join(str(error).split()).rstrip(' .')}. Make the script build the model as it was when it "
+            "was saved, or start with resume_from = 'fresh'"
+        ) from error
+    now, others_now = collect(model, part, None)
+    found_now = _fingerprints(now)
+    for name, fingerprint in read.items():
+        # A class that has another version by now may make something else of what an older one saved.
+        if found_now.get(name) != fingerprint and not name.startswith(upgraded):
+            raise _not_taken(part, name, names.owner(name).module)
+    name = _certain_difference(model, part, others, others_now)
+    if name:
+        raise _not_taken(part, name, names.owner(name).module)
+
+
+def _certain_difference(model: nn.Module, part: str, given: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first entry that is not what was given; one that is another whenever it is asked for is no sign."""
+    from holdfast.checkpoint.state.proof import first_difference  # it builds on this
+
+    for name, value in given.items():
+        if name not in now:
+            return name
+        if first_difference(value, now[name], name, by_value=True):
+            again = collect(model, part, None)[1]
+            if not first_difference(now[name], again.get(name), name, by_value=True):
+                return name
+    return ""
+
+
+def _not_taken(part: str, name: str, owner: nn.Module) -> IncompleteStateError:
+    kind = type(owner).__name__
+    how = "set_extra_state" if name.rpartition(".")[2] == EXTRA else "load_state_dict (or a hook of it)"
+    return IncompleteStateError(
+        f"{part}.{name}: {kind} did not take it: after the load its state_dict gives something else. A run "
+        f"that goes on from there would silently be a different one. Make {kind}'s {how} put back exactly "
+        "what its state_dict gives, or keep the value in a registered buffer"
+    )

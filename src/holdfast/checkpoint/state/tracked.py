@@ -1,0 +1,373 @@
+"""What a run tracks, as checkpoint state and back.
+
+A checkpoint holds three kinds of state:
+
+* tensors of models and optimizers, under their fully qualified names, so any world size can read them;
+* one blob a rank, `holdfast.rank_<rank>`: everything else that is tracked (schedules, scalers, optimizer
+  hyper-parameters …) and Holdfast's own RNG, data position and counters. It is a uint8 tensor around a
+  torch.save archive: DCP itself never has to unpickle anything of ours;
+* nothing else. What cannot be captured is an error when saving, not a surprise when resuming.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from holdfast.checkpoint.format import PartEntry, naming
+from holdfast.checkpoint.state import module, optimizer, optimizer_load
+from holdfast.checkpoint.state.adapters import GeneratorState, Stateful, TrackerState, as_stateful, flatten
+from holdfast.checkpoint.state.gradients import GRADIENTS, GradientState
+from holdfast.checkpoint.state.unchanged import Known
+from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
+
+OWN = "holdfast"
+"""Reserved top-level name of the per-rank blobs."""
+BLOB_STEP = 16 * 1024
+"""A blob's length is a multiple of this; a plan holds only as long as every length stays the same."""
+
+
+def rank_key(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+class Tracked:
+    """The tracked objects of a run, by the names the user gave them."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+        self._given: dict[str, object] = {}
+        self._built: dict[str, module.Built] = {}
+        self._known: dict[str, Known] = {}
+        self.gradients = GradientState(self)
+        """What lies between backward and optimizer at a step boundary."""
+        self._kinds: dict[str, str] = {}
+        """When the run began; and at the last `collect`."""
+        self._last_kinds: dict[str, str] = {}
+        self.ignored: list[object] = []
+        """What the script has said is not to be kept."""
+        self.looked_around = False
+        """Whether it was looked for what the script trains with and does not track."""
+
+    def ignore(self, thing: object) -> None:
+        """This is not to be kept, and nobody is to be told that it is not."""
+        if any(thing is one for one in self._given.values()):
+            raise UsageError(f"ignore(…): this {type(thing).__name__} is tracked; take one of the two away")
+        self.ignored.append(thing)
+
+    def add(self, name: str, thing: object) -> None:
+        if name in (OWN, GRADIENTS) or not name.isidentifier():
+            raise UsageError(f"track({name}=…): the name must be a plain identifier other than {OWN!r}")
+        if name in self._given and self._given[name] is not thing:
+            raise UsageError(f"track({name}=…): something else is tracked under that name already")
+        stateful = as_stateful(thing)
+        if stateful is None:
+            raise UsageError(
+                f"track({name}=…): a {type(thing).__name__} has no state_dict and load_state_dict; "
+                "give it both, or track the object that has them"
+            )
+        if isinstance(thing, nn.Module):
+            optimizer.refuse_flat_parameters(name, thing)
+        if isinstance(thing, torch.optim.Optimizer):
+            optimizer.refuse_what_cannot_be_taken(name, thing)
+        self._given[name], self._objects[name] = thing, stateful
+
+    def begin(self) -> None:
+        """The script has built everything: what is loaded next, at every resume, is loaded into this."""
+        self._built = {name: module.look_at(model) for name, model in self.models()}
+        self._known = {name: Known() for name in self._built}
+        self._kinds = {name: self.kind(name) for name in self._objects}
+
+    def names(self) -> list[str]:
+        return list(self._objects)
+
+    def items(self) -> list[tuple[str, Stateful]]:
+        return list(self._objects.items())
+
+    def kind(self, name: str) -> str:
+        thing = self._objects[name]
+        return _kind(thing, self._owner(thing))
+
+    def _owner(self, thing: object, *, just_collected: bool = False) -> nn.Module | None:
+        """The tracked model that holds all of an optimizer's parameters, if there is one."""
+        if not isinstance(thing, torch.optim.Optimizer):
+            return None
+        wanted = {id(parameter) for group in thing.param_groups for parameter in group["params"]}
+        for name, model in self.models():
+            known = self._known.get(name) if just_collected else None
+            there = known.parameter_ids if known is not None and known.holds else None
+            if wanted <= (there if there is not None else {id(p) for p in model.parameters()}):
+                return model
+        return None
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The tracked optimizers that are torch's own kind."""
+        return [thing for thing in self._objects.values() if isinstance(thing, torch.optim.Optimizer)]
+
+    def named_optimizers(self) -> list[tuple[str, torch.optim.Optimizer]]:
+        """The same, by name."""
+        return [
+            (name, thing) for name, thing in self._objects.items() if isinstance(thing, torch.optim.Optimizer)
+        ]
+
+    def loose_optimizers(self) -> list[tuple[str, torch.optim.Optimizer]]:
+        """Those whose parameters were not all of one tracked model at the last `collect`."""
+        return [
+            (name, one) for name, one in self.named_optimizers() if self._last_kinds.get(name) == "object"
+        ]
+
+    def models(self) -> list[tuple[str, nn.Module]]:
+        """The tracked models, by name."""
+        return [(name, thing) for name, thing in self._objects.items() if isinstance(thing, nn.Module)]
+
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """The tracked gradient scalers that are torch's own kind."""
+        return [thing for thing in self._objects.values() if isinstance(thing, torch.amp.GradScaler)]
+
+    def generators(self) -> list[Stateful]:
+        """Tracked generators of random numbers, and trackers of several."""
+        return [t for t in self._objects.values() if isinstance(t, GeneratorState | TrackerState)]
+
+    def given(self) -> dict[str, object]:
+        """The tracked objects themselves, as they were given."""
+        return dict(self._given)
+
+    def devices(self) -> set[torch.device]:
+        """The devices other than the host that tracked models are on."""
+        found = {parameter.device for _, model in self.models() for parameter in model.parameters()}
+        return {device for device in found if device.type not in ("cpu", "meta")}
+
+    def collect(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(tensors by part, everything else by part). The tensors alias live state; they are not copies."""
+        tensors: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        models: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for name, model in self.models():  # first: optimizers go by what is found of them
+            with naming(f"track({name}=…), in its state_dict"):
+                models[name] = self._collect_model(name, model)
+        self._last_kinds = {}
+        for name, thing in self._objects.items():
+            with naming(f"track({name}=…), in its state_dict"):
+                owner = self._owner(thing, just_collected=True)
+                self._last_kinds[name] = _kind(thing, owner)
+                self._refuse_another_kind(name, self._last_kinds[name])
+                if name in models:
+                    tensors[name], others[name] = models[name]
+                elif isinstance(thing, torch.optim.Optimizer) and owner is not None:
+                    names = self._names_in(owner)
+                    tensors[name], others[name] = optimizer.collect(name, thing, owner, names)
+                else:
+                    others[name] = thing.state_dict()
+        return tensors, others
+
+    def _names_in(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters' names, of a model that was just collected."""
+        known = next(self._known.get(name) for name, one in self.models() if one is model)
+        if known is None or not known.holds:
+            return optimizer.parameter_names(model)
+        if known.parameters is None:
+            known.parameters = optimizer.parameter_names(model)
+        return known.parameters
+
+    def _collect_model(self, name: str, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        if name not in self._built:
+            return module.collect(model, name, None)
+        return self._known[name].collect(model, name, self._built[name])
+
+    def unchanged(self) -> tuple[int, ...] | None:
+        """The same for as long as `collect` has found every model to have the parts that it had before."""
+        known = tuple(one.serial for one in self._known.values() if one.holds)
+        return known if len(known) == len(self.models()) else None
+
+    def _refuse_another_kind(self, name: str, kind: str) -> None:
+        """An optimizer is saved by its parameters' names only as long as a tracked model has all of them."""
+        was, thing = self._kinds.get(name), self._objects[name]
+        if was in (None, kind):
+            return
+        if was == "optimizer" and isinstance(thing, torch.optim.Optimizer):
+            optimizer.refuse_strangers(name, thing, self.models())
+        raise SaveFailedError(
+            "whether one tracked model has all of its parameters has changed since the run began, because "
+            "parameters were replaced or moved. A resume starts as the script does, and would not take this "
+            "checkpoint. Give model and optimizer their final parameters before the first step"
+        )
+
+    def targets(self, others: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+        """The tensors, by part, that a load of this checkpoint reads into. `others` is all else in it."""
+        tensors: dict[str, Any] = {}
+        for name, model in self.models():  # first: optimizers look at the parameters' shapes
+            module.materialise(model, name, metadata)
+            tensors[name] = module.targets(model, name, others[name], metadata)
+        for name, thing in self._objects.items():
+            if name not in others:
+                continue  # it begins anew
+            if isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
+                tensors[name] = optimizer.targets(name, thing, owner, others[name], metadata)
+        return tensors
+
+    def stock_targets(self, name: str, metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """(tensors, all else) that a plain DCP directory may hold of an optimizer; None of anything else."""
+        thing = self._objects[name]
+        if not isinstance(thing, torch.optim.Optimizer) or (owner := self._owner(thing)) is None:
+            return None
+        return optimizer.stock_targets(name, thing, owner, metadata)
+
+    def apply(self, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        """Put loaded state into the tracked objects: `tensors` are the targets, and were read into.
+
+        One that nothing was loaded for stays as it is.
+        """
+        for name in self._objects:
+            if name in others:
+                self.apply_part(name, tensors, others)
+
+    def apply_part(self, name: str, tensors: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        """The same of one part."""
+        thing = self._objects[name]
+        if isinstance(thing, nn.Module):
+            module.apply(thing, name, tensors.get(name, {}), others[name], self._built.get(name))
+        elif isinstance(thing, torch.optim.Optimizer) and (owner := self._owner(thing)) is not None:
+            optimizer_load.apply(name, thing, owner, tensors[name], others[name])
+        elif isinstance(thing, torch.optim.Optimizer):
+            optimizer_load.load_packed(name, thing, others[name])
+        else:
+            thing.load_state_dict(others[name])
+
+    def parts(self, tensors: Mapping[str, Any]) -> dict[str, PartEntry]:
+        """Of what `collect` has just given."""
+        return {
+            name: PartEntry(kind=self._last_kinds[name], entries=_count(tensors.get(name, {})))
+            for name in self._objects
+        }
+
+
+def _kind(thing: object, owner: nn.Module | None) -> str:
+    if isinstance(thing, nn.Module):
+        return "model"
+    return "optimizer" if owner is not None else "object"
+
+
+def _count(tree: Mapping[str, Any]) -> int:
+    """How many entries `flatten` gives."""
+    return sum(
+        1 if type(value) is torch.Tensor or not isinstance(value, Mapping) else _count(value)
+        for value in tree.values()
+    )
+
+
+def check_strict(tensors: Mapping[str, Any], metadata: Metadata, *, but: Collection[str] = ()) -> None:
+    """Both directions, by name, shape and dtype: DCP ignores unread keys and casts dtypes silently.
+
+    `but` names parts that do not matter.
+    """
+    wanted = flatten(tensors)
+    stored = {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if not key.startswith(tuple(f"{part}." for part in (OWN, GRADIENTS, *but)))
+    }
+    problems = [f"{key}: tracked, but not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())]
+    problems += [
+        f"{key}: in the checkpoint, but not tracked"
+        for key in sorted(stored.keys() - wanted.keys())
+        if f".{module.LOOSE}" not in key  # a rank reads those that it stored itself
+    ]
+    for key in sorted(wanted.keys() & stored.keys()):
+        entry, tensor = stored[key], wanted[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            problems.append(f"{key}: a tensor is tracked, the checkpoint holds an object")
+        elif entry.size != tensor.size():
+            problems.append(
+                f"{key}: shape {tuple(tensor.size())} tracked, {tuple(entry.size)} in the checkpoint"
+            )
+        elif entry.properties.dtype != tensor.dtype:
+            problems.append(f"{key}: {tensor.dtype} tracked, {entry.properties.dtype} in the checkpoint")
+    if problems:
+        shown = "\n  ".join(problems[:12]) + (
+            f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else ""
+        )
+        raise IncompleteStateError(
+            f"the tracked state does not fit the checkpoint ({len(problems)} differences):\n  {shown}\n"
+            "Make the script track what was saved, or start with resume_from = 'fresh'"
+        )
+
+
+def check_parts(names: list[str], parts: Mapping[str, Any]) -> None:
+    """The tracked names must be exactly those that were saved."""
+    missing = sorted(set(names) - parts.keys())
+    extra = sorted(parts.keys() - set(names))
+    if missing or extra:
+        raise IncompleteStateError(
+            f"the checkpoint holds {sorted(parts)}; this script tracks {sorted(names)}. "
+            f"Missing from the checkpoint: {missing or 'nothing'}; not tracked any more: "
+            f"{extra or 'nothing'}. Track what was saved; or let a part begin anew, where "
+            "checkpoint.resume_from names what the run begins with: checkpoint.fresh_parts = "
+            f"{','.join(missing or extra)!r}"
+        )
+
+
+def to_blob(value: Any, at_least: int = 0) -> torch.Tensor:
+    """Its length is a multiple of BLOB_STEP, and `at_least` if that can be: so it seldom changes.
+
+    A zip comment fills the archive up; it can be no longer than 65,535 bytes.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    data = bytearray(buffer.getbuffer())
+    length = len(data) + -len(data) % BLOB_STEP
+    if length < at_least <= len(data) + 0xFFFF:
+        length = at_least
+    data[-2:] = (length - len(data)).to_bytes(2, "little")
+    data.extend(bytes(length - len(data)))
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+class UnreadObjectsError(Exception):
+    """A rank's state holds objects whose reading may run anything; the message names their classes."""
+
+
+def from_blob(blob: torch.Tensor, *, objects: bool = True) -> Any:
+    """Only ever called on bytes that matched their digest.
+
+    Nothing is unpickled freely that torch can read with `weights_only`: tensors, numbers, texts, containers,
+    and arrays of numpy, which its generators consist of. What is left are objects of other classes, in what
+    was tracked; without `objects` they are refused, since reading them may run anything.
+    """
+    data = blob.numpy().tobytes()
+    try:
+        with torch.serialization.safe_globals(_arrays()):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever it was: what was saved must be read as it always was
+        if not objects:
+            raise UnreadObjectsError(", ".join(classes_in(data)) or "something that is no archive") from None
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def classes_in(data: bytes) -> list[str]:
+    """The classes and functions in an archive that only a free unpickling would read."""
+    try:
+        with torch.serialization.safe_globals(_arrays()):
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except Exception:  # noqa: BLE001 - it is only for a message
+        return []
+
+
+@functools.cache
+def _arrays() -> list[Any]:
+    """What arrays and numbers of numpy are pickled as, also by releases before 2.0; it runs nothing."""
+    import numpy as np
+
+    try:
+        from numpy._core import multiarray
+    except ImportError:
+        from numpy.core import multiarray  # type: ignore[no-redef]
+    makers = [(getattr(multiarray, name), name) for name in ("_reconstruct", "scalar")]
+    named = [(one, f"numpy.{core}.multiarray.{name}") for one, name in makers for core in ("core", "_core")]
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"}
+    return [np.ndarray, np.dtype, *sorted(kinds, key=lambda kind: kind.__name__), *named]

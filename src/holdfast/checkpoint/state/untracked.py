@@ -1,0 +1,281 @@
+"""Parameters that are trained and that nothing which is saved brings back: a resume would begin them anew.
+
+That is one that a tracked optimizer trains and neither a tracked model nor another tracked object holds (a
+weight of the loss), or one that its model's `state_dict` leaves out. They are looked for in the fork that
+proves a save (proof.py): they are spoilt before the load, and what is not as it was after it is held by
+nothing. So it does not matter in which form, or by which object, something is held.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from holdfast.base import local_part
+from holdfast.checkpoint.state.adapters import GeneratorState, ScheduleState, TrackerState
+from holdfast.checkpoint.state.tracked import Tracked
+
+SAMPLE = 64 << 10
+"""Bytes of a tensor that are spoilt and compared: the fork pays for every page that it writes to."""
+TOLD = 4
+
+
+def strangers(tracked: Tracked) -> list[tuple[str, torch.Tensor]]:
+    """Parameters that a tracked optimizer trains and no tracked model has, with words for each.
+
+    Of what was just collected: this is asked at every save.
+    """
+    loose = tracked.loose_optimizers()
+    if not loose:
+        return []
+    known = {id(parameter) for _, model in tracked.models() for parameter in model.parameters()}
+    return [
+        (
+            f"track({name}=…): parameter {place} of group {number}, of shape {tuple(parameter.shape)},",
+            parameter,
+        )
+        for name, optimizer in loose
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if parameter.requires_grad and id(parameter) not in known and not is_lazy(parameter)
+    ]
+
+
+def in_question(tracked: Tracked) -> frozenset[int]:
+    """What a proof is about besides the tracked objects; another proof is due when there is more of it."""
+    return frozenset(id(one) for _, one in strangers(tracked))
+
+
+class Unheld:
+    """In the fork, around a load."""
+
+    def __init__(
+        self,
+        tracked: Tracked,
+        stored: Mapping[str, torch.Tensor],
+        versions: Mapping[int, int],
+        *,
+        all_by_value: bool,
+    ) -> None:
+        """`versions`: of the parameters when the run began. `all_by_value`: every stored tensor is loaded
+        with its values; else only what is in the blob."""
+        self._tracked = tracked
+        self._errors: list[str] = []
+        self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        """Words, a sample of the parameter, and a copy of that."""
+        seen = {_place(one) for one in stored.values()}
+        found = strangers(tracked)
+        if all_by_value:
+            found += _left_out(tracked, versions)
+        for words, parameter in found:
+            if _place(parameter) in seen:
+                continue
+            seen.add(_place(parameter))
+            self._take(words, parameter)
+
+    def _take(self, words: str, parameter: torch.Tensor) -> None:
+        sample = _sample(parameter)
+        if sample is not None:
+            self._parameters.append((words, sample, sample.clone()))
+        elif not _may_hold_anything(self._tracked):
+            self._errors.append(_unheld(words))
+
+    def spoil(self) -> None:
+        for _, sample, _ in self._parameters:
+            torch.bitwise_not(sample, out=sample)
+
+    def errors(self) -> list[str]:
+        """Parameters that no load has brought back."""
+        told = list(self._errors)
+        told += [
+            _unheld(words) for words, sample, before in self._parameters if not torch.equal(sample, before)
+        ]
+        return told[:TOLD]
+
+
+def _unheld(words: str) -> str:
+    return (
+        f"{words} is trained, and nothing that is tracked brings its value back, so a resume would begin it "
+        "anew. Track what has it, with a state_dict and a load_state_dict that hold it, such as "
+        "run.track(loss=criterion)"
+    )
+
+
+def versions_of(tracked: Tracked) -> dict[int, int]:
+    """Of the parameters that tracked optimizers have, by id: one that was changed since has another."""
+    return {
+        id(parameter): parameter._version
+        for optimizer in tracked.optimizers()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not is_lazy(parameter) and not parameter.is_inference()
+    }
+
+
+def _left_out(tracked: Tracked, versions: Mapping[int, int]) -> list[tuple[str, torch.Tensor]]:
+    """Parameters of tracked models that were trained, with words for each.
+
+    One that never changed is as the script made it, and will be so again: it need not be stored.
+    """
+    now = versions_of(tracked)
+    return [
+        (
+            f"track({name}=…): {key}, of shape {tuple(parameter.shape)}, which its state_dict leaves out,",
+            parameter,
+        )
+        for name, model in tracked.models()
+        for key, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and not is_lazy(parameter)
+        and now.get(id(parameter)) != versions.get(id(parameter))
+    ]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    memory = local_part(tensor)
+    return memory.untyped_storage().data_ptr() if memory.layout is torch.strided else id(tensor)
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Some of its bytes, as they lie there; None where this process cannot write to them."""
+    memory = local_part(parameter)
+    plain = type(memory) is torch.Tensor or isinstance(parameter, DTensor | nn.Parameter)
+    if not plain or not memory.is_cpu or memory.layout is not torch.strided or not memory.is_contiguous():
+        return None
+    return memory.reshape(-1).view(torch.uint8)[:SAMPLE]
+
+
+def _may_hold_anything(tracked: Tracked) -> bool:
+    """Whether there is an object of the script's own, which may hold what nobody else does."""
+    known = (
+        nn.Module,
+        Optimizer,
+        LRScheduler,
+        ScheduleState,
+        GeneratorState,
+        TrackerState,
+        torch.amp.GradScaler,
+    )
+    return any(not isinstance(thing, known) for _, thing in tracked.items())
+
+
+# What a script trains with and tracks nowhere.
+#
+# An object counts as tracked, too, if one that is tracked holds it, in its attributes or in containers among
+# these: a wrapper around an optimizer, a trainer with a `state_dict` of its own. What a schedule or a model
+# holds does not count: neither saves its optimizer.
+
+
+FAR = 4
+"""How many objects deep it is looked into things."""
+MOST = 5_000
+"""Objects that are looked at in all, the nearest first."""
+_PLAIN = (
+    str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.Tensor, torch.device,
+    torch.dtype,
+)  # fmt: skip
+
+
+def held_by(things: Iterable[object]) -> dict[int, object]:
+    """These objects and what they hold, by id."""
+    found: dict[int, object] = {}
+    to_look_at = deque((thing, 0) for thing in things)
+    while to_look_at and len(found) < MOST:
+        thing, depth = to_look_at.popleft()
+        if isinstance(thing, _PLAIN) or id(thing) in found:
+            continue
+        found[id(thing)] = thing
+        if depth < FAR:
+            to_look_at.extend((part, depth + 1) for part in _parts(thing))
+    return found
+
+
+def _parts(thing: Any) -> Iterable[object]:
+    if isinstance(thing, list | tuple | set | frozenset | deque):
+        return list(thing)
+    if isinstance(thing, dict):
+        return list(thing.values())
+    if isinstance(thing, types.MethodType):
+        return [thing.__self__]
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, types.FunctionType):
+        return _closure(thing)
+    if isinstance(thing, DataLoader | nn.Module) or type(thing).__module__.partition(".")[0] == "holdfast":
+        return []
+    held = dict(getattr(thing, "__dict__", {}))
+    if isinstance(thing, torch.optim.Optimizer):  # its state and groups hold much, and nothing of interest
+        return [value for name, value in held.items() if name not in ("state", "param_groups")]
+    if isinstance(thing, LRScheduler):
+        inner = [part for one in held.values() for part in (one if isinstance(one, list | tuple) else [one])]
+        return [one for one in inner if isinstance(one, LRScheduler)]
+    return list(held.values())
+
+
+def _closure(function: types.FunctionType) -> list[object]:
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # it is empty yet
+            continue
+    return found
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Their parameters, by id."""
+    return {
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def untracked_schedules(
+    tracked: Iterable[object], without: Iterable[object], among: Iterable[object]
+) -> list[LRScheduler]:
+    """Of these objects the schedules of optimizers that are tracked, or held so, but are not so themselves.
+
+    What is `without` is left out, and so are schedules of its optimizers.
+    """
+    known, left_out = held_by(tracked), held_by(without)
+    attached = {
+        number
+        for number, one in known.items()
+        if isinstance(one, torch.optim.Optimizer) and number not in left_out
+    }
+    strangers = [
+        one
+        for one in among
+        if isinstance(one, LRScheduler)
+        and id(one) not in known
+        and id(one) not in left_out
+        and id(getattr(one, "optimizer", None)) in attached
+    ]
+    within = {number for one in strangers for number in held_by([one]) if number != id(one)}
+    return [one for one in strangers if id(one) not in within]
+
+
+def has_schedule(optimizer: object) -> bool:
+    """Whether a schedule was ever made for it: torch marks its `step` then."""
+    return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
+
+
+def alive(*kinds: type) -> list[Any]:
+    """All objects of these kinds. Goes through all of Python's objects, which takes a tenth of a second."""
+    objects = gc.get_objects()
+    wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
+    return [one for one in objects if type(one) in wanted] if wanted else []

@@ -1,0 +1,309 @@
+"""Asking Slurm to queue this job again, with a reason in its comment and without excluded nodes.
+
+Guarantee: asks at most once, and only what policy.requeue says. The order is comment, requeue, nodes to
+exclude: from the second on, Slurm ends the job and everything in it. A node is excluded only if enough are
+left for the job to start at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.base import Bounded
+from holdfast.cluster import scontrol
+from holdfast.cluster.scontrol import JobRecord
+from holdfast.cluster.slurm import SlurmJob
+from holdfast.errors import ExitCode, HoldfastError, StorageError
+from holdfast.journal import (
+    JobFound,
+    JournalWriter,
+    Line,
+    RequeueAsked,
+    SaveCommitted,
+    StopAsked,
+    read_journal,
+)
+from holdfast.policy import JobFacts, RequeueRuling, Source, StopRequest, after_stop, by_decision, uncounted
+from holdfast.record import (
+    ControlDirectory,
+    excluded,
+    record_requeue,
+    requeues_without_progress,
+    withdraw_requeue,
+)
+
+MARK = "holdfast: "
+"""Where our part of a job's comment begins; what stands before it is the user's."""
+_ENDING = ("COMPLET", "CANCEL", "FAILED", "TIMEOUT", "PREEMPTED", "DEADLINE", "OUT_OF_MEMORY", "NODE_FAIL")
+"""How states begin in which the scheduler is ending a job, or has."""
+
+
+SAME_MOMENT = 2.0
+"""Seconds between two times that Slurm writes down for one event."""
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it."""
+
+    asked: bool
+    reason: str
+    """Why it was asked, or why not; fit for a person."""
+    exclude: list[str] = []
+    refused: bool = False
+    """Whether it was to be asked, and Slurm would not, or did not say that it would."""
+    unsure: bool = False
+    """Whether Slurm may have done it all the same."""
+
+
+def may_requeue(job: SlurmJob, setting: str, stalled: int) -> bool:
+    """Whether Slurm would start this job again (asks Slurm, bounded; False where that cannot be known).
+
+    `stalled`: requeues in a row without progress.
+    """
+    if not by_decision(setting, "", JobFacts(allowed=True), stalled).ask:
+        return False  # whatever Slurm would say
+    return by_decision(setting, "", facts_of(job, scontrol.job_record(job.label)), stalled).ask
+
+
+def requeue_after_stop(
+    job: SlurmJob, setting: str, request: StopRequest, *, exclude: Sequence[str], stalled: int
+) -> Asked:
+    """After a stop on request: asks for a requeue if policy.requeue says so.
+
+    `stalled`: requeues in a row without progress. Call it last: Slurm sends SIGTERM to the caller, too.
+    """
+    unseen = after_stop(setting, request, JobFacts(allowed=True, preempted=True), stalled)
+    if not unseen.ask:
+        return Asked(asked=False, reason=unseen.reason)  # whatever Slurm would say
+    record = scontrol.job_record(job.label)
+    return _ask(job, record, after_stop(setting, request, facts_of(job, record), stalled), exclude)
+
+
+def requeue_by_decision(
+    job: SlurmJob, setting: str, reason: str, *, exclude: Sequence[str], stalled: int = 0
+) -> Asked:
+    """After recovery decided on `requeue` (exit code 27); its own budget has counted already."""
+    record = scontrol.job_record(job.label)
+    return _ask(job, record, by_decision(setting, reason, facts_of(job, record), stalled), exclude)
+
+
+def facts_of(job: SlurmJob, record: JobRecord | None) -> JobFacts | None:
+    """What Slurm's record says of a job as this process knows it."""
+    if record is None:
+        return None
+    # Slurm has counted the restart as soon as it queues a job again, long before it starts.
+    again = record.restarts is not None and record.restarts > job.restarts
+    return JobFacts(
+        allowed=None if record.requeue is None else record.requeue and record.batch is not False,
+        queued_again=again or record.state.startswith(("PENDING", "REQUEUE")),
+        ending=record.state.startswith(_ENDING),
+        preempted=_is_preempted(record),
+        timed_out=record.reason == "TimeLimit" or record.state.startswith("TIMEOUT"),
+    )
+
+
+def _is_preempted(record: JobRecord) -> bool:
+    """Whether preemption is what ends it.
+
+    A job that is cancelled within its grace time keeps the time at which preemption began; one that outlives
+    it gets the time of its end for both.
+    """
+    if record.preempted_at is None or not record.state.startswith(_ENDING):
+        return record.preempted_at is not None
+    return record.ends_at is not None and abs(record.ends_at - record.preempted_at) <= SAME_MOMENT
+
+
+def _ask(job: SlurmJob, record: JobRecord | None, verdict: RequeueRuling, exclude: Sequence[str]) -> Asked:
+    if not verdict.ask or record is None:
+        return Asked(asked=False, reason=verdict.reason)
+    job = scontrol.as_named(job, record)
+    named, left_out = nodes_to_exclude(job, record, exclude) if exclude else ([], "")
+    reason = "; ".join(filter(None, (verdict.reason, left_out)))
+    text = comment(record.comment, reason, named)
+    # A job that is ending takes its comment only once it waits again.
+    changes = {} if scontrol.set_comment(job.label, text).ok else {"Comment": text}
+    if named:
+        changes["ExcNodeList"] = ",".join([*record.exclude, *named])
+    done = scontrol.requeue(job.label, changes)
+    if not done.ok:
+        said = "it is not known whether Slurm did" if done.late else "Slurm refused"
+        return Asked(asked=False, reason=f"{reason}; {said}: {done.text}", refused=True, unsure=done.late)
+    if named and done.text:
+        return Asked(asked=True, reason=f"{reason}; {done.text}")
+    return Asked(asked=True, reason=reason, exclude=named)
+
+
+def nodes_to_exclude(job: SlurmJob, record: JobRecord, exclude: Sequence[str]) -> tuple[list[str], str]:
+    """Those that Slurm may be told to do without, and what to say of the others."""
+    known = scontrol.partition_nodes(record.partition) if record.partition else None
+    there = set(known or job.nodes)
+    fresh = sorted(there.intersection(exclude) - set(record.exclude))
+    wanted = sorted(set(record.require).intersection(fresh))
+    if wanted:
+        return (
+            [],
+            f"Slurm was not told to do without {', '.join(fresh)}: --nodelist asks for {', '.join(wanted)}",
+        )
+    if known is not None and record.node_count is not None:
+        left = len(there) - len(there.intersection([*record.exclude, *fresh]))
+        if left < record.node_count:
+            few = f"{left} of the {record.node_count} nodes that the job needs would be left"
+            return [], f"Slurm was not told to do without {', '.join(fresh)}: {few}"
+    return fresh, ""
+
+
+def comment(before: str, reason: str, exclude: Sequence[str]) -> str:
+    """The job's comment with our part of it replaced, the user's kept."""
+    theirs = before.partition(MARK)[0].rstrip(" |")
+    ours = f"{MARK}queued again: {reason}"
+    if exclude:
+        ours += f"; without {','.join(exclude)}"
+    return f"{theirs} | {ours}" if theirs else ours
+
+
+# Asking to be queued again, on the record of the run: counted first, then asked, then told.
+#
+# The count of the records (record/operator.py) is what bounds how often a job comes back, whoever asks: the
+# leading agent or the batch script. Where the run's storage cannot be written, nothing can be counted there:
+# then the scheduler's own count of the job's restarts, which is never lower, takes its place.
+
+
+RECORD_WAIT = 30.0
+"""Seconds for the count to be written."""
+
+
+def ask_on_record(
+    control: ControlDirectory, who: str, job: SlurmJob, attempt: int, step: int, ask: Callable[[], Asked]
+) -> Asked:
+    """What came of it. `who` writes the journal; `step` is the highest one that is saved."""
+    # Before it is asked: that may end this process before anything is written.
+    recording = Bounded(lambda: record_requeue(control, attempt, step, job.label), "requeue")
+    number, why = 0, f"the file system did not answer for {RECORD_WAIT:g} s"
+    if recording.ended(RECORD_WAIT):
+        try:
+            number, why = recording.result(), ""
+        except StorageError as error:
+            why = str(error)
+    if why and (often := uncounted(job.restarts, why)) is not None:
+        return Asked(asked=False, reason=often.reason)
+    done = ask()
+    if number and not done.asked and not done.unsure:
+        withdraw_requeue(control, number, attempt, step)
+    with contextlib.closing(JournalWriter(control.journal, who, attempt)) as journal:
+        journal.write(
+            RequeueAsked(job=job.label, asked=done.asked, reason=done.reason, exclude=list(done.exclude))
+        )
+    return done
+
+
+# What a run's journal says of its stops and requeues: who asked for the last stop, and what came of it.
+
+
+_SIGNAL = re.compile(r"\bSIG[A-Z0-9]+\b")
+
+
+class LastStop(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the newest attempt."""
+
+    attempt: int = 0
+    request: StopRequest | None = None
+    """None if nobody asked for a stop."""
+    settled: RequeueAsked | None = None
+    """What was decided about queueing again, if it was."""
+    step: int = 0
+    """The highest that is saved, by any attempt."""
+    requeue: str = ""
+    """The run's slurm.requeue, if its job is known."""
+
+
+def last_stop(lines: Sequence[Line]) -> LastStop:
+    newest = max((line.attempt for line in lines), default=0)
+    request: StopRequest | None = None
+    settled: RequeueAsked | None = None
+    for line in lines:
+        body = line.body
+        if line.attempt != newest:
+            continue
+        if isinstance(body, StopAsked) and request is None:
+            request = _request(body, line.at)
+        elif isinstance(body, RequeueAsked):
+            settled = body
+    bodies = [line.body for line in lines]
+    saved = (one.step for one in bodies if isinstance(one, SaveCommitted) and one.tier == "global")
+    found = [one.requeue for one in bodies if isinstance(one, JobFound)]
+    return LastStop(
+        attempt=newest,
+        request=request,
+        settled=settled,
+        step=max(saved, default=0),
+        requeue=found[-1] if found else "",
+    )
+
+
+def _request(asked: StopAsked, at: float) -> StopRequest:
+    named = _SIGNAL.search(asked.detail) if asked.source == Source.SIGNAL else None
+    try:
+        source = Source(asked.source)
+    except ValueError:
+        source = Source.OPERATOR  # a newer release's: in doubt a person asked, and the job stays away
+    return StopRequest(
+        source=source,
+        detail=asked.detail,
+        signal=named[0] if named else "",
+        sender=asked.sender,
+        node=asked.node,
+        rank=asked.rank,
+        at=at,
+    )
+
+
+# Queueing a job again from its batch script, after the run has ended: for what nobody else could do.
+#
+# The leading agent asks by itself. Without one (ranks started by srun), or if it was lost, the script does.
+# Guarantee: never twice for one attempt, and never against what the run decided.
+
+
+STOPPED = (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
+WANTED = (ExitCode.REQUEUE_WANTED, ExitCode.STORE_LOST, ExitCode.STORAGE_FAILED)
+WHO = "batch-script"
+
+
+def requeue_at_the_end(
+    job: SlurmJob, setting: str, code: int, run_dir: Path | None, exclude: Sequence[str]
+) -> Asked:
+    """Ask if the run's end is a reason to come back, and nobody has decided that yet."""
+    if code not in (*STOPPED, *WANTED):
+        return Asked(asked=False, reason=f"exit code {code} is no reason to come back")
+    control, last, stalled, kept_out = None, LastStop(), 0, list[str]()
+    try:
+        if run_dir is not None:
+            control = ControlDirectory.open(run_dir)
+            last = last_stop(read_journal(control.journal))
+            stalled = requeues_without_progress(control, last.step)
+            kept_out = [one.node for one in excluded(control) if one.device is None]
+    except HoldfastError as error:
+        trouble = isinstance(error, StorageError) and code == ExitCode.STORAGE_FAILED
+        if not trouble or (often := uncounted(job.restarts, str(error))) is not None:
+            why = often.reason if trouble and often is not None else f"the run cannot be read: {error}"
+            return Asked(asked=False, reason=why)
+        control = None
+    if last.settled is not None:
+        return Asked(asked=False, reason=f"that was decided before: {last.settled.reason}")
+    chosen = "never" if last.requeue == "never" else setting
+    without = [*exclude, *kept_out]
+
+    def ask() -> Asked:
+        asked_for = code == ExitCode.STORAGE_FAILED and last.request is not None
+        if code in WANTED and not asked_for:
+            reason = f"the run ended with {ExitCode(code).name} ({code})"
+            return requeue_by_decision(job, chosen, reason, exclude=without, stalled=stalled)
+        if last.request is None:
+            return Asked(asked=False, reason="the run's journal does not say who asked it to stop")
+        return requeue_after_stop(job, chosen, last.request, exclude=without, stalled=stalled)
+
+    return ask_on_record(control, WHO, job, last.attempt, last.step, ask) if control is not None else ask()

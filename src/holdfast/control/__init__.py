@@ -1,1 +1,0 @@
-"""The run's durable memory and who may act on it."""

@@ -1,0 +1,744 @@
+"""From a failure to the one decision about it.
+
+Guarantee: the decision is made once, by the leading agent, on what all nodes reported; it is durable before
+anybody acts on it, and every node acts on the same one or ends with a documented code. Storage that takes
+nothing is waited for, within bounds; where it stays so, that code is 34.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from holdfast.account import (
+    answers_about,
+    headline,
+    launch_lost,
+    lease_taken,
+    on_the_terminal,
+    one_line,
+    store_lost,
+)
+from holdfast.base import PATIENCE, Bounded
+from holdfast.checkpoint.choose import highest_committed_step, situation_of, write_down
+from holdfast.checkpoint.format import CheckpointName, CheckpointRoot, parse_name
+from holdfast.config import Settings, parse_failure_causes
+from holdfast.errors import ControlError, ExitCode, HoldfastError
+from holdfast.health import Trouble, last_words
+from holdfast.journal import (
+    Account,
+    JournalReader,
+    JournalWriter,
+    RunFinished,
+    StopAsked,
+    StopSaved,
+    Warned,
+    events,
+    last_step,
+    unfinished_save,
+)
+from holdfast.launch import EXCLUSION, INCIDENT, STOP, LaunchContext, say
+from holdfast.launch.incident.hang import hangs_of
+from holdfast.launch.nodes import Attempt, MeetingHandler, Notice, StopRun
+from holdfast.policy import (
+    AT_IMPORT,
+    Action,
+    Cause,
+    Cluster,
+    Decision,
+    Diagnosis,
+    Evidence,
+    Exclusion,
+    Hang,
+    Loss,
+    LostNode,
+    PastAttempt,
+    Situation,
+    adapter_to_check,
+    at_import,
+    describe_end,
+    diagnose,
+    end_of,
+    in_words,
+    is_symptom,
+    of_rejection,
+    recover,
+    root_cause,
+)
+from holdfast.record import (
+    ACCOUNT,
+    RECOVERY,
+    AttemptRecord,
+    Claim,
+    ControlDirectory,
+    EndRecord,
+    FailureRecord,
+    Fence,
+    HeadRecord,
+    attempt_numbers,
+    create_record,
+    current_epoch,
+    decision_path,
+    device_errors_of,
+    end_attempt,
+    ends_of,
+    failures_of,
+    keep_account,
+    list_names,
+    own_measure,
+    past_attempts,
+    read_attempt,
+    read_claim,
+    read_record,
+    record_failure,
+    refused_launch,
+    rejection_of,
+    rung_of,
+)
+from holdfast.restart import Faulted
+
+# Tells of ends that no decision follows: of this launch's own, and of a launch that left none.
+#
+# Guarantee: telling is all it does. What cannot be read or written costs sentences, never the end itself.
+
+
+def tell_store_lost(context: LaunchContext, attempt: int, node: str, error: str, step: int | None) -> bool:
+    """That nobody is left to meet; whether it could be told."""
+    return _tell_end(context, node, lambda: store_lost(attempt, node, error, step, _saved(context)))
+
+
+def tell_lease_taken(
+    context: LaunchContext, attempt: int, node: str, evidence: str, step: int | None
+) -> bool:
+    """That another launch has the run now; whether it could be told."""
+
+    def account() -> Account:
+        newest = read_claim(context.control, current_epoch(context.control))
+        by = newest.holder.describe() if newest is not None else ""
+        found = newest.evidence if newest is not None else ""
+        return lease_taken(attempt, evidence, by, found, step, _saved(context))
+
+    return _tell_end(context, node, account)
+
+
+def tell_launch_lost(context: LaunchContext, held: Claim) -> None:
+    """Once: of a launch before this one whose last attempt has no end, which nobody was left to tell of."""
+
+    def account() -> Account | None:
+        return _of_lost_launch(context.control, held, _saved(context))
+
+    made = Bounded(account, "lost-launch")
+    found = None
+    with contextlib.suppress(HoldfastError, OSError):
+        found = made.result() if made.ended(PATIENCE) else None
+    if found is None:
+        return
+    with contextlib.closing(
+        JournalWriter(context.control.journal, f"agent-{held.owner}", found.attempt)
+    ) as journal:
+        journal.write(found)
+    say(on_the_terminal(found, str(context.control.path)))
+    context.saves.fell(found)
+
+
+def _of_lost_launch(control: ControlDirectory, held: Claim, saved: int | None) -> Account | None:
+    newest = next(reversed(ends_of(control)), None)
+    if newest is None or newest[1] is not None:
+        return None
+    number = newest[0].number
+    lines = [line for line in JournalReader(control.journal, since=number).poll() if line.attempt == number]
+    if any(isinstance(line.body, RunFinished) for line in lines):
+        return None
+    asked = next((line.body for line in lines if isinstance(line.body, StopAsked)), None)
+    if any(isinstance(line.body, StopSaved) for line in lines):
+        asked = None
+    before = read_claim(control, newest[0].epoch)
+    holder = before.holder.describe() if before is not None else ""
+    step = last_step(control.journal, list_names(control.journal), number)
+    account = launch_lost(number, holder, held.evidence, asked, step, saved)
+    return account if create_record(control.attempt(number) / ACCOUNT, account) else None
+
+
+def _saved(context: LaunchContext) -> int | None:
+    return highest_committed_step(context.settings.checkpoint_root(), context.control) or None
+
+
+def _tell_end(context: LaunchContext, node: str, make: Callable[[], Account]) -> bool:
+    made = Bounded(make, "unforeseen-end")
+    try:
+        account = made.result() if made.ended(PATIENCE) else None
+    except (HoldfastError, OSError):
+        account = None
+    if account is None:
+        return False
+    context.last_words = one_line(account)
+    context.saves.catch_up()
+    say(on_the_terminal(account, str(context.control.path)))
+    writer = JournalWriter(context.control.journal, f"agent-{node}", account.attempt)
+    written = Bounded(lambda: _write(writer, account), "unforeseen-end-journal")
+    written.ended(PATIENCE)
+    return True
+
+
+def _write(writer: JournalWriter, account: Account) -> None:
+    with contextlib.closing(writer) as journal:
+        journal.write(account)
+
+
+@dataclass(kw_only=True)
+class Circumstances:
+    """What the agent that decides knows beside the attempt's records."""
+
+    cluster: Cluster | None = None
+    lost: list[LostNode] = field(default_factory=list)
+    hangs: list[Hang] = field(default_factory=list)
+    last_step: int | None = None
+    """The last step that a rank is known to have completed."""
+    facts: list[str] = field(default_factory=list)
+    """What else was seen, in words."""
+    stopping: str = ""
+    """The request to stop the run that came before the failure, in words."""
+    storage: Trouble | None = None
+    """What keeps the run's storage from taking anything, however long it was waited for."""
+    restarts_chosen: bool = False
+    """Whether somebody gave launch.max_restarts."""
+    in_place: Callable[[Decision], bool] = lambda _: False
+    """Whether the processes that there are can do what is decided."""
+    can_requeue: Callable[[], bool] = lambda: False
+    """Whether a scheduler would start the job again; it may have to be asked."""
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """A failed attempt and what was decided about it."""
+
+    attempt: int
+    cause: str
+    root: FailureRecord | None
+    decision: Decision
+    account: Account | None = None
+    """What is told of it; None on a node that only learnt the decision."""
+
+
+def is_starting(attempt: Attempt) -> bool:
+    """Whether no rank has got as far as resuming, and a script that fails now may fail at its start."""
+    try:
+        record = read_attempt(attempt.control, attempt.number)
+        begun = (attempt.control.attempt(attempt.number) / "head.json").exists()
+    except (ControlError, OSError):
+        return False
+    return not begun and time.time() - record.started < AT_IMPORT
+
+
+def report(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
+    """Record this node's failures durably, then say that they are all there."""
+    record(attempt, failures, sections)
+    attempt.count_in("reported")
+
+
+def record(attempt: Attempt, failures: list[FailureRecord], sections: Mapping[int, str]) -> None:
+    """Record failures durably; `sections`: rank → the one that it was in."""
+    for failure in failures:
+        record_failure(attempt.control, attempt.number, failure)
+        ended = describe_end(failure.exit_code)
+        attempt.journal.write(
+            events.WorkerFailed(
+                rank=failure.rank,
+                node=failure.node,
+                pid=failure.pid,
+                exit_code=failure.exit_code,
+                signal=ended.rpartition(" ")[2] if failure.exit_code < 0 else "",
+                message=failure.message,
+                error_file=failure.error_file,
+                section=sections.get(failure.rank, ""),
+                left=failure.left,
+            )
+        )
+
+
+def decide(
+    attempt: Attempt, notice: Notice, settings: Settings, reported: int, known: Circumstances
+) -> Incident:
+    """The leader's part, after `reported` nodes did: choose, fix it, write it down, end the attempt."""
+    control = attempt.control
+    failures = failures_of(control, attempt.number)
+    record = read_attempt(control, attempt.number)
+    failed = _judge(control, record, failures, settings, known, notice)
+    root = _root(failed, failures)
+    facts = [*_facts(attempt, notice, root, failures, reported), *known.facts]
+    facts += [
+        f"the driver on {one.node} reported: {one.message}"
+        for one in device_errors_of(control, attempt.number)
+    ]
+    history = past_attempts(control, before=attempt.number)
+    facts += [known.storage.describe()] if known.storage is not None else []
+    saved = _diagnostic(settings, failed)
+    facts += [f"the state that this step began from is kept: {saved}"] if saved else []
+    situation = _situation(control, failed, history, settings, known, facts)
+    decision = attempt.decisions.decide(RECOVERY, Decision, lambda: recover(history, situation))
+    write_down(control, attempt.fence, attempt.journal, failed, root, decision)
+    if decision.exit_code == ExitCode.STOPPED_UNSAVED:
+        attempt.end("stopped", exit_code=decision.exit_code, cause="", highest_step=failed.highest_step)
+    else:
+        cause = failed.cause
+        attempt.end("failed", exit_code=failed.exit_code, cause=cause, highest_step=failed.highest_step)
+    account = _tell(control, situation, root, decision, failures, known, saved)
+    _keep(control, attempt.journal, account)
+    return Incident(attempt=failed.number, cause=failed.cause, root=root, decision=decision, account=account)
+
+
+def _root(failed: PastAttempt, failures: list[FailureRecord]) -> FailureRecord | None:
+    """The worker's end that it came from; None if what ended it was no worker's own end."""
+    root = next((failure for failure in failures if failure.rank == failed.root_rank), None)
+    # The ranks agree on what they reject, and each ends with the same code: the first stands for all.
+    if root is None and failed.rejection is not None and failures:
+        root = root_cause(failures)
+    return root if root is not None and root.exit_code == failed.exit_code else None
+
+
+def _diagnostic(settings: Settings, failed: PastAttempt) -> str:
+    """Where the diagnostic save of a rejected step is; empty if there is none."""
+    told = failed.rejection.diagnostic if failed.rejection is not None else ""
+    name = parse_name(told) if told else None
+    place = CheckpointRoot(settings.checkpoint_root()).diagnostic()
+    path = place.committed(name) if name is not None else None
+    return str(path.absolute()) if path is not None and path.is_dir() else ""
+
+
+def _cut_off(control: ControlDirectory, situation: Situation) -> CheckpointName | None:
+    """The checkpoint whose save the attempt had begun and did not end; whoever has one may not use it."""
+    journal, attempt = control.journal, situation.attempt.number
+    name = parse_name(unfinished_save(journal, list_names(journal), attempt) or "")
+    return None if name is None or str(name) in situation.rungs else name
+
+
+def _tell(
+    control: ControlDirectory,
+    situation: Situation,
+    root: FailureRecord | None,
+    decision: Decision,
+    failures: list[FailureRecord],
+    known: Circumstances,
+    saved: str,
+) -> Account:
+    """With the worker that it came from, unless it came from none: then the others only followed."""
+    detail = "" if root is not None else situation.attempt.message
+    if root is not None and root.left:
+        detail = _left_first(root, failures)
+    return answers_about(
+        situation,
+        decision,
+        root,
+        failures,
+        hangs=known.hangs,
+        lost=known.lost,
+        seen=known.facts,
+        detail=detail,
+        saved=saved,
+        cut_off=_cut_off(control, situation),
+        storage=known.storage,
+        in_place=known.in_place(decision),
+    )
+
+
+def _keep(control: ControlDirectory, journal: JournalWriter, account: Account) -> None:
+    """Beside the decision, which stands: an account that cannot be kept is told all the same."""
+    journal.write(account)
+    try:
+        keep_account(control, account)
+    except ControlError as error:
+        journal.write(events.Warned(message=f"the account of attempt {account.attempt} is not kept: {error}"))
+
+
+def decide_lost(
+    control: ControlDirectory, held: Claim, earlier: list[str], settings: Settings, known: Circumstances
+) -> Incident | None:
+    """The new leader's part when the old one died: what it would have decided about its last attempt.
+
+    `earlier` are the launch's former ids. None if there is nothing to decide: the attempt has an end, or its
+    whole launch is gone and somebody started a new one.
+    """
+    lost = next(
+        (
+            record
+            for record, end in reversed(ends_of(control))
+            if end is None and record.launch in (held.owner, *earlier)
+        ),
+        None,
+    )
+    if lost is None:
+        return None
+    failures = failures_of(control, lost.number)
+    failed = _judge(control, lost, failures, settings, known, None)
+    facts = ["the leading node was lost before it could decide", *known.facts]
+    facts += [f"rank {one.rank} on {one.node} then failed: {describe_end(one.exit_code)}" for one in failures]
+    history = past_attempts(control, before=lost.number)
+    situation = _situation(control, failed, history, settings, known, facts)
+    fence = Fence(control, held.epoch)
+    path = decision_path(control, lost.number, RECOVERY)
+    with fence.guard(f"decide about attempt {lost.number}"):
+        decision = read_record(path, Decision)
+        if decision is None:
+            decision = recover(history, situation)
+            create_record(path, decision)
+    with contextlib.closing(JournalWriter(control.journal, f"agent-{held.owner}", lost.number)) as journal:
+        write_down(control, fence, journal, failed, None, decision)
+        steps = failed.highest_step
+        end = EndRecord(outcome="failed", exit_code=0, cause=failed.cause, highest_step=steps, at=time.time())
+        end_attempt(control, fence, lost.number, end)
+        journal.write(events.AttemptEnded(outcome="lost", exit_code=0, last_step=steps))
+        account = _tell(control, situation, None, decision, failures, known, _diagnostic(settings, failed))
+        _keep(control, journal, account)
+    return Incident(attempt=failed.number, cause=failed.cause, root=None, decision=decision, account=account)
+
+
+def learn(attempt: Attempt, timeout: float) -> Incident:
+    """The followers' part: the leader's decision, before the deadline."""
+    decision = attempt.decisions.await_decision(RECOVERY, Decision, timeout, attempt.lost_leader)
+    failures = failures_of(attempt.control, attempt.number)
+    root = root_cause(failures) if failures else None
+    cause = str(diagnose(Evidence(ends=[end_of(one) for one in failures])).cause) if failures else ""
+    return Incident(attempt=attempt.number, cause=cause, root=root, decision=decision)
+
+
+def _judge(
+    control: ControlDirectory,
+    record: AttemptRecord,
+    failures: list[FailureRecord],
+    settings: Settings,
+    known: Circumstances,
+    notice: Notice | None,
+) -> PastAttempt:
+    """What the attempt's end was, as recovery and every later decision see it."""
+    head = read_record(control.attempt(record.number) / "head.json", HeadRecord)
+    known.last_step = _last_step(control, record.number, known.last_step)
+    steps = known.last_step - head.step if head is not None and known.last_step is not None else None
+    evidence = Evidence(
+        ends=[end_of(failure) for failure in failures],
+        hangs=known.hangs,
+        lost=known.lost,
+        devices=device_errors_of(control, record.number),
+        world_size=record.world_size,
+        rung=rung_of(head),
+        steps=None if steps is None else max(0, steps),
+        causes=parse_failure_causes(settings.launch.failure_causes),
+    )
+    found = diagnose(evidence)
+    if found.cause is Cause.UNKNOWN and not (evidence.ends or evidence.hangs or evidence.lost):
+        found = Diagnosis(cause=Cause.INFRASTRUCTURE if notice is None else Cause.HANG, rung=evidence.rung)
+    rejection = rejection_of(control, record.number)
+    found = of_rejection(found, rejection)
+    if not found.message:
+        told = [*known.facts, notice.detail if notice is not None else ""]
+        found = msgspec.structs.replace(found, message=told[0])
+    now = time.time()
+    failed = PastAttempt(
+        number=record.number,
+        launch=record.launch,
+        outcome="failed",
+        highest_step=highest_committed_step(settings.checkpoint_root(), control),
+        began=head is not None,
+        seconds=max(0.0, now - record.started),
+        at=now,
+        nodes=record.nodes,
+        node_count=len(record.nodes),
+        world_size=record.world_size,
+        placement=record.placement,
+        rotation=record.rotation,
+        last_step=known.last_step or None,
+        rejection=rejection if found.exit_code == ExitCode.RERUN_WANTED else None,
+        **msgspec.structs.asdict(found),
+    )
+    return own_measure(control, failed)
+
+
+def _last_step(control: ControlDirectory, attempt: int, told: int | None) -> int | None:
+    """The last complete step: a rank tells its agent now and then, and journals each of them at its end."""
+    journalled = last_step(control.journal, list_names(control.journal), attempt)
+    return max((one for one in (told, journalled) if one is not None), default=None)
+
+
+def _situation(
+    control: ControlDirectory,
+    failed: PastAttempt,
+    history: list[PastAttempt],
+    settings: Settings,
+    known: Circumstances,
+    facts: list[str],
+) -> Situation:
+    return situation_of(
+        control,
+        failed,
+        history,
+        settings,
+        max_restarts=settings.launch.max_restarts,
+        restarts_chosen=known.restarts_chosen,
+        facts=facts,
+        cluster=known.cluster,
+        stopping=known.stopping,
+        storage=known.storage.brief if known.storage is not None else "",
+        can_requeue=not known.stopping and known.can_requeue(),
+    )
+
+
+def lost_nodes(notice: Notice) -> list[LostNode]:
+    """The nodes that a notice says were lost."""
+    if notice.kind == "left":
+        return [LostNode(node=notice.node, how=Loss.LEFT, at=time.time(), detail=notice.detail)]
+    if notice.kind not in ("node_lost", "leader_lost"):
+        return []
+    how = Loss.SILENT if "nothing was heard" in notice.detail else Loss.CLOSED
+    return [LostNode(node=node, how=how, at=notice.at, detail=notice.detail) for node in notice.nodes]
+
+
+def _facts(
+    attempt: Attempt, notice: Notice, root: FailureRecord | None, failures: list[FailureRecord], reported: int
+) -> list[str]:
+    facts = []
+    if root is not None:
+        others = [failure for failure in failures if failure.rank != root.rank and not failure.left]
+        if not root.left:
+            what = f"rank {root.rank} on {root.node} (pid {root.pid}) failed: {describe_end(root.exit_code)}"
+            facts.append(f"{what}: {root.message}" if root.message else what)
+        else:
+            facts.append(_left_first(root, failures))
+        if root.exit_code > 0 and at_import(root.errors):
+            too = sum(at_import(one.errors) for one in others)  # the rest may only have lost a peer
+            facts.append(f"{1 + too} of {attempt.place.world_size} ranks failed in their first lines")
+        lost = [str(failure.rank) for failure in others if is_symptom(failure.exit_code, failure.message)]
+        rest = [str(failure.rank) for failure in others if not is_symptom(failure.exit_code, failure.message)]
+        if lost:
+            facts.append(f"{_ranks(lost)} then lost {'its peer' if len(lost) == 1 else 'their peers'}")
+        if rest:
+            facts.append(f"{_ranks(rest)} failed too")
+    else:
+        if notice.detail and notice.kind != "hang":  # of a hang more is known by now
+            facts.append(notice.detail)
+        followed = [str(failure.rank) for failure in failures if not failure.left]
+        if followed:
+            facts.append(f"{_ranks(followed)} failed after that")
+    facts += [
+        f"rank {one.rank} on {one.node} had left with exit code 0"
+        for one in failures
+        if one.left and one is not root
+    ]
+    named = (adapter_to_check([one.message, *map(in_words, one.errors)], one.node) for one in failures)
+    facts += dict.fromkeys(filter(None, named))
+    if reported < attempt.place.nodes:
+        facts.append(f"{attempt.place.nodes - reported} of {attempt.place.nodes} nodes did not report")
+    return facts
+
+
+def _left_first(root: FailureRecord, failures: list[FailureRecord]) -> str:
+    """Who left with exit code 0, when, where in the run, and how long before its peers lost it."""
+    clock = time.strftime("%H:%M:%S", time.gmtime(root.at))
+    text = f"rank {root.rank} on {root.node} (pid {root.pid}) left with exit code 0 at {clock} UTC"
+    if root.step:
+        text += f", after step {root.step}"
+    lost = [one.at for one in failures if not one.left]
+    if lost:
+        text += f", {max(0.0, min(lost) - root.at):.1f} s before its peers lost it"
+    return text
+
+
+def _ranks(ranks: list[str]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+
+
+# How this node's agent takes part in recovery: what it knows goes into the decision, which is then told.
+#
+# The decision itself is `policy.recovery`'s, and how it is fixed for all nodes `launch.incident`'s.
+
+
+REPORT_SLACK = 10.0
+"""Seconds beyond the stop grace for the other nodes to report."""
+
+
+def report_timeout(settings: Settings) -> float:
+    """Seconds within which every node has ended its workers and reported."""
+    return settings.launch.stop_grace + REPORT_SLACK
+
+
+def by_storage(decision: Decision, storage: Trouble | None) -> bool:
+    """Whether a launch ends because its storage takes nothing."""
+    return storage is not None and decision.exit_code == ExitCode.STORAGE_FAILED
+
+
+class Recovery:
+    """Recovery as one agent sees it, across the attempts of a launch."""
+
+    def __init__(self, context: LaunchContext, meeting: MeetingHandler | None, workers_per_node: int) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._meeting = meeting
+        self._workers_per_node = workers_per_node
+        self.last_step: int | None = None
+        """The last step that a rank of this node completed in the attempt that ended."""
+        self.storage: Trouble | None = None
+        """What kept the storage from taking anything when the last attempt had ended, after a wait."""
+        self.lost_leader: list[LostNode] = []
+        """How the last attempt's leader was lost, for whoever decides about that."""
+        self._faulted = Faulted()
+        self._decided: Incident | None = None
+
+    def settle(self, attempt: Attempt, notice: Notice, stopping: str = "") -> Incident:
+        """The decision about a failed attempt: made here if this node leads, else learnt.
+
+        `stopping`: the request to stop the run that it failed after; empty if there was none.
+        """
+        if not attempt.place.leads:
+            return learn(attempt, self._settings.control.decision_timeout)
+        reported = attempt.await_all("reported", report_timeout(self._settings))
+        if self._decided is not None and self.has_decided(attempt):
+            return self._decided  # it was to go on in its processes, and that could not be done
+        return self._decide(attempt, notice, reported, stopping, notice.nodes)
+
+    def has_decided(self, attempt: Attempt) -> bool:
+        """Whether it was decided about this attempt while its workers lived."""
+        return self._decided is not None and self._decided.attempt == attempt.number
+
+    def take_faults(self, attempt: Attempt, faulted: Faulted, sections: Mapping[int, str]) -> None:
+        """The leader records what befell members of the restart that is open, and keeps it as evidence."""
+        record(attempt, faulted.ended, sections)
+        for failure in faulted.raised:
+            record_failure(attempt.control, attempt.number, failure)
+        self._faulted = faulted
+
+    def settle_in_process(
+        self, attempt: Attempt, notice: Notice, stopping: str, in_place: Callable[[Decision], bool]
+    ) -> Incident:
+        """The decision about a failed attempt whose workers live. Who is lost is counted as there: whether
+        the others suffice was looked at before. `in_place`: whether they can do what is decided."""
+        self._decided = self._decide(attempt, notice, attempt.place.nodes, stopping, [], in_place)
+        return self._decided
+
+    def _decide(
+        self,
+        attempt: Attempt,
+        notice: Notice,
+        reported: int,
+        stopping: str,
+        without: Sequence[str],
+        in_place: Callable[[Decision], bool] = lambda _: False,
+    ) -> Incident:
+        hangs, told = hangs_of(attempt)
+        faulted = self._faulted if self._faulted.attempt == attempt.number else Faulted()
+        known = Circumstances(
+            cluster=self._cluster(without),
+            lost=[*lost_nodes(notice), *faulted.lost],
+            hangs=[*hangs, *faulted.hangs],
+            last_step=self.last_step,
+            facts=[*told, *faulted.facts],
+            stopping=stopping,
+            storage=self.storage,
+            restarts_chosen=self._context.restarts_chosen,
+            in_place=in_place,
+            can_requeue=self._can_requeue,
+        )
+        return decide(attempt, notice, self._settings, reported, known)
+
+    def settle_lost(self, held: Claim) -> None:
+        """The last attempt's leader died with it: decide about that now, before another one begins."""
+        context = self._context
+        known = Circumstances(
+            cluster=self._cluster([]),
+            lost=self.lost_leader,
+            restarts_chosen=context.restarts_chosen,
+            can_requeue=self._can_requeue,
+        )
+        incident = decide_lost(context.control, held, context.earlier_launches, self._settings, known)
+        self.lost_leader = []
+        if incident is None:
+            tell_launch_lost(context, held)
+            return
+        self.tell(incident)
+        if incident.decision.action in (Action.STOP, Action.REQUEUE):
+            raise StopRun(incident.decision.exit_code, incident.decision.reason)
+
+    def admit(self) -> None:
+        """Launches that nobody watches must end: one too many without progress is refused, before it starts
+        anything."""
+        context = self._context
+        ids = [context.launch, *context.earlier_launches]
+        why = refused_launch(context.control, context.started_with, ids)
+        if not why:
+            return
+        newest = max(attempt_numbers(context.control), default=0)
+        with contextlib.closing(JournalWriter(context.control.journal, "launcher", newest)) as journal:
+            journal.write(Warned(message=f"a launch was refused with code {ExitCode.BUDGET_SPENT}: {why}"))
+        code = int(ExitCode.BUDGET_SPENT)
+        context.alerts.send(STOP, {"text": why, "attempt": newest, "cause": "", "exit_code": code})
+        raise StopRun(ExitCode.BUDGET_SPENT, why)
+
+    def tell(self, incident: Incident) -> None:
+        """On the terminal, as an alert to those who asked for one, and as a last word to the scheduler."""
+        control = self._context.control
+        if incident.decision.action is Action.REQUEUE:
+            nodes = {one.node for one in incident.decision.exclude if one.device is None}
+            self._context.scheduler.by_decision(
+                incident.attempt,
+                incident.decision.reason,
+                highest_committed_step(self._settings.checkpoint_root(), control),
+                sorted({*self._context.excluded_nodes(), *nodes}),
+            )
+        account = incident.account
+        if account is None:
+            return  # learnt, and told by whoever decided
+        self._context.saves.catch_up()
+        if by_storage(incident.decision, self.storage):
+            self._context.last_words = self.storage_words()
+            say(headline(account), attempt=account.attempt, account=account)
+            say(f"stopped: {self._context.last_words}", attempt=account.attempt)
+        else:
+            told = on_the_terminal(account, str(control.path))
+            say(told, attempt=account.attempt, account=account)
+        self._context.saves.fell(account)
+        payload = {"text": one_line(account), "attempt": incident.attempt, "cause": incident.cause}
+        stops = incident.decision.action in (Action.STOP, Action.REQUEUE)
+        if stops:
+            self._context.alerts.send(STOP, {**payload, "exit_code": int(incident.decision.exit_code)})
+        else:
+            self._context.alerts.send(INCIDENT, payload)
+        for one in incident.decision.exclude:
+            what = one.node if one.device is None else f"device {one.device} of {one.node}"
+            self._context.alerts.send(EXCLUSION, {**payload, "text": f"{what} is excluded: {one.reason}"})
+
+    def storage_words(self) -> str:
+        """The end of a launch whose storage takes nothing, in one line."""
+        assert self.storage is not None
+        saved, scheduler = self._saved(), self._context.scheduler
+        requeued = saved is not None and scheduler.can_requeue(saved)
+        return last_words(self.storage, saved=saved, last=self.last_step or None, requeued=requeued)
+
+    def _saved(self) -> int | None:
+        """The highest step that is saved; None while the storage does not answer."""
+        root, control = self._settings.checkpoint_root(), self._context.control
+        look = Bounded(lambda: highest_committed_step(root, control), "saved-steps")
+        return look.result() if look.ended(PATIENCE) else None
+
+    def _can_requeue(self) -> bool:
+        control = self._context.control
+        return self._context.scheduler.can_requeue(
+            highest_committed_step(self._settings.checkpoint_root(), control)
+        )
+
+    def _cluster(self, lost: Sequence[str]) -> Cluster | None:
+        """What there is to go on with, as the leader sees it."""
+        meeting = self._meeting
+        if meeting is None:
+            return None
+        members, spares = meeting.members, meeting.spares()
+        excluded = [Exclusion(one.node, one.device, one.reason) for one in self._context.exclusions()]
+        return Cluster(
+            nodes=[member.node for member in members if member.node not in lost],
+            spares=[member.node for member in spares],
+            devices={member.node: member.devices for member in [*members, *spares]},
+            workers_per_node=self._workers_per_node,
+            min_nodes=self._context.min_nodes,
+            max_nodes=self._context.max_nodes,
+            may_shrink=self._context.elastic,
+            excluded=excluded,
+        )

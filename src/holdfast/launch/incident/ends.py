@@ -1,0 +1,347 @@
+"""How an attempt ends on this node, once its workers are gone: what the notice says, or what was decided.
+
+Guarantee: every end is one of these: another attempt, or a documented exit code that the other nodes and the
+run's memory are told of first. A run that was asked to stop is never started again by its own launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+
+from holdfast.account import of_stop, stop_on_the_terminal
+from holdfast.base import Bounded
+from holdfast.checkpoint.choose import highest_committed_step
+from holdfast.errors import DecisionTimeoutError, ExitCode, HoldfastError, StorageError
+from holdfast.journal import Account, LeaseLost, Warned, last_step
+from holdfast.launch import LaunchContext, Stopping, next_step, say
+from holdfast.launch.incident.decision import Incident, Recovery, lost_nodes, report_timeout, tell_lease_taken
+from holdfast.launch.nodes import Attempt, LeaderLostError, MeetingHandler, Notice, StopRun, StoreLostError
+from holdfast.policy import Action, Cause, Source, StopRequest, leaves
+from holdfast.process import from_whom
+from holdfast.record import attempt_numbers, list_names
+
+LAST_WORDS = 30.0
+"""Seconds for what is written when an attempt is abandoned: its storage may be what does not answer."""
+LEAVE = 5.0
+"""Seconds to wait at the end for the other nodes to have read the decision: the store may live in here."""
+
+
+class EndedByStorageError(StorageError):
+    """The message is all that is left to say of a launch whose storage takes nothing."""
+
+
+class Ends:
+    """One for all attempts of an agent."""
+
+    def __init__(
+        self,
+        context: LaunchContext,
+        meeting: MeetingHandler | None,
+        recovery: Recovery,
+        shutdown: Callable[[], None],
+    ) -> None:
+        """`shutdown` ends this node's workers if they still run."""
+        self._context = context
+        self._settings = context.settings
+        self._signals = context.signals
+        self._meeting = meeting
+        self._recovery = recovery
+        self._shutdown = shutdown
+
+    def settle(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> int | None:
+        """End this attempt as the notice says: an exit code, or None for another attempt."""
+        if notice.kind == "finished":
+            attempt.end("finished", exit_code=0, cause="", highest_step=self._steps())
+            return self._leave(attempt, ExitCode.OK)
+        if notice.kind == "lease_lost":
+            attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
+            number, node, last = attempt.number, attempt.place.node, self._recovery.last_step
+            if not tell_lease_taken(self._context, number, node, notice.detail, last):
+                told = f"attempt {number} does not hold the run any more: {notice.detail}"
+                say(f"{told}. Its workers were ended", attempt=number)
+            return self._leave(attempt, ExitCode.LEASE_LOST)
+        if notice.kind == "leader_lost":
+            return self._without_leader(attempt, notice, stopping)
+        if notice.kind == "stopped":
+            return self._stop(attempt, notice, stopping)
+        if notice.kind in ("regroup", "left"):
+            return self._regroup(attempt, notice)
+        return self._recover(attempt, notice, stopping)
+
+    # -- on request -----------------------------------------------------------------------------------------
+
+    def _stop(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> int:
+        """The whole run was asked to stop, or a node cannot take part at all."""
+        code = notice.exit_code
+        asked = stopping.request is not None or code in (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
+        if asked and attempt.place.leads:
+            self._await_reports(attempt)
+            attempt.end("stopped", exit_code=code, cause="", highest_step=self._steps())
+        self._context.last_words = f"attempt {attempt.number} was stopped: {notice.detail}"
+        told, account = f"{self._context.last_words}\n  next: {next_step(code)}", None
+        if asked and attempt.place.leads and stopping.request is not None:
+            account = self._account_of(attempt, stopping.request, notice)
+            if account is not None:
+                attempt.journal.write(account)
+                told = stop_on_the_terminal(account, str(self._context.control.path))
+            self._requeue_after(attempt, stopping.request)
+        say(told, attempt=attempt.number, account=account)
+        return self._leave(attempt, code)
+
+    def _account_of(self, attempt: Attempt, request: StopRequest, notice: Notice) -> Account | None:
+        """Once, by the leading agent, when all ranks have ended; None where the storage does not answer."""
+        control, code, detail = self._context.control, notice.exit_code, notice.detail
+
+        def make() -> Account:
+            step = last_step(control.journal, list_names(control.journal), attempt.number)
+            saved = self._steps() or None
+            return of_stop(attempt.number, request, code, detail=detail, step=step, saved=saved)
+
+        look = Bounded(make, "account-of-stop")
+        if not look.ended(LAST_WORDS):
+            return None
+        try:
+            return look.result()
+        except (HoldfastError, OSError):
+            return None
+
+    def _requeue_after(self, attempt: Attempt, request: StopRequest) -> None:
+        """At the very end of this launch the scheduler may be asked to queue the job again."""
+        context = self._context
+        context.scheduler.after_stop(attempt.number, request, self._steps(), context.excluded_nodes())
+
+    def _regroup(self, attempt: Attempt, notice: Notice) -> int | None:
+        """Nodes join or leave; the others go on at once."""
+        gone = notice.nodes if notice.kind == "left" else []
+        what = f"{', '.join(gone)} was told to leave" if gone else "more nodes joined"
+        say(f"attempt {attempt.number} ends: {what}", attempt=attempt.number)
+        self._await_reports(attempt)
+        attempt.end("stopped", exit_code=0, cause="", highest_step=self._steps())
+        meeting = self._meeting
+        if attempt.place.node in gone:
+            if meeting is not None:
+                with contextlib.suppress(StoreLostError):
+                    meeting.leave(notice.detail)
+            return self._leave(attempt, notice.exit_code, wait=False)
+        if meeting is not None:
+            for rank, member in enumerate(meeting.members):
+                if member.node in gone:
+                    meeting.see_gone(rank, notice.detail)
+        attempt.close()
+        return None
+
+    def _await_reports(self, attempt: Attempt) -> None:
+        """Until the workers of all nodes are gone; a signal does not matter to that any more."""
+        if attempt.place.nodes > 1:
+            attempt.await_all("reported", report_timeout(self._settings))
+
+    def interrupted(self, attempt: Attempt | None, number: signal.Signals, stopping: Stopping | None) -> int:
+        """A signal while no workers run here: this node ends, and the run if it cannot do without it."""
+        failed = stopping is not None and stopping.request is not None  # its workers were in no state to save
+        code = int(ExitCode.STOPPED_UNSAVED if failed else ExitCode.STOPPED)
+        context, meeting = self._context, self._meeting
+        leads = attempt.place.leads if attempt is not None else meeting is not None and meeting.leads
+        alone = leaves(leads=leads, elastic=context.elastic)
+        sender = from_whom(context.signals.sender)
+        if attempt is not None and attempt.place.nodes > 1 and not attempt.ended:
+            node = attempt.place.node
+            detail = f"the agent on {node} got {number.name}{sender}"
+            notice = Notice(
+                kind="left" if alone else "stopped",
+                node=node,
+                nodes=[node] if alone else [],
+                detail=detail,
+                exit_code=code,
+            )
+            with contextlib.suppress(DecisionTimeoutError):  # no store, nobody to tell
+                attempt.give(notice)
+        self._shutdown()
+        if meeting is not None:
+            why = f"its agent got {number.name}{sender}"
+            with contextlib.suppress(StoreLostError):
+                if leads or (not alone and meeting.belongs()):
+                    meeting.finish(code, f"{meeting.node} ends: {why}")
+                else:
+                    meeting.leave(why)
+        if attempt is not None:
+            with contextlib.suppress(DecisionTimeoutError):
+                attempt.count_in("reported")  # or the leader would wait for this node
+            attempt.end("stopped", exit_code=code, cause="", highest_step=self._steps())
+            self._leave(attempt, code, wait=attempt.place.leads)
+        if leads:
+            self._requeue_between(attempt, number)
+        context.last_words = f"stopped by {number.name}{sender}"
+        say(f"stopped by {number.name}{sender}; start the same command again to resume")
+        return code
+
+    def _requeue_between(self, attempt: Attempt | None, number: signal.Signals) -> None:
+        """A scheduler's signal means the same while no workers run."""
+        context = self._context
+        node = self._meeting.node if self._meeting is not None else ""
+        sender = context.signals.sender
+        request = StopRequest(
+            source=Source.SIGNAL,
+            detail=f"{number.name}{from_whom(sender)} to the leading agent, between two attempts",
+            signal=number.name,
+            sender=sender,
+            node=node,
+            at=time.time(),
+        )
+        newest = attempt.number if attempt is not None else max(attempt_numbers(context.control), default=0)
+        context.scheduler.after_stop(newest, request, self._steps(), context.excluded_nodes())
+
+    # -- failures -------------------------------------------------------------------------------------------
+
+    def _without_leader(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> int | None:
+        """The leader of the next round decides about this one.
+
+        A leader that is still there was stopped or cut off. The others go on without it, and it must not end
+        the run for them: it comes to the meeting, is told that it was taken for gone, and joins anew.
+        """
+        say(f"attempt {attempt.number} ends: {notice.detail}", attempt=attempt.number)
+        if stopping.of_all:
+            return self.without_others(attempt, notice.detail)
+        if self._meeting is None:
+            raise LeaderLostError(
+                f"{notice.detail}, and with --rdzv-backend static no other node can take its place. "
+                "Start the same command again, or use --rdzv-backend c10d"
+            )
+        if attempt.place.leads:
+            attempt.journal.write(LeaseLost(epoch=attempt.told.epoch, evidence=notice.detail))
+        else:
+            self._meeting.see_gone(0, notice.detail)
+            self._recovery.lost_leader = lost_nodes(notice)
+        attempt.close()
+        return None
+
+    def without_others(self, attempt: Attempt, why: str) -> int:
+        """The leader or the store was lost during a stop: nobody can say any more what was saved."""
+        self._shutdown()
+        self._context.last_words = f"the stop could not be completed: {why}"
+        say(f"{self._context.last_words}\n  next: {next_step(ExitCode.STOPPED_UNSAVED)}")
+        if self._meeting is not None and not self._meeting.lost:
+            with contextlib.suppress(StoreLostError):
+                self._meeting.leave(why)
+        attempt.close()
+        return ExitCode.STOPPED_UNSAVED
+
+    def _recover(self, attempt: Attempt, notice: Notice, stopping: Stopping) -> int | None:
+        request = stopping.request if stopping.of_all else None
+        with contextlib.nullcontext() if request is not None else self._signals.interruptible():
+            incident = self._recovery.settle(attempt, notice, request.detail if request is not None else "")
+        if self._meeting is not None:
+            for rank, why in attempt.lost_nodes().items():
+                self._meeting.see_gone(rank, why)
+        if request is not None and attempt.place.leads:
+            self._requeue_after(attempt, request)
+        return self._act(attempt, incident)
+
+    def _act(self, attempt: Attempt, incident: Incident) -> int | None:
+        """Do what was decided: an exit code, or None for another attempt."""
+        decision = incident.decision
+        self._context.learned_exclusions.extend(decision.exclude)
+        if attempt.place.leads:
+            self._recovery.tell(incident)
+        if decision.action in (Action.STOP, Action.REQUEUE):
+            return self._leave(attempt, decision.exit_code)
+        attempt.close()
+        return None
+
+    # -- taking leave ---------------------------------------------------------------------------------------
+
+    def _leave(self, attempt: Attempt, code: int, *, wait: bool = True) -> int:
+        """The last thing of a launch: let the others read what they need before this process is gone."""
+        if wait and self._meeting is not None:
+            with contextlib.suppress(StoreLostError):
+                self._meeting.finish(code, f"attempt {attempt.number} ended with code {code}")
+        if attempt.place.nodes > 1:
+            with contextlib.suppress(DecisionTimeoutError):  # whoever hosts the store has left already
+                attempt.count_in("leaving")
+                if wait:
+                    attempt.await_all("leaving", LEAVE)
+        attempt.close()
+        return code
+
+    def abandon(self, attempt: Attempt | None, error: BaseException, stopping: Stopping | None) -> int | None:
+        """Something around the group broke (the store, the control directory): end what can be ended.
+
+        The code to end with if the run was to stop anyway, and only its storage is what failed; else None.
+        EndedByStorageError in place of an error that only says which record could not be written.
+        """
+        self._shutdown()
+        request = stopping.request if stopping is not None and stopping.of_all else None
+        if request is None or not isinstance(error, StorageError):
+            self._abandon(attempt, error)
+            if isinstance(error, StorageError) and self._recovery.storage is not None:
+                raise EndedByStorageError(self._recovery.storage_words()) from error
+            return None
+        code = ExitCode.STOPPED_UNSAVED
+        told = f"the run was to stop ({request.detail}), and could not save: {error}"
+        self._context.last_words = told
+        say(f"{told}\n  next: {next_step(code)}")
+        self.tell_meeting(code, str(error).partition("\n")[0])
+        if attempt is not None and attempt.place.leads:
+            number, scheduler = attempt.number, self._context.scheduler
+            last = Bounded(
+                lambda: scheduler.after_stop(number, request, self._steps(), self._excluded()), "last-words"
+            )
+            last.ended(LAST_WORDS)
+            attempt.close()
+        return code
+
+    def _excluded(self) -> list[str]:
+        try:
+            return self._context.excluded_nodes()
+        except HoldfastError:
+            return []
+
+    def _abandon(self, attempt: Attempt | None, error: BaseException) -> None:
+        known = error.code if isinstance(error, StopRun) else getattr(error, "exit_code", None)
+        code = int(known or ExitCode.DECISION_TIMEOUT)
+        why = str(error).partition("\n")[0]
+        self.tell_meeting(code, why)
+        last = Bounded(lambda: self._end_abandoned(attempt, code, why), "last-words")
+        if last.ended(LAST_WORDS):
+            last.result()
+
+    def _end_abandoned(self, attempt: Attempt | None, code: int, why: str) -> None:
+        """What is left to be written, on storage that may not answer."""
+        if code == ExitCode.STORAGE_FAILED:
+            self._requeue_for_storage(attempt, why)
+        if attempt is None or attempt.ended:
+            return
+        try:
+            told, cause = self._recovery.storage is not None, Cause.INFRASTRUCTURE
+            attempt.end("failed", exit_code=code, cause=cause, highest_step=self._steps(), quiet=told)
+        except HoldfastError as refused:
+            attempt.journal.write(Warned(message=f"attempt {attempt.number} has no end: {refused}"))
+        attempt.close()
+
+    def _requeue_for_storage(self, attempt: Attempt | None, why: str) -> None:
+        """At the very end of this launch; by the leading agent, or where nobody leads yet."""
+        context, meeting = self._context, self._meeting
+        if attempt is not None and not attempt.place.leads:
+            return
+        if attempt is None and meeting is not None and not meeting.leads:
+            return
+        number = attempt.number if attempt is not None else 0
+        with contextlib.suppress(HoldfastError):
+            number = number or max(attempt_numbers(context.control), default=0)
+        context.scheduler.storage_failed(number, why, self._steps(), self._excluded())
+
+    def tell_meeting(self, code: int, why: str) -> None:
+        """The end of the leader's launch is everybody's; another node only takes its leave."""
+        meeting = self._meeting
+        if meeting is None:
+            return
+        with contextlib.suppress(StoreLostError):
+            if meeting.leads:
+                meeting.finish(code, why)
+            else:
+                meeting.leave(why)
+
+    def _steps(self) -> int:
+        return highest_committed_step(self._settings.checkpoint_root(), self._context.control)

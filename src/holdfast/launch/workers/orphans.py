@@ -1,0 +1,320 @@
+"""What workers start and leave behind: found for certain, ended, and reaped by the agent.
+
+A process that left its worker's session is not reached through the worker's group. While its parent lives it
+is found below it; after that the kernel gives it to the agent, which has asked to be the reaper of its
+descendants. So every child of the agent that the agent did not start comes from a worker, however it was
+started: nobody else's process can become one.
+
+Guarantee: only such processes are signalled, each by its id and start time. Of them, a checkpoint writer,
+drain process or peer server of ours may go on, for `outlive` seconds after it was first seen to be left: it
+may still commit a snapshot that was staged whole, or a replica that is on its way. It is known by three
+things that only its trainer's start of it brings together: the mark in its environment, its arguments, and a
+session of its own. Its own children in that session are spared with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from holdfast.process import OUTLIVES, Process, identity
+from holdfast.process import identity as processes
+
+MODULES = (
+    "holdfast.checkpoint.save.writer_process",
+    "holdfast.checkpoint.remote.drain_process",
+    "holdfast.checkpoint.copies.peer_process",
+)
+PATIENCE = 1.0
+"""Seconds to read what a process was started with: one that hangs in the kernel may not be readable."""
+
+
+class Outliving(NamedTuple):
+    """A process that may go on for a while without its trainer."""
+
+    process: Process
+    module: str
+    trainer: int
+    until: float
+    """On the monotonic clock; then it is ended."""
+
+    def __str__(self) -> str:
+        what = self.module.rpartition(".")[2].replace("_", " ")
+        left = max(0.0, self.until - time.monotonic())
+        return f"{what} {self.process.pid} of trainer {self.trainer} ({left:.0f} s left)"
+
+
+def recognise(process: Process) -> tuple[str, int] | None:
+    """The module and trainer's pid of a process that may outlive its trainer; ("", 0) for any other.
+
+    None if that cannot be known now. A child of such a process, in its session, is what its parent is: it
+    works for it, on a large image, and ends with it.
+    """
+    if process.session != process.pid:
+        leader = processes.read(process.session)
+        ours = leader is not None and leader.pid == leader.session == process.parent
+        return recognise(leader) if leader is not None and ours else ("", 0)
+    told = processes.within(
+        PATIENCE, lambda: (processes.environment(process.pid), processes.arguments(process.pid))
+    )
+    if told is None:
+        return None
+    environment, arguments = told
+    module, _, trainer = environment.get(OUTLIVES, "").partition(" ")
+    if module not in MODULES or not trainer.isdigit():
+        return "", 0
+    start = arguments[:4]
+    started_so = "-m" in start and arguments[start.index("-m") + 1 :][:1] == [module]
+    return (module, int(trainer)) if started_so else ("", 0)
+
+
+class Orphans:
+    """One for all attempts of an agent."""
+
+    def __init__(self, outlive: float) -> None:
+        self._outlive = outlive
+        self._reaps = False
+        self._own: set[tuple[int, int]] = set()
+        self._known: dict[tuple[int, int], Outliving | None] = {}
+        """What each process was recognised as, so that it is looked at once; None: nothing special."""
+
+    def become_reaper(self) -> bool:
+        """From now on what workers leave behind becomes a child of this process; False if that is refused."""
+        self._reaps = processes.become_reaper()
+        return self._reaps
+
+    def own(self, pid: int) -> None:
+        """This child was started by the agent itself: its end is awaited elsewhere, and it is no stray."""
+        found = processes.read(pid)
+        if found is not None:
+            self._own.add(found.identity)
+
+    def below(self, workers: Collection[int]) -> list[Process]:
+        """What these workers started, as far as it is still below them."""
+        return processes.descendants(workers, processes.everyone())
+
+    def clear(self, workers: Collection[int], seen: Iterable[Process] = ()) -> list[Process]:
+        """Kill what these workers started, they themselves and what may outlive them left out.
+
+        `seen`: what was below them earlier, and may be nobody's by now. Returns what was found alive: to be
+        called until there is nothing. The workers must not be reaped yet, since their ids would be free.
+        Adopted processes that have ended are reaped.
+        """
+        everyone = processes.everyone()
+        since = min((everyone[pid].started for pid in workers if pid in everyone), default=None)
+        if since is None:
+            return []
+        adopted = [p for p in self._adopted(everyone.values()) if p.started >= since and p.pid not in workers]
+        self._reap(adopted)
+        there = {process.identity for process in everyone.values()}
+        known = [*adopted, *(everyone[process.pid] for process in seen if process.identity in there)]
+        below = processes.descendants([*workers, *(process.pid for process in known)], everyone)
+        found = {process.pid: process for process in [*known, *below]}
+        left = []
+        for process in found.values():
+            if process.ended or process.identity in self._own:
+                continue
+            if self._recognised(process):
+                if self._known[process.identity] is not None:
+                    continue
+                processes.send(process, signal.SIGKILL)
+            left.append(process)
+        return left
+
+    def tend(self) -> list[Outliving]:
+        """Those that still outlive their trainers. Ends those whose time is over, and reaps what has ended.
+
+        To be called every now and then, also while no workers run.
+        """
+        everyone = processes.everyone()
+        self._reap(self._adopted(everyone.values()))
+        here = {process.identity for process in everyone.values() if not process.ended}
+        self._known = {identity: one for identity, one in self._known.items() if identity in here}
+        self._own = {identity for identity in self._own if identity[0] in everyone}
+        alive = [one for one in self._known.values() if one is not None]
+        for one in alive:
+            if time.monotonic() >= one.until:
+                processes.send(one.process, signal.SIGKILL)
+        return alive
+
+    def _adopted(self, among: Iterable[Process]) -> list[Process]:
+        """Children of this process that it did not start.
+
+        Those it starts without a session of their own are in its session, where no worker's descendant can
+        be: a session can be left, and only a new one be entered.
+        """
+        me, session = os.getpid(), os.getsid(0)
+        return [
+            process
+            for process in among
+            if self._reaps
+            and process.parent == me
+            and process.session != session
+            and process.identity not in self._own
+        ]
+
+    def _reap(self, adopted: Iterable[Process]) -> None:
+        for process in adopted:
+            if process.ended:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG)
+
+    def _recognised(self, process: Process) -> bool:
+        """Whether it is known what this is. What is not known is not killed, but named as left."""
+        if process.identity not in self._known:
+            recognised = recognise(process)
+            if recognised is None:
+                return False
+            module, trainer = recognised
+            until = time.monotonic() + self._outlive
+            self._known[process.identity] = Outliving(process, module, trainer, until) if module else None
+        return True
+
+
+# The worker processes of one node: seen without being disturbed, and ended for certain.
+#
+# Guarantee: a worker's end is observed without reaping it, so its process id stays reserved and signals to
+# its process group can only reach what the worker started. `stop` ends also what workers started in sessions
+# of its own (see orphans.py), and returns within the grace plus `KILL_TIMEOUT` whatever they do, give or take
+# a second for each process that hangs in the kernel: torch's own waits ignore the configured grace (a literal
+# 30 seconds). What SIGKILL does not end is in `left`.
+
+
+KILL_TIMEOUT = 10.0
+"""Seconds for SIGKILL to take effect; a process in uninterruptible sleep may not die at all."""
+POLL = 0.02
+LOOK = 0.2
+"""Longest pause between two looks at all processes, which take a tenth of a second on a busy node."""
+
+
+class Left(NamedTuple):
+    """A process that SIGKILL did not end: what it holds (devices, files) cannot be used by another."""
+
+    pid: int
+    rank: int | None
+    """None for something that a worker started."""
+    name: str
+    state: str
+    """As the kernel's letter: mostly D, uninterruptible sleep."""
+    wchan: str
+    """The kernel function that it waits in, if that can be known."""
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}, " if self.rank is not None else ""
+        waits = f" in {self.wchan}" if self.wchan else ""
+        return f"{who}pid {self.pid} ({self.name}), {identity.STATES.get(self.state, self.state)}{waits}"
+
+
+class Workers:
+    """Children of this process, each the leader of a process group, by global rank."""
+
+    def __init__(self, pids: Mapping[int, int], orphans: Orphans | None = None) -> None:
+        """`orphans`: what finds and ends what workers leave behind; one for all attempts of an agent."""
+        self.pids = dict(pids)
+        self.seen: dict[int, float] = {}
+        """When each was first seen to have ended, in seconds since 1970."""
+        self.left: list[Left] = []
+        """What the last `stop` could not end."""
+        self._orphans = orphans or Orphans(outlive=0.0)
+        for pid in self.pids.values():
+            self._orphans.own(pid)
+        # A signal's handler may call `kill` while this thread is in there already.
+        self._lock = threading.RLock()
+        self._ours = True
+
+    def ended(self) -> dict[int, int]:
+        """Global rank → exit code as from waitpid, of those that have ended."""
+        found: dict[int, int] = {}
+        for rank, pid in self.pids.items():
+            with contextlib.suppress(ChildProcessError):
+                status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if status is not None:
+                    exited = status.si_code == os.CLD_EXITED
+                    found[rank] = status.si_status if exited else -status.si_status
+                    self.seen.setdefault(rank, time.time())
+        return found
+
+    def signal(self, number: int, kill: Collection[int] = ()) -> None:
+        """Send a signal to every worker's process group, SIGKILL to those of the ranks in `kill`.
+
+        Safe from any thread, also after `forget`.
+        """
+        with self._lock:
+            if not self._ours:
+                return
+            for rank, pid in self.pids.items():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL if rank in kill else number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def stop(self, grace: float, at_once: Collection[int] = ()) -> bool:
+        """SIGTERM, then SIGKILL after `grace` seconds, to the whole groups. True if all workers are dead.
+
+        Ranks in `at_once` are not asked first: they would take SIGTERM as a request to save, with others that
+        are gone.
+        """
+        # Where orphans cannot be adopted, this is when it is last known whose they are.
+        seen = self._below()
+        if len(self.ended()) < len(self.pids):
+            self.signal(signal.SIGTERM, at_once)
+            self._await_end(grace)
+            seen += self._below()
+        # Also when all have ended: what a worker started (loader processes) must not outlive it.
+        deadline = time.monotonic() + KILL_TIMEOUT
+        self.kill()
+        pause = POLL
+        while True:
+            dead = self._await_end(min(pause, max(0.0, deadline - time.monotonic())))
+            strays = self._clear(seen)
+            if (dead and not strays) or time.monotonic() >= deadline:
+                break
+            if dead:
+                time.sleep(pause)
+            pause = min(LOOK, 2 * pause)
+        ended = self.ended()
+        alive = {pid: rank for rank, pid in self.pids.items() if rank not in ended}
+        self.left = [_left(pid, rank) for pid, rank in sorted(alive.items())]
+        self.left += [_left(stray.pid, None) for stray in strays if stray.pid not in alive]
+        return not alive
+
+    def _below(self) -> list[identity.Process]:
+        return self._orphans.below(set(self.pids.values())) if self._ours else []
+
+    def _clear(self, seen: list[identity.Process]) -> list[identity.Process]:
+        """Kill what workers started outside their groups; what of it was found alive."""
+        return self._orphans.clear(set(self.pids.values()), seen) if self._ours else []
+
+    def _await_end(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        while len(self.ended()) < len(self.pids):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL)
+        return True
+
+    def forget(self) -> None:
+        """Send no more signals: the workers are about to be reaped and their ids to be free again."""
+        with self._lock:
+            self._ours = False
+
+
+def _left(pid: int, rank: int | None) -> Left:
+    found = identity.read(pid)
+    # In a thread: the files of one that hangs in the kernel may make their reader hang as well.
+    threads = identity.within(1.0, lambda: identity.threads(pid)) or []
+    # The one that cannot be ended is seldom the main thread, which may have ended.
+    stuck = next((thread for thread in threads if thread.state == "D"), threads[0] if threads else None)
+    return Left(
+        pid=pid,
+        rank=rank,
+        name=found.name if found is not None else "",
+        state=stuck.state if stuck is not None else (found.state if found is not None else ""),
+        wchan=stuck.wchan if stuck is not None else "",
+    )

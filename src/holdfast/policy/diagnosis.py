@@ -1,0 +1,408 @@
+"""What ended an attempt: the root cause among all that was seen, and its kind.
+
+Guarantee: pure and total. The same evidence gives the same answer whatever order it came in, and evidence
+that says nothing clear is `unknown` rather than a guess.
+
+When one rank dies, its peers fail too, often sooner as far as the agent can see: their connection is gone.
+Such failures are symptoms. The root cause is the earliest thing seen that is not one; only a device that is
+known to be broken outranks what came before it, because kernel logs are read late. A rank that left with exit
+code 0 is one if its peers then only lost it, or wait for it; if anything else went wrong, it was done.
+
+What kind of thing it was is decided in this order: what the hardware and the kernel say; exit codes and
+signals that mean one thing; what the configuration adds; the classes of the exception and of those that led
+to it (`signs.TYPES`), with their errno; texts (`signs.SIGNS`), in the exceptions or, where a rank left none,
+in its last lines of standard error.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from holdfast.errors import ExitCode
+from holdfast.policy.evidence import (
+    MOST_RAISED,
+    DeviceError,
+    Evidence,
+    Hang,
+    Loss,
+    LostNode,
+    Raised,
+    WorkerEnd,
+    comparable,
+)
+from holdfast.policy.results import Kind, Place, Rejection
+from holdfast.policy.signs import (
+    Cause,
+    Found,
+    found_in,
+    in_words,
+    is_of_fabric,
+    is_of_hardware,
+    is_of_lost_peer,
+    is_own,
+    proves_broken,
+    sign_in,
+)
+
+
+class Failure(Protocol):
+    """The part of a failure record that the policies read."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def exit_code(self) -> int: ...
+    @property
+    def at(self) -> float: ...
+    @property
+    def message(self) -> str: ...
+
+
+F = TypeVar("F", bound=Failure)
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What an incident was. The fields have the names that `PastAttempt` has for them."""
+
+    cause: Cause
+    exit_code: int = 0
+    """Of the worker that the others followed; 0 where the root cause is no worker's end."""
+    message: str = ""
+    section: str = ""
+    """In which a rank hung."""
+    culprit_node: str = ""
+    culprit_device: str = ""
+    """Where it went wrong, if the evidence says so and the cause is one that a place can have."""
+    named: bool = False
+    """Whether the hardware itself accuses that device."""
+    alike: bool = False
+    """Whether the ranks failed with one and the same error of their own; see `_alike`."""
+    same_ranks: int = 0
+    """How many of them ended with that very error; 0 if not known."""
+    root_rank: int | None = None
+    """The rank whose end it was; None where the root cause is no worker's end."""
+    rung: str = ""
+    steps: int | None = None
+    """What was loaded, and the steps completed since then."""
+
+
+KERNEL_OOM = "killed by the kernel for lack of memory"
+"""How the agent's message begins when the kernel's counters say so."""
+
+
+_CLASS = re.compile(r"^(?:\w+\.)*(\w+)(?=:|$)")
+_AT_IMPORT = frozenset({"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"})
+"""Errors of a script's first lines, which all ranks share."""
+
+_OF_TORCH = re.compile(r"\b(gloo|nccl|c10d|tcpstore)\b|\.(cc|cpp|cu|h|hpp):\d+\]", re.IGNORECASE)
+"""What stands in a RuntimeError that torch raised about its peers, and hardly in one of the script."""
+_NO_PEERS = re.compile(
+    r"traceback \(most recent|failed to (listen|bind)|eaddrinuse|address already in use|name resolution"
+    r"|service not known|could not be resolved",
+    re.IGNORECASE,
+)
+"""What another process of this rank met, and what is wrong with this machine's own socket or its names."""
+
+_ASKED_TO_END = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2}
+
+_BY_CODE = {
+    ExitCode.RERUN_WANTED: Cause.DEVICE,
+    ExitCode.VALIDATION_FAILED: Cause.JOB,
+    ExitCode.NO_VALID_RUNG: Cause.CHECKPOINT,
+    ExitCode.LEASE_LOST: Cause.INFRASTRUCTURE,
+    ExitCode.RUN_IS_LIVE: Cause.INFRASTRUCTURE,
+    ExitCode.DECISION_TIMEOUT: Cause.INFRASTRUCTURE,
+    ExitCode.SAVE_FAILED: Cause.INFRASTRUCTURE,
+    ExitCode.CONTROL_UNUSABLE: Cause.INFRASTRUCTURE,
+    ExitCode.STORAGE_FAILED: Cause.INFRASTRUCTURE,
+    ExitCode.STOPPED: Cause.PREEMPTION,
+    ExitCode.STOPPED_UNSAVED: Cause.PREEMPTION,
+    ExitCode.HANDED_OVER: Cause.UNKNOWN,
+}
+
+_SYMPTOMS = frozenset({ExitCode.DECISION_TIMEOUT, ExitCode.HANDED_OVER})
+"""Codes that say of what another rank's fault has led to, never of a fault."""
+
+_BY_KIND = {
+    Kind.STEP: Cause.UNKNOWN,
+    Kind.DEVICE: Cause.DEVICE,
+    Kind.PROBATION: Cause.CHECKPOINT,
+    Kind.ROLLBACK: Cause.JOB,
+}
+"""A rejected step may be anybody's fault until there is a verdict."""
+
+_HAS_A_PLACE = frozenset({Cause.INFRASTRUCTURE, Cause.DEVICE, Cause.HANG, Cause.UNKNOWN})
+"""Causes for which it matters where they were seen. A job's own error accuses no node."""
+
+
+def end_of(failure: Failure) -> WorkerEnd:
+    errors: list[Raised] = list(getattr(failure, "errors", ()))
+    message, stderr = failure.message, str(getattr(failure, "stderr_file", ""))
+    return WorkerEnd(
+        rank=failure.rank,
+        exit_code=failure.exit_code,
+        at=failure.at,
+        node=getattr(failure, "node", ""),
+        device=getattr(failure, "device", ""),
+        message=message,
+        errors=errors,
+        left=bool(getattr(failure, "left", False)),
+        heard=bool(stderr) and not errors and not getattr(failure, "error_file", ""),
+        kernel_oom=message.startswith(KERNEL_OOM),
+    )
+
+
+def is_symptom(exit_code: int, message: str) -> bool:
+    """Whether a failure only says that a peer was lost, or that a restart in place was given up."""
+    return exit_code in _SYMPTOMS or is_of_lost_peer(message)
+
+
+def loss_of_peer(errors: Sequence[Raised]) -> Raised | None:
+    """The exception by which a rank lost a peer, if what ended it began with that; None if it did not.
+
+    Stricter than `is_symptom`, which weighs one rank's end against the others': here the words alone decide
+    that nobody need read on. So they must be torch's own, of a group or a store, and nothing of this rank's
+    may have come before them. `errors`: from the outermost on, as `Raised` has them.
+    """
+    if len(errors) >= MOST_RAISED or any("Group" in name for one in errors for name in one.types[:1]):
+        return None  # what came first may be missing, or be one of several
+    first = next((number for number, one in enumerate(errors) if _lost_peer(one)), len(errors))
+    return errors[first] if errors[first:] and all(map(_lost_peer, errors[first:])) else None
+
+
+def _lost_peer(raised: Raised) -> bool:
+    text = in_words(raised)
+    sign = sign_in(text)
+    if sign is None or not sign.symptom or is_of_hardware(text) or _NO_PEERS.search(text):
+        return False
+    kind = raised.types[0] if raised.types else ""
+    ours = kind.startswith("torch.") or kind == "holdfast.errors.DecisionTimeoutError"
+    return ours or (kind == "RuntimeError" and _OF_TORCH.search(raised.message) is not None)
+
+
+def tells(line: str) -> bool:
+    """Whether a line of a rank's standard error says by itself what was wrong."""
+    return sign_in(line) is not None
+
+
+def at_import(errors: Sequence[Raised]) -> bool:
+    """Whether a script failed in its first lines, which all ranks run."""
+    return bool(errors) and _class_name(errors[0]) in _AT_IMPORT
+
+
+def _doubt(failure: Failure) -> int:
+    """How likely a failure is a symptom of another one: 0 no, 1 perhaps, 2 yes."""
+    if is_symptom(failure.exit_code, failure.message):
+        return 2
+    errors: Sequence[Raised] = getattr(failure, "errors", ())
+    if any(is_of_lost_peer(in_words(one)) for one in errors):
+        return 2  # what it raised when it had lost a peer
+    # NCCL's watchdog aborts the process when a peer is lost. Who left with 0 may have been done.
+    return int(failure.exit_code == -signal.SIGABRT or bool(getattr(failure, "left", False)))
+
+
+def root_cause(failures: Sequence[F]) -> F:
+    """The failure that the others follow from. At least one must be given."""
+    return min(failures, key=lambda f: (_doubt(f), f.at, f.rank, f.exit_code, f.message))
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """What an incident was, where, and how soon after which load."""
+    found = _diagnose(evidence)
+    # Who hangs after its loop has used what was loaded to the end, even if no step was left to do.
+    hangs = evidence.hangs if found.cause is Cause.HANG else []
+    over = bool(hangs) and all(hang.exiting for hang in hangs)
+    return msgspec.structs.replace(found, rung=evidence.rung, steps=None if over else evidence.steps)
+
+
+def of_rejection(found: Diagnosis, rejection: Rejection | None) -> Diagnosis:
+    """What an incident was if the ranks rejected a result before they ended.
+
+    They had agreed on it before any of them ended, so whatever else was lost followed; only an end with a
+    code of its own counts more. All ranks end with 16: which of them was seen first accuses no place.
+    """
+    if rejection is None or found.exit_code not in (0, ExitCode.RERUN_WANTED):
+        return found
+    accused = rejection.accused or Place("")
+    why = "; ".join(rejection.reasons) or "no reason given"
+    return Diagnosis(
+        cause=_BY_KIND[rejection.kind],
+        exit_code=int(ExitCode.RERUN_WANTED),
+        message=found.message or f"step {rejection.step} was rejected: {why}",
+        culprit_node=accused.node,
+        culprit_device=accused.device,
+        named=rejection.kind is Kind.DEVICE and bool(accused.node and accused.device),
+        rung=found.rung,
+        steps=found.steps,
+    )
+
+
+def _diagnose(evidence: Evidence) -> Diagnosis:
+    seen = sorted(_ranked(evidence), key=lambda item: item[0])
+    if not seen:
+        return Diagnosis(cause=Cause.UNKNOWN)
+    root = seen[0][1]
+    match root:
+        case DeviceError():
+            return Diagnosis(
+                cause=Cause.DEVICE,
+                message=root.message or (f"XID {root.xid}" if root.xid is not None else "ECC errors"),
+                culprit_node=root.node,
+                culprit_device=root.device,
+                named=bool(root.node and root.device),
+            )
+        case LostNode():
+            left = root.how is Loss.LEFT
+            return Diagnosis(
+                cause=Cause.PREEMPTION if left else Cause.INFRASTRUCTURE,
+                message=root.detail,
+                culprit_node="" if left else root.node,
+            )
+        case Hang():
+            return _of_hangs(root, evidence.hangs)
+    return _of_end(root, evidence)
+
+
+_Item = WorkerEnd | Hang | LostNode | DeviceError
+_Key = tuple[int, float, bytes]
+
+
+def _ranked(evidence: Evidence) -> Iterator[tuple[_Key, _Item]]:
+    """Everything seen that may be a root cause, with its place in the order; the last part breaks ties."""
+    for error in evidence.devices:
+        if _is_broken(error):
+            yield (-1, error.at, _tie(error)), error
+    if not all(end.left for end in evidence.ends):
+        end = root_cause(sorted(evidence.ends, key=_tie))
+        yield (_doubt(end), end.at, _tie(end)), end
+    waited_for = {rank for hang in evidence.hangs for rank in (*hang.missing, *hang.silent)}
+    for end in evidence.ends:
+        if end.left and end.rank in waited_for:
+            yield (0, end.at, _tie(end)), end
+    # An adapter that has failed leaves others waiting: neither they nor what they loaded are to blame.
+    follows = 3 if any(_tells_of_fabric(end) for end in evidence.ends) else 0
+    for hang in evidence.hangs:
+        yield (follows, hang.at, _tie(hang)), hang
+    for lost in evidence.lost:
+        yield (0, lost.at, _tie(lost)), lost
+
+
+def _tells_of_fabric(end: WorkerEnd) -> bool:
+    return any(map(is_of_fabric, (end.message, *map(in_words, end.errors))))
+
+
+def _is_broken(error: DeviceError) -> bool:
+    """Whether the hardware itself says so. A number says it better than the words around it."""
+    if error.uncorrectable or error.xid is None:
+        return error.uncorrectable or is_of_hardware(error.message)
+    return proves_broken(error.xid)
+
+
+def _tie(item: _Item) -> bytes:
+    return type(item).__name__.encode() + msgspec.json.encode(item, order="deterministic")
+
+
+def _of_hangs(first: Hang, hangs: Sequence[Hang]) -> Diagnosis:
+    """Those that wait are the victims of those that are missing; who hangs alone is its own culprit."""
+    missing = {node for hang in hangs for node in hang.missing_nodes}
+    waiting = any(hang.missing for hang in hangs)
+    node = device = ""
+    if len(missing) == 1:
+        node = next(iter(missing))
+    elif len(hangs) == 1 and not waiting and not first.exiting:
+        node, device = first.node, first.device
+    return Diagnosis(cause=Cause.HANG, section=first.section, culprit_node=node, culprit_device=device)
+
+
+def _of_end(end: WorkerEnd, evidence: Evidence) -> Diagnosis:
+    if end.left:
+        told = f"rank {end.rank} left with exit code 0 before its peers"
+        return Diagnosis(cause=Cause.JOB, message=told, root_rank=end.rank)
+    same = _same_ranks(end, evidence)
+    alike = _alike(end, evidence, same)
+    found = _classify_end(end, evidence.causes)
+    if found.cause is Cause.JOB and not alike and _error_class(end) in _AT_IMPORT:
+        # The others run the same lines. What only some of them cannot import lies with their node, or with
+        # what the script does on that rank: one more try tells.
+        found = Found(Cause.UNKNOWN)
+    placed = found.cause in _HAS_A_PLACE and found.here and _doubt(end) < 2
+    return Diagnosis(
+        cause=found.cause,
+        exit_code=end.exit_code,
+        message="" if end.heard and not found.told else end.message,
+        culprit_node=end.node if placed else "",
+        culprit_device=end.device if placed else "",
+        named=bool(placed and end.node and end.device and found.hardware),
+        alike=alike,
+        same_ranks=same,
+        root_rank=end.rank,
+    )
+
+
+def _same_ranks(root: WorkerEnd, evidence: Evidence) -> int:
+    told = (root.exit_code, comparable(root.message))
+    return sum((end.exit_code, comparable(end.message)) == told for end in evidence.ends)
+
+
+def _alike(root: WorkerEnd, evidence: Evidence, same: int) -> bool:
+    """Whether no rank tells another story, and most tell this one.
+
+    Not all: the agent stops the others as soon as it sees the first one fail. Exit code 2 without a word is
+    how a script refuses its own arguments, which are the same on all ranks.
+    """
+    if evidence.hangs or evidence.lost:
+        return False
+    if not root.message and root.exit_code != ExitCode.USAGE:
+        return False
+    return same == len(evidence.ends) and 2 * same > evidence.world_size
+
+
+# -- the kind of one worker's end ----------------------------------------------------------------------------
+
+
+def _class_name(raised: Raised) -> str:
+    return raised.types[0].rpartition(".")[2] if raised.types else ""
+
+
+def _error_class(end: WorkerEnd) -> str:
+    if end.errors:
+        return _class_name(end.errors[0])
+    found = _CLASS.match(end.message)
+    return found.group(1) if found else ""
+
+
+def _classify_end(end: WorkerEnd, added: Sequence[tuple[str, str]]) -> Found:
+    """First what the kernel says, then codes that mean one thing, then the configuration, then exceptions.
+
+    What nothing of this matches is the job's own if the class of the exception says so, and else unknown.
+    """
+    code = end.exit_code
+    if code > 128 and code - 128 in signal.valid_signals():
+        code = 128 - code  # a shell between the agent and the worker reports a signal n as 128 + n
+    if end.kernel_oom:
+        return Found(Cause.JOB)
+    if -code in _ASKED_TO_END:
+        return Found(Cause.PREEMPTION)
+    if code == -signal.SIGKILL:
+        return Found(Cause.INFRASTRUCTURE)
+    if code in _BY_CODE:
+        return Found(_BY_CODE[ExitCode(code)])
+    chain = end.errors or [Raised(message=end.message)]
+    for text in (end.message, *map(in_words, end.errors)):
+        for cause, pattern in added:
+            if re.search(pattern, text, re.IGNORECASE):
+                return Found(Cause(cause))
+    told = [one for link in chain if (one := found_in(link)) is not None]
+    if any(is_of_fabric(in_words(link)) for link in chain):
+        return Found(Cause.INFRASTRUCTURE)
+    if told:
+        return next((one for one in told if one.cause is not Cause.UNKNOWN), told[0])
+    raised = bool(end.errors) or bool(end.message and not end.heard)
+    if code > 0 and (code == ExitCode.USAGE or (raised and is_own(chain[0]))):
+        return Found(Cause.JOB)
+    return Found(Cause.UNKNOWN, told=raised)

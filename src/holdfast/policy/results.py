@@ -1,0 +1,505 @@
+"""A rejected result as evidence: plain values, from the ranks that saw it to the policy that judges it. Pure.
+
+Whatever is not known is left out; every field but what identifies a thing has a default, so a report of an
+older release is evidence too. Losses are as `journal.events.encode_loss` gives them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.policy.trial import LOOK_BACK
+
+# Which losses are rejected, and why. Pure.
+#
+# Guarantee: NaN and the infinities are always told from numbers. A spike or an outlier is told only upwards,
+# only of a finite loss, and only after `ENOUGH` accepted ones; what is rejected never moves what the next
+# loss is compared with.
+#
+# spike     the loss is above `spike` times the largest that was ever accepted. A loss that was negative once
+#           has no such scale, and no spikes.
+# outlier   the loss is above the window's median by `outlier` times its spread. The spread is the median
+#           distance from the median, or that of the window's highest tenth if it is larger, each scaled so
+# that           it is one standard deviation of Gaussian noise, and never below `FLOOR` of the median. While
+# all           losses are positive, logarithms are taken first: the noise of a loss grows and shrinks with
+# it, and           single batches of a healthy run may be many times the median. Few values estimate a spread
+# badly, so           the bar is higher while the window is short. Data of a harder kind may come only now
+# and then, so           the bar is at least `REACH` times as far from the median as anything of the last
+# `MEMORY` losses.
+
+
+WINDOW = 64
+"""Accepted losses of which the outlier test takes median and spread."""
+MEMORY = 256
+"""Accepted losses of which it takes the largest."""
+ENOUGH = 16
+"""Accepted losses from which on there are spikes and outliers."""
+SCALE = 1.4826
+"""Median distance from the median × this = standard deviation, for Gaussian noise."""
+TENTH = 1.2816
+"""The highest tenth of Gaussian noise begins at so many standard deviations above its median."""
+FLOOR = 0.02
+"""Smallest spread, as a share of the median: a loss that hardly moves is not all outliers when it does."""
+SHORT = 32
+"""The bar is (1 + SHORT / values) times as far away as for a window without end."""
+REACH = 1.5
+
+
+class CheckRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What to look for; a factor of 0 is off."""
+
+    nan: bool = True
+    spike: float = 0.0
+    outlier: float = 0.0
+
+    @property
+    def any(self) -> bool:
+        return self.nan or self.compares
+
+    @property
+    def compares(self) -> bool:
+        """Whether a loss is compared with earlier ones."""
+        return bool(self.spike or self.outlier)
+
+
+class Seen:
+    """The accepted losses of one rank, as far as they are needed."""
+
+    def __init__(self) -> None:
+        self.largest = -math.inf
+        self.smallest = math.inf
+        self.count = 0
+        self.recent: deque[float] = deque(maxlen=MEMORY)
+
+    def add(self, loss: float) -> None:
+        if math.isfinite(loss):
+            self.largest = max(self.largest, loss)
+            self.smallest = min(self.smallest, loss)
+            self.count += 1
+            self.recent.append(loss)
+
+    def add_all(self, losses: Iterable[float | None]) -> None:
+        for loss in losses:
+            if loss is not None:
+                self.add(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.count:
+            return {}
+        return {
+            "largest": self.largest,
+            "smallest": self.smallest,
+            "count": self.count,
+            "recent": list(self.recent),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.recent = deque((float(value) for value in state.get("recent", ())), maxlen=MEMORY)
+        self.largest = float(state.get("largest", -math.inf))
+        self.smallest = float(state.get("smallest", math.inf))
+        self.count = int(state.get("count", 0))
+
+
+def not_finite(value: float) -> str:
+    """What kind of a non-number it is; empty for a number."""
+    if math.isfinite(value):
+        return ""
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+
+
+def judge(loss: float, rules: CheckRules, seen: Seen) -> list[str]:
+    """Why a loss is rejected; nothing if it is not."""
+    if kind := not_finite(loss):
+        return [f"the loss is {kind}"] if rules.nan else []
+    if not rules.compares or seen.count < ENOUGH or loss <= seen.recent[-1] or loss <= max(seen.recent):
+        return []
+    reasons = []
+    if rules.spike and seen.smallest >= 0 and 0 < seen.largest < loss / rules.spike:
+        reasons.append(
+            f"the loss {loss:.6g} is a spike: more than {rules.spike:g} times the largest seen, "
+            f"{seen.largest:.6g}"
+        )
+    if rules.outlier and loss > (bar := outlier_bar(seen.recent, rules.outlier)):
+        reasons.append(
+            f"the loss {loss:.6g} is an outlier: the last ones have the median "
+            f"{statistics.median(list(seen.recent)[-WINDOW:]):.6g} and allow up to {bar:.6g}"
+        )
+    return reasons
+
+
+def outlier_bar(recent: Iterable[float], factor: float) -> float:
+    """The loss above which it counts as an outlier, after these."""
+    values = list(recent)
+    if min(values) > 0:
+        exponent = _bar([math.log(value) for value in values], factor, FLOOR)
+        return math.exp(exponent) if exponent < 700 else math.inf
+    return _bar(values, factor, FLOOR * abs(statistics.median(values[-WINDOW:])))
+
+
+def _bar(values: list[float], factor: float, floor: float) -> float:
+    window = sorted(values[-WINDOW:])
+    middle = statistics.median(window)
+    typical = SCALE * statistics.median(abs(value - middle) for value in window)
+    upper = (window[len(window) * 9 // 10] - middle) / TENTH
+    far = factor * (1 + SHORT / len(window)) * max(typical, upper, floor)
+    return middle + max(far, REACH * (max(values) - middle))
+
+
+# What happens to a non-finite step, and when there were too many in a row. Pure.
+#
+# Guarantee: a bad step is never to be used, whatever the policy says; after `max_consecutive` bad steps in a
+# row the answer is `stop` or `roll_back`, the same on every rank that was told the same. A good step, and
+# nothing else, ends a row.
+#
+# warn      a bad step is dropped, with a warning skip      a bad step is dropped raise     the first bad step
+# stops the run rollback  a bad step is dropped; too many in a row go back to an earlier state instead of
+# stopping
+
+
+Policy = Literal["warn", "skip", "raise", "rollback"]
+
+
+class Act(StrEnum):
+    USE = "use"
+    DROP = "drop"
+    STOP = "stop"
+    ROLL_BACK = "roll_back"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done with a step; all ranks do the same."""
+
+    act: Act
+    warn: bool = False
+    """Whether a person is to be told; stopping and going back are told anyway."""
+    in_a_row: int = 0
+    """Bad steps in a row, this one included."""
+    why: str = ""
+    """Why the run stops or goes back."""
+
+
+class Count:
+    """Counts bad steps. Nothing but what `after` is told changes it."""
+
+    def __init__(self, policy: Policy, max_consecutive: int) -> None:
+        self.policy = policy
+        self.max_consecutive = max_consecutive
+        self.in_a_row = 0
+        self.total = 0
+
+    def after(self, bad: bool) -> Outcome:
+        """The step was bad, or was not: what to do with it."""
+        if not bad:
+            self.in_a_row = 0
+            return Outcome(act=Act.USE)
+        self.in_a_row += 1
+        self.total += 1
+        if self.policy == "raise":
+            return Outcome(act=Act.STOP, in_a_row=self.in_a_row, why="the policy for a bad step is to raise")
+        if self.in_a_row >= self.max_consecutive:
+            return Outcome(
+                act=Act.ROLL_BACK if self.policy == "rollback" else Act.STOP,
+                in_a_row=self.in_a_row,
+                why=f"{self.in_a_row} bad steps in a row, {self.max_consecutive} are too many",
+            )
+        return Outcome(act=Act.DROP, warn=self.policy == "warn", in_a_row=self.in_a_row)
+
+    def began_again(self) -> None:
+        """An earlier state was restored: the row is over."""
+        self.in_a_row = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"in_a_row": self.in_a_row, "total": self.total}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.in_a_row, self.total = state.get("in_a_row", 0), state.get("total", 0)
+
+
+# Whether a gradient scaler still lets a training learn. Pure.
+#
+# Guarantee: what is told here does not come from a healthy run. A scaler that has begun too high leaves out
+# as many steps as it takes to get down, and one or two now and then later; after `SKIPS` in a row, or with a
+# scale below `COLLAPSED`, it is not finding its scale any more: the gradients themselves are bad.
+
+
+SKIPS = 32
+"""Steps left out in a row that are too many: from the usual 65536 down to a hundred-thousandth."""
+COLLAPSED = 2.0**-24
+"""The smallest number that a half-precision gradient can be: below such a scale all of them vanish."""
+
+
+class Scale:
+    """One scaler's, over time. Nothing but what `observe` is told changes it."""
+
+    def __init__(self, begins_at: float = 1.0) -> None:
+        self._floor = COLLAPSED * min(1.0, begins_at)
+        self._before: tuple[float, int] | None = None
+        self.skipped = 0
+        """Steps left out in a row."""
+
+    def observe(self, scale: float, good: int) -> bool:
+        """After a step: the scale, and the scaler's count of good steps. Whether that was a bad step.
+
+        A step left out lowers the scale, and nothing else does. A good one raises the count, or the scale.
+        """
+        before, self._before = self._before, (scale, good)
+        updated = before is not None and before != (scale, good)
+        if before is not None and scale < before[0]:
+            self.skipped += 1
+        elif updated:
+            self.skipped = 0
+        lost = not math.isfinite(scale) or scale < self._floor
+        return lost or (updated and self.skipped >= SKIPS)
+
+    @property
+    def why(self) -> str:
+        """What is wrong with it, as of now; empty if nothing is."""
+        if self._before is None:
+            return ""
+        scale = self._before[0]
+        if self.skipped >= SKIPS:
+            return (
+                f"the gradient scaler has left out {self.skipped} steps in a row, its scale is {scale:.3g}: "
+                "the gradients hold a NaN or an infinity whatever the scale, and the weights do not move"
+            )
+        if not math.isfinite(scale) or scale < self._floor:
+            return (
+                f"the gradient scaler's scale has collapsed to {scale:.3g}, below {self._floor:.3g}: "
+                "gradients vanish at such a scale"
+            )
+        return ""
+
+
+# Which ranks two computations of the same micro-batches accuse. Pure.
+#
+# Every rank computes its own micro-batch and that of the rank before it. `differs[i]` says that the micro-
+# batch of rank i gave one loss there and another on rank i + 1 (the ranks form a ring).
+#
+# Guarantee: where nothing differs nobody is accused. A device that computes wrongly spoils two comparisons,
+# its own and its neighbour's, and is among the accused, unless so much differs that it cannot be devices.
+# Then it is the method that does not suit (the model is split over ranks, results cannot be repeated to the
+# tolerance, or a step takes its data from elsewhere than its arguments), and nobody is accused. With two
+# ranks, one bad device and a method that does not suit look alike; only what held before in the same attempt
+# tells them apart.
+
+
+class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
+    accused: list[int] = []
+    suits: bool = True
+    """Whether comparing between neighbours makes sense in this run."""
+
+
+def accuse(differs: Sequence[bool], *, held_before: bool) -> Disagreement:
+    """`held_before`: there was a comparison in this attempt in which nothing differed."""
+    world = len(differs)
+    spoiled = [rank for rank in range(world) if differs[rank]]
+    if not spoiled:
+        return Disagreement()
+    if len(spoiled) > max(2, world // 2) or (len(spoiled) == world and not held_before):
+        return Disagreement(suits=False)
+    # A rank that both its comparisons accuse explains both of them.
+    common = {rank for rank in spoiled if world > 2 and differs[rank - 1]}
+    accused = set(common)
+    for rank in spoiled:
+        pair = {rank, (rank + 1) % world}
+        if not pair & common:
+            accused |= pair
+    return Disagreement(accused=sorted(accused))
+
+
+class Kind(StrEnum):
+    """What the ranks ask for."""
+
+    STEP = "step"
+    """A step was rejected, and again when it was re-run in place (if re-running is on)."""
+    PROBATION = "probation"
+    """What was loaded does not go on from where it was: the loss, the gradients or the counters say so."""
+    ROLLBACK = "rollback"
+    """Too many non-finite steps in a row, and the setting is to go back past the newest checkpoint."""
+    DEVICE = "device"
+    """The ranks know the device that is at fault: see `accused`."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A device of a node; the device is empty where a node has none to tell apart."""
+
+    node: str
+    device: str = ""
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's own result of the rejected step, before any reduction."""
+
+    rank: int
+    node: str = ""
+    device: str = ""
+    reasons: list[str] = []
+    """Why this rank's own result is bad; empty if it is not."""
+    first: float | str | None = None
+    again: float | str | None = None
+    """The loss, and the loss of the re-run."""
+    differs: bool = False
+    """Whether the two differ by more than the tolerance."""
+    state: str = ""
+    """Fingerprint of the tracked state that the step began from."""
+    where: str = ""
+    """The first part of the model whose output was not finite although its input was, if that was found."""
+
+
+class Window(msgspec.Struct, frozen=True):
+    """Batches of one epoch on every rank, counted from 0; `last` is part of it."""
+
+    epoch: int
+    first: int
+    last: int
+
+
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
+    """What the group agreed on before it ended with exit code 16."""
+
+    kind: Kind
+    step: int
+    """The step that was being computed: completed steps + 1. Of a breach: the last completed step."""
+    reasons: list[str]
+    ranks: list[RankResult] = []
+    """Every rank that has something to tell, in order; those that are bad have reasons."""
+    rerun: bool = False
+    """Whether it was re-run in place, and rejected again."""
+    finite: bool = False
+    """Whether every bad result was a finite number: a spike, an outlier, a check of the user's own. Such a
+    rejection never speaks against a checkpoint."""
+    in_probation: bool = False
+    counters: bool = False
+    """Whether the counters of what was loaded are not those of its manifest: that has no honest cause."""
+    window: Window | None = None
+    """The data that it was computed from; None if the run does not own the data."""
+    accused: Place | None = None
+    optional: bool = False
+    """Whether the run can as well go on with what is accused: it is slow, and what it computed is right."""
+    diagnostic: str = ""
+    """The diagnostic save, or why there is none."""
+
+    @property
+    def bad(self) -> list[RankResult]:
+        """The ranks whose own results were bad; empty if only what was reduced was seen to be."""
+        return [one for one in self.ranks if one.reasons]
+
+
+class Rerun(msgspec.Struct, frozen=True, kw_only=True):
+    """Told to the attempt after a rejection: which step to compare with what, and what then may be done."""
+
+    step: int
+    bad: list[RankResult]
+    """As they were the last time."""
+    can_exclude: bool = False
+    """Whether the run can go on without the devices of `bad`."""
+    accept: bool = False
+    """Whether the step is to be accepted although it is rejected again: it is finite, and the same on every
+    device."""
+    breach: bool = False
+    """Whether it was no step that was rejected: what was loaded did not go on from where it was."""
+    settles: bool = False
+    """Whether nothing is left to compare with: if it fails again, and the fault does not follow a device, the
+    ranks settle it themselves (see `policy.replay.settle`)."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """Told to an attempt that replays, from a lower rung, the steps in which a suspect failed."""
+
+    suspects: list[str]
+    """Checkpoints by name. They are condemned if this attempt completes step `until` without a breach."""
+    until: int
+
+
+class How(StrEnum):
+    """What was settled about a step."""
+
+    ACCEPTED = "accepted"
+    """It is finite, and the same everywhere: used as it is."""
+    TOLERATED = "tolerated"
+    """It is not finite, and that is not put down to what was loaded: `validation.nan_policy` applies."""
+    SHIFT = "shift"
+    """From here on the level of the loss or the gradients is another one, whatever was loaded: no breach."""
+    FATAL = "fatal"
+    """It is not finite, whatever was loaded, and `validation.nan_policy` ends the run for it."""
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    """A verdict on one step of the run's timeline. It is durable, and every later attempt that replays the
+    step goes by it, whichever checkpoint it comes from."""
+
+    step: int
+    how: How
+    window: Window | None = None
+    """The step's data; None if the run does not own the data."""
+    world_size: int = 0
+    """Among how many ranks they were shared out; 0 if not known."""
+    shown: bool = False
+    """Whether it was shown elsewhere too; else the step was dropped where it came up, and nothing more."""
+    why: str = ""
+
+
+SHIFT_SEEN = 64
+"""Steps after a shift in which it may be seen again: so far back reach the windows of checkpoints."""
+
+
+def settled_as(
+    settled: Iterable[Settled], how: How, step: int, window: Window | None, world_size: int
+) -> Settled | None:
+    """What was settled about this step, computed from these data; the latest that says most."""
+    found = [one for one in settled if one.how is how and _covers(one, step, window, world_size)]
+    return max(reversed(found), key=lambda one: one.shown, default=None)
+
+
+def _covers(settled: Settled, step: int, window: Window | None, world_size: int) -> bool:
+    if settled.how is How.SHIFT:
+        return settled.step - LOOK_BACK <= step <= settled.step + SHIFT_SEEN
+    if settled.step != step or (settled.world_size and world_size and settled.world_size != world_size):
+        return False
+    return settled.window is None or window is None or settled.window == window
+
+
+# How the data of a step is named to people. Pure.
+
+
+NAMED = 8
+"""Samples, or ranks, that are named one by one."""
+
+
+def batch_in_words(window: Window | None, samples: Mapping[int, Sequence[int]], world: int) -> str:
+    """As in `batch 25 of epoch 1 (samples 96–99)`: batches and epochs counted from 1, samples from 0.
+
+    `samples`: by rank, of those whose batch was bad; empty where they are not known.
+    """
+    if window is None:
+        return ""
+    first, last = window.first + 1, window.last + 1
+    which = f"batch {first}" if first == last else f"batches {first}–{last}"
+    where = f"{which} of epoch {window.epoch + 1}"
+    told = [(rank, in_short(indices)) for rank, indices in sorted(samples.items()) if indices]
+    if not told:
+        return where
+    if world == 1:
+        return f"{where} ({_samples(samples[told[0][0]])} {told[0][1]})"
+    each = [f"{_samples(samples[rank])} {text} on rank {rank}" for rank, text in told[:NAMED]]
+    more = f"; and on {len(told) - NAMED} more" if len(told) > NAMED else ""
+    return f"{where} ({'; '.join(each)}{more})"
+
+
+def _samples(indices: Sequence[int]) -> str:
+    return "sample" if len(indices) == 1 else "samples"
+
+
+def in_short(indices: Sequence[int]) -> str:
+    """`96–99` for what follows one another, else one by one in their order, as far as there is room."""
+    if len(indices) > 1 and list(indices) == list(range(indices[0], indices[0] + len(indices))):
+        return f"{indices[0]}–{indices[-1]}"
+    named = ", ".join(map(str, indices[:NAMED]))
+    return f"{named} and {len(indices) - NAMED} more" if len(indices) > NAMED else named

@@ -1,0 +1,231 @@
+"""Attempts: the numbered lives of a run, and what each one left behind.
+
+The attempt's directory is its memory: who it was, which checkpoint it came from (its head), what failed,
+what was decided, how it ended. Together these are the history that recovery decides on.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.errors import ControlError
+from holdfast.journal import Account
+from holdfast.policy import MemoryKill, Raised
+from holdfast.record.directory import ControlDirectory, create_record, list_names, read_record
+from holdfast.record.launches import told_progress
+from holdfast.record.lease import Fence
+
+log = logging.getLogger("holdfast")
+
+MAX_MESSAGE = 64 * 1024
+CRASHED = "crashed.json"
+"""An end that replaces the one that was written first."""
+_FAILURE_NAME = re.compile(r"rank_[0-9]{6,}\.json")
+
+
+ACCOUNT = "account.json"
+"""In an attempt's directory: what was told of its end."""
+
+
+def keep_account(control: ControlDirectory, account: Account) -> None:
+    """Beside the attempt that it is of, once. Raises ControlError."""
+    create_record(control.attempt(account.attempt) / ACCOUNT, account)
+
+
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
+    number: int
+    epoch: int
+    launch: str
+    """Launch id: all attempts of one `holdfast run`, or of one torchrun, share it."""
+    started_with: str = ""
+    """What the launch started, as `launches.digest_of` tells it; empty if that is not known."""
+    world_size: int
+    started: float
+    max_restarts: int | None = None
+    """`launch.max_restarts` as it was for this attempt; None without a launcher, or of an older release."""
+    nodes: list[str] = []
+    """Its nodes in their plain order; empty without a launcher."""
+    placement: str = ""
+    """Which rank ran on which device, as `policy.rotation.describe` says it."""
+    rotation: int = 0
+    """The shift by which ranks were moved from the plain order."""
+    told: int = 0
+    """The step that scripts without a Run had told by its start (`handover.progress`)."""
+
+
+class HeadRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt came from: a checkpoint of this run, or nothing (a fresh start)."""
+
+    attempt: int
+    checkpoint: str | None
+    step: int
+    source: str = ""
+    """Where it was read from, if it was asked for by path."""
+
+
+class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's end, as its agent saw it: the evidence that `policy.classify` reads.
+
+    Also of the first on a node that left with exit code 0 while others of its attempt failed.
+    """
+
+    rank: int
+    node: str
+    pid: int
+    exit_code: int
+    """As from waitpid: negative for a signal."""
+    at: float
+    message: str = ""
+    """Last line of the exception, if the worker left one."""
+    error_file: str = ""
+    device: str = ""
+    """The device it ran on, if it had one."""
+    errors: list[Raised] = []
+    """The exception and what led to it, the outermost first, as far as it is known."""
+    stderr_file: str = ""
+    """Where its last lines of standard error are kept, if they were caught."""
+    memory: MemoryKill | None = None
+    """What the kernel counted, where it killed this worker, or a process of its, for lack of memory."""
+    left: bool = False
+    """Whether it is the first of its node that left with exit code 0 while others failed."""
+    step: int | None = None
+    """The last step that such a one is known to have completed."""
+
+
+class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
+    outcome: str
+    """finished, failed, stopped or lost."""
+    exit_code: int
+    cause: str
+    """What `classify` said; empty unless failed."""
+    highest_step: int
+    """Highest step committed by anyone up to now."""
+    at: float
+
+
+def attempt_numbers(control: ControlDirectory) -> list[int]:
+    """Every number ever given out, also to an attempt that died before it could write its record."""
+    names = list_names(control.attempts)
+    return sorted({int(name) for name in names if name.isascii() and name.isdigit()})
+
+
+def begin_attempt(
+    control: ControlDirectory,
+    fence: Fence,
+    launch: str,
+    world_size: int,
+    *,
+    max_restarts: int | None = None,
+    nodes: Sequence[str] = (),
+    placement: str = "",
+    rotation: int = 0,
+    started_with: str = "",
+) -> AttemptRecord:
+    """Number the next attempt, durably, before any worker of it starts."""
+    told = told_progress(control.path)
+    with fence.guard("begin an attempt"):
+        number = max(attempt_numbers(control), default=0)
+        while True:  # ends at the first free number; a network file system's listing may be old
+            number += 1
+            record = AttemptRecord(
+                number=number,
+                epoch=fence.epoch,
+                launch=launch,
+                world_size=world_size,
+                started=time.time(),
+                max_restarts=max_restarts,
+                nodes=list(nodes),
+                placement=placement,
+                rotation=rotation,
+                started_with=started_with,
+                told=told,
+            )
+            if create_record(control.attempt(number) / "attempt.json", record):
+                return record
+
+
+def write_head(control: ControlDirectory, fence: Fence, head: HeadRecord) -> None:
+    """Fix what this attempt came from, before it trains."""
+    with fence.guard(f"write the head of attempt {head.attempt}"):
+        path = control.attempt(head.attempt) / "head.json"
+        if not create_record(path, head) and read_record(path, HeadRecord) != head:
+            raise ControlError(
+                f"{path} exists and does not name checkpoint {head.checkpoint} at step {head.step}; "
+                "a head is written once. Nothing was changed; start another attempt"
+            )
+
+
+def latest_head(control: ControlDirectory, *, before: int | None = None) -> HeadRecord | None:
+    """The head of the newest attempt that wrote one; None if the run never got that far."""
+    for number in reversed(attempt_numbers(control)):
+        if before is not None and number >= before:
+            continue
+        head = read_record(control.attempt(number) / "head.json", HeadRecord)
+        if head is not None:
+            return head
+    return None
+
+
+def record_failure(control: ControlDirectory, attempt: int, failure: FailureRecord) -> None:
+    """Keep a worker's end as evidence; the first one of a rank stays. Not fenced: evidence harms nobody."""
+    readable = failure.message.encode(errors="replace").decode()  # exception texts may hold stray bytes
+    failure = msgspec.structs.replace(failure, message=readable[:MAX_MESSAGE])
+    create_record(control.attempt(attempt) / "failures" / f"rank_{failure.rank:06d}.json", failure)
+
+
+def failures_of(control: ControlDirectory, attempt: int) -> list[FailureRecord]:
+    """What is known of the ends of an attempt's workers. A record that is damaged is told of and left out:
+    a run whose disk has lost one rank's last words is still to be decided on."""
+    folder = control.attempt(attempt) / "failures"
+    found = []
+    for name in sorted(name for name in list_names(folder) if _FAILURE_NAME.fullmatch(name)):
+        try:
+            failure = read_record(folder / name, FailureRecord)
+        except ControlError as error:
+            log.warning("holdfast: evidence of attempt %d is left out: %s", attempt, error)
+            continue
+        if failure is not None:
+            found.append(failure)
+    return found
+
+
+def end_attempt(control: ControlDirectory, fence: Fence, number: int, end: EndRecord) -> bool:
+    with fence.guard(f"end attempt {number}"):
+        return create_record(control.attempt(number) / "end.json", end)
+
+
+def record_crash(control: ControlDirectory, number: int, end: EndRecord, failure: FailureRecord) -> None:
+    """The attempt's end was written before anyone could see the error that ended it: this is the later word.
+
+    Not fenced, as all evidence.
+    """
+    record_failure(control, number, failure)
+    create_record(control.attempt(number) / CRASHED, end)
+
+
+def end_of(control: ControlDirectory, number: int) -> EndRecord | None:
+    """How an attempt ended; None if nobody has written that."""
+    folder = control.attempt(number)
+    return read_record(folder / CRASHED, EndRecord) or read_record(folder / "end.json", EndRecord)
+
+
+def ends_of(control: ControlDirectory) -> list[tuple[AttemptRecord, EndRecord | None]]:
+    """The run's history, oldest first. An attempt without an end was lost with its launcher."""
+    history = []
+    for number in attempt_numbers(control):
+        record = read_record(control.attempt(number) / "attempt.json", AttemptRecord)
+        if record is not None:
+            history.append((record, end_of(control, number)))
+    return history
+
+
+def read_attempt(control: ControlDirectory, number: int) -> AttemptRecord:
+    record = read_record(control.attempt(number) / "attempt.json", AttemptRecord)
+    if record is None:
+        raise ControlError(f"{control.attempt(number)} has no attempt.json")
+    return record

@@ -1,0 +1,173 @@
+"""The run's records as the history that recovery decides on.
+
+Guarantee: what was found out about an attempt is written once, with its decision, and read again as it was;
+an attempt of an older release, or one that died with its launcher, is history too, with what is known of it:
+what it had committed by then is progress, whoever saw its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from holdfast.errors import ExitCode
+from holdfast.policy import Decision, PastAttempt, launch_refused, root_cause
+from holdfast.record.attempts import AttemptRecord, EndRecord, HeadRecord, ends_of, failures_of
+from holdfast.record.decisions import RECOVERY, decision_path
+from holdfast.record.directory import ControlDirectory, create_record, read_record
+from holdfast.record.findings import rejection_of
+from holdfast.record.launches import origin_attempts, told_progress
+from holdfast.record.lineage import Saved, saved_by
+from holdfast.record.operator import budget_reset, pin_attempts
+from holdfast.record.standing import Standing, StandingBook
+
+INCIDENT = "incident.json"
+LAUNCHER_ENDED = "the launcher on "
+"""How a launcher's own warning begins when it ends without a decision."""
+
+
+def keep_incident(control: ControlDirectory, failed: PastAttempt, decision: Decision) -> None:
+    """Write down what an attempt's failure was and what was decided; the first word stays."""
+    create_record(control.attempt(failed.number) / INCIDENT, _with(failed, decision))
+
+
+def _with(attempt: PastAttempt, decision: Decision) -> PastAttempt:
+    kept = ("action", "avoid", "verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial")
+    return msgspec.structs.replace(attempt, **{name: getattr(decision, name) for name in kept})
+
+
+def rung_of(head: HeadRecord | None) -> str:
+    """What an attempt came from, by the name that it has on the ladder; empty for a fresh start."""
+    if head is None:
+        return ""
+    if head.source:
+        return Path(head.source).name
+    # As `checkpoint.identity` writes it, which this room is below.
+    return f"step_{head.step:08d}-{head.checkpoint}" if head.checkpoint is not None else ""
+
+
+def was_kept(control: ControlDirectory, number: int) -> bool:
+    """Whether all that was decided about an attempt has been written down."""
+    return (control.attempt(number) / INCIDENT).exists()
+
+
+def past_attempts(control: ControlDirectory, *, before: int | None = None) -> list[PastAttempt]:
+    """The attempts with a lower number than `before`, or all of them, oldest first."""
+    known = ends_of(control)
+    sent = origin_attempts(control) | pin_attempts(control)
+    saves = any(saved_by(control, record.number) for record, _ in known)
+    # What its script told is known of a lost attempt by the start of the next one.
+    reached = [] if saves else [record.told for record, _ in known[1:]] + [told_progress(control.path)]
+    found = []
+    for index, (record, end) in enumerate(known):
+        if before is not None and record.number >= before:
+            break
+        past = _past(control, record, end, sent)
+        if past.outcome == "lost" and reached:
+            past = msgspec.structs.replace(past, highest_step=max(past.highest_step, reached[index]))
+        found.append(past)
+    return found
+
+
+def own_measure(control: ControlDirectory, failed: PastAttempt) -> PastAttempt:
+    """An attempt with what its progress is measured by: what it saved, and whether it was sent somewhere."""
+    sent = origin_attempts(control) | pin_attempts(control)
+    saved = _committed(control, saved_by(control, failed.number))
+    return msgspec.structs.replace(failed, saved=saved, sent=failed.number in sent)
+
+
+def _past(
+    control: ControlDirectory, record: AttemptRecord, end: EndRecord | None, sent: Collection[int]
+) -> PastAttempt:
+    saved = saved_by(control, record.number)
+    past = _as_known(control, record, end, saved)
+    own = {"saved": _committed(control, saved), "sent": record.number in sent}
+    return msgspec.structs.replace(past, started_with=record.started_with, **own)
+
+
+def _as_known(
+    control: ControlDirectory, record: AttemptRecord, end: EndRecord | None, saved: list[Saved]
+) -> PastAttempt:
+    known = read_record(control.attempt(record.number) / INCIDENT, PastAttempt)
+    if known is not None:
+        return known
+    last_step = max((step for step, _, _ in saved), default=None)
+    if end is None:
+        lost = PastAttempt(
+            number=record.number,
+            launch=record.launch,
+            outcome="lost",
+            highest_step=_committed(control, saved),
+            last_step=last_step,
+            placement=record.placement,
+            rotation=record.rotation,
+            world_size=record.world_size,
+            rung=rung_of(read_record(control.attempt(record.number) / "head.json", HeadRecord)),
+            rejection=rejection_of(control, record.number),
+        )
+        decided = _decision(control, record.number)
+        return lost if decided is None else _with(lost, decided)
+    failures = failures_of(control, record.number) if end.outcome == "failed" else []
+    failed = [failure for failure in failures if not failure.left]
+    root = root_cause(failed) if failed else None
+    code = root.exit_code if root else end.exit_code
+    return PastAttempt(
+        number=record.number,
+        launch=record.launch,
+        outcome=end.outcome,
+        cause=end.cause,
+        exit_code=code,
+        message=root.message if root else "",
+        highest_step=end.highest_step,
+        seconds=max(0.0, end.at - record.started),
+        at=end.at,
+        nodes=record.nodes,
+        node_count=len(record.nodes),
+        world_size=record.world_size,
+        placement=record.placement,
+        rotation=record.rotation,
+        last_step=last_step,
+        rejection=rejection_of(control, record.number) if code == ExitCode.RERUN_WANTED else None,
+    )
+
+
+def _committed(control: ControlDirectory, saved: list[Saved]) -> int:
+    """The highest step that is known to have been committed and is not under suspicion; 0 if none is."""
+    book = StandingBook(control)
+    refused = (Standing.SUSPECT, Standing.CONDEMNED)
+    # By its id, from this run's own records: the checkpoints' storage may be what has failed.
+    good = (step for step, id, done in reversed(saved) if done and book.of(id) not in refused)
+    return next(good, 0)
+
+
+def refused_launch(control: ControlDirectory, started_with: str, launches: Collection[str]) -> str:
+    """Why a launch is not begun, and what lets it in; empty if it may be.
+
+    `launches`: the ids that it has, and had. Only its first attempt is looked at: those after it are
+    restarts, which have budgets of their own.
+    """
+    history = past_attempts(control)
+    if any(one.launch in launches for one in history):
+        return ""
+    why = launch_refused(history, started_with, budget_reset(control) or 0)
+    if not why:
+        return ""
+    return (
+        f"{why}. Nothing was started. Read `holdfast journal {control.path}`, and fix the cause: the next "
+        "launch is let in when the script, a Python file beside it, its arguments or a setting has changed. "
+        f'If it was fixed elsewhere: `holdfast control reset-budget {control.path} --reason "what was fixed"`'
+    )
+
+
+def last_decision(control: ControlDirectory) -> tuple[int, Decision | None]:
+    """The newest attempt (0: none yet) and what was decided about it; None if nothing was, or had to be."""
+    newest = next((record for record, _ in reversed(ends_of(control))), None)
+    if newest is None:
+        return 0, None
+    return newest.number, _decision(control, newest.number)
+
+
+def _decision(control: ControlDirectory, number: int) -> Decision | None:
+    return read_record(decision_path(control, number, RECOVERY), Decision)

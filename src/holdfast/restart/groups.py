@@ -1,0 +1,388 @@
+"""Leaving torch's process groups after a fault, whatever they are doing, so that new ones can be made.
+
+Guarantees: after `abort` no call on a group made meanwhile waits for a peer any more, nor does the making
+of a gloo group (what gloo cannot do there: `gloo_freeing`; backends other than gloo and NCCL are only
+destroyed). After `leave` there is no group, and `init_process_group` works as in a new process. Sockets
+that are not the groups', and gloo groups that were there before, are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import _unregister_all_process_groups
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from holdfast.base import collective_timeout, plural
+from holdfast.config import InProcessSettings
+from holdfast.errors import HandedOverError
+from holdfast.restart.gloo import (
+    Descriptor,
+    GlooDevice,
+    GlooFreeing,
+    connections_to,
+    dial,
+    gloo_devices,
+    shut,
+)
+
+# What torch keeps of device meshes and DTensors beyond their groups' end, and must not take into new ones.
+#
+# Two meshes over the same ranks count as equal. So what DTensor has in its caches (torch 2.11 and 2.13) for a
+# mesh of the last iteration is what it hands out for one of the next: results with the old mesh, and with
+# that the old groups, which 2.13 keeps in the mesh itself. And DTensor's random numbers go on where they
+# were, in place of starting as in a new process.
+
+
+def forget_meshes() -> bool:
+    """In the main thread; for other threads' caches too, if they are Python's. Whether there were any."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return False
+    found = False
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import _random, _redistribute, debug
+
+    clear: Callable[[], None] = debug._clear_sharding_prop_cache
+    clear()
+    clear_plans = getattr(_redistribute, "clear_redistribute_planner_cache", None)
+    if clear_plans is not None:  # torch 2.11 has no such cache
+        clear_plans()
+    _random._rng_tracker = None
+    for one in gc.get_objects():
+        # By its exact type: to ask an object itself would run code of whatever is there.
+        if type(one) is DeviceMesh:
+            found = True
+            _drop_groups(one)
+        elif type(one) is functools._lru_cache_wrapper and one.__module__.startswith("torch.distributed."):
+            one.cache_clear()  # some belong to functions inside of functions, with no name to be found by
+    return found
+
+
+def _drop_groups(mesh: Any) -> None:
+    """A thread of torch's own may still have it in a cache: it then finds the new group of that name."""
+    groups = mesh.__dict__.get("_pg_registry")
+    if groups is not None:
+        groups.clear()
+
+
+# Letting go of what a call of the function has left behind, so that the next one finds the memory free.
+
+
+def forget(error: BaseException | None, chosen: InProcessSettings) -> None:
+    """Drop what the frames of an error hold, and all that refers to itself; give the device's memory back.
+
+    The error itself stays, and so do those that led to it: each with where it was raised as a note, in words.
+    For the traceback goes as a whole: a frame whose variables are cleared still has its function, and a
+    function inside of another (as torch's modules call their hooks from one) still has the variables of that.
+    """
+    for one in _chain(error):
+        lines = one.__traceback__
+        if lines is not None:
+            one.__traceback__ = None
+            one.add_note("".join(["It was raised here:\n", *traceback.format_tb(lines)]).rstrip())
+            traceback.clear_frames(lines)
+            del lines
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if chosen.empty_cuda_cache and torch is not None and torch.cuda.is_initialized():
+        # A device that is broken says so in the health check, which comes next.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_clearCublasWorkspaces()  # what the next call needs it allocates anew
+            torch.cuda.empty_cache()
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error and all that it was raised from or in the course of, each once."""
+    found: list[BaseException] = []
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or any(one is other for other in found):
+            continue
+        found.append(one)
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+    return found
+
+
+log = logging.getLogger("holdfast")
+
+LEAVE_SECONDS = 30.0
+"""For backends to let go of what they hold, once they were aborted: NCCL may wait for a kernel."""
+DROP_SECONDS = 0.05
+"""For the threads of gloo groups to end after the last reference to them is gone. What waits in one half-way
+through a message ends when the peers have left too: with the next group."""
+FREE_SECONDS = 0.1
+"""For one try to free who waits in gloo; who calls us has other things to watch."""
+CONNECTION_TRIES = 5
+LONGEST_COLLECTIVE = 86_400.0
+"""Seconds that stand for no limit: gloo counts in milliseconds, and adds them to the time."""
+
+NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+"""Read when a group is made. By default NCCL's watchdog ends the process as soon as a peer is lost."""
+
+
+class StoreLine:
+    """The store for making groups: over a connection of its own, which can be ended.
+
+    Who makes a group waits in the store for all its peers' addresses. Where one of them never comes, nothing
+    but the end of the connection frees it. One that was not ended serves the next groups as well.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.ended = False
+        self._descriptor: Descriptor | None = None
+        port = _port(store)
+        clone: Callable[[], Store] = getattr(store, "clone", lambda: store)
+        for _ in range(CONNECTION_TRIES if port else 0):
+            before = connections_to(port)
+            self.store = clone()
+            new = connections_to(port) - before
+            if len(new) == 1:
+                self._descriptor = new.pop()
+                return
+            # Another thread has connected to the store at the same moment: which is whose cannot be told.
+        self.store = clone() if port else store
+
+    def end(self) -> None:
+        """Free who waits in it."""
+        if self._descriptor is not None:
+            self.ended = True
+            shut(self._descriptor)
+
+
+class GroupWatch:
+    """The groups made since it began."""
+
+    def __init__(self) -> None:
+        self._before = gloo_devices()
+        self._excepthook = sys.excepthook
+        self._made: set[GlooDevice] = set()
+        self._making = 0
+        """How many ranks the group has that is being made right now; 0 if none is."""
+        self._dialled: set[GlooDevice] = set()
+        self._line: StoreLine | None = None
+        self._aborted: list[Any] = []
+        self._aborts: list[threading.Thread] = []
+        self._gloo = GlooFreeing()
+        self._lock = threading.Lock()
+
+    def over(self, line: StoreLine) -> Store:
+        """The store for making groups here; `abort` ends its line if a group is being made at that moment."""
+        self._line = line
+        return line.store
+
+    def abort(self) -> None:
+        """Free whoever waits in a group or in the making of one. From any thread, as often as wished."""
+        with self._lock:
+            for free in (self._free_gloo, self._free_store, self._free_nccl):
+                try:
+                    free()
+                except Exception:  # what was not freed now may be by the next call, and is by its timeout
+                    log.warning("groups: freeing what waits in them failed", exc_info=True)
+
+    def leave(self) -> None:
+        """In the main thread, once the function was left: there are no groups from here on."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        self.abort()
+        for thread in self._aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        destroying = threading.Thread(target=self._destroy, name="holdfast-leave-groups", daemon=True)
+        destroying.start()
+        destroying.join(max(0.0, deadline - time.monotonic()))
+        if destroying.is_alive() or any(thread.is_alive() for thread in self._aborts):
+            raise HandedOverError(
+                f"The process groups of the last iteration were not left within {LEAVE_SECONDS:g} s: a "
+                "thread of their backend still waits, for a kernel or for a peer that was lost half-way "
+                "through a message. No new ones can be made in this process; start it anew."
+            )
+        if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
+            sys.excepthook = self._excepthook  # torch wraps it once more with every default group
+        self._aborts, self._aborted = [], []
+        if forget_meshes() and gloo_devices() - self._before:
+            gc.collect()  # what the caches were the last to hold may hold itself
+        self._await_end()
+
+    def release(self) -> None:
+        """All ranks have left these groups: what was kept open for those that had not is closed."""
+        self._gloo.release()
+
+    # --- what frees -----------------------------------------------------------------------------------------
+
+    def _free_gloo(self) -> None:
+        deadline = time.monotonic() + FREE_SECONDS
+        while not self._all_ended() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _all_ended(self) -> bool:
+        done = True
+        for device in gloo_devices() - self._before:
+            if self._making and device not in self._made | self._dialled:
+                self._dialled.add(device)
+                dial(device, self._making)
+            done = self._gloo.free(device) and done
+        return done
+
+    def _free_store(self) -> None:
+        # Only while a group is being made: what else is said over the default store is not waiting for a peer
+        # that is lost, or has a deadline of its own.
+        if self._making and self._line is not None:
+            self._line.end()
+
+    def _free_nccl(self) -> None:
+        found = [one for one in _nccl_backends() if not any(one is other for other in self._aborted)]
+        if found:
+            self._aborted += found  # kept, so that each is aborted once and by one thread
+            thread = threading.Thread(
+                target=_abort_nccl, args=(found,), name="holdfast-abort-nccl", daemon=True
+            )
+            self._aborts.append(thread)
+            thread.start()  # it may wait for a kernel, and who calls us has other things to watch
+
+    # --- what destroys --------------------------------------------------------------------------------------
+
+    def _destroy(self) -> None:
+        if dist.is_initialized():
+            try:
+                dist.destroy_process_group()
+            except Exception:  # it is given up in any case; what counts is that nothing refers to it
+                log.warning("groups: torch could not destroy them; they are dropped", exc_info=True)
+        _forget_groups()
+
+    def _await_end(self) -> None:
+        deadline = time.monotonic() + DROP_SECONDS
+        while left := gloo_devices() - self._before:
+            if time.monotonic() >= deadline:
+                log.warning(
+                    "holdfast: note: something still waits in, or refers to, %s of the function's last call. "
+                    "Their threads and descriptors stay until all ranks have left and nothing refers to them",
+                    plural(len(left), "process group"),
+                )
+                self._before |= left
+                return
+            time.sleep(0.005)
+
+    # --- what is noticed ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _making_of(self, size: int) -> Iterator[None]:
+        self._gloo.release()  # all ranks of the new group have left those before
+        self._making = max(size, 0)
+        try:
+            yield
+        finally:
+            self._making = 0
+            self._made |= gloo_devices()
+
+
+@contextlib.contextmanager
+def watch_groups() -> Iterator[GroupWatch]:
+    """Watch the groups that are made inside.
+
+    The one place where torch's code is replaced: `_new_process_group_helper`, through which
+    `init_process_group` and `new_group` make every group in torch 2.11 and 2.13 alike. Needed to know that
+    a group is being made at present, and of how many ranks: a rank that waits there for its peers must be
+    freed in another way than one in a collective, and that way would harm a group that is whole.
+    """
+    watch = GroupWatch()
+    original: Callable[..., Any] = c10d._new_process_group_helper
+
+    def noticed(group_size: int, *args: Any, **kwargs: Any) -> Any:
+        with watch._making_of(group_size):
+            return original(group_size, *args, **kwargs)
+
+    own = {name: value for name, value in NCCL_SETTINGS.items() if name not in os.environ}
+    os.environ.update(own)
+    c10d._new_process_group_helper = noticed
+    try:
+        yield watch
+    finally:
+        c10d._new_process_group_helper = original
+        for name in own:
+            os.environ.pop(name, None)
+
+
+def limit_collectives(seconds: float, instead_of: float) -> None:
+    """From any thread: how long a collective of the default group may wait from now on.
+
+    Who waits already waits by the limit that was. A group whose limit is not `instead_of` is somebody else's.
+    """
+    before = collective_timeout()
+    if before is None or abs(before - min(instead_of, LONGEST_COLLECTIVE)) > 0.01:
+        return
+    try:
+        c10d._set_pg_timeout(timedelta(seconds=min(seconds, LONGEST_COLLECTIVE)))
+    except Exception:  # it is being torn down
+        log.debug("groups: the timeout of the default group was not set", exc_info=True)
+
+
+def _port(store: Store) -> int:
+    """Where the server of a TCP store listens; 0 for other stores."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, TCPStore) else 0
+
+
+def _nccl_backends() -> list[Any]:
+    """Of all groups, in the order in which torch aborts them."""
+    if not dist.is_nccl_available():
+        return []
+    names = dict(c10d._world.pg_names)
+    found: list[Any] = []
+    for group in sorted(names, key=names.__getitem__, reverse=True):
+        for device in group._device_types:
+            backend: Any = group._get_backend(device)
+            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            if isinstance(backend, c10d.ProcessGroupNCCL) and not any(backend is one for one in found):
+                found.append(backend)
+    return found
+
+
+def _abort_nccl(backends: list[Any]) -> None:
+    """As `_abort_process_group` does it, but without its changes to what the main thread may be using."""
+    backends[0]._group_start()  # else the aborts of two may wait for each other (pytorch 119797)
+    try:
+        for backend in backends:
+            try:
+                backend.abort()
+            except Exception:
+                log.warning("groups: a communicator could not be aborted", exc_info=True)
+    finally:
+        backends[0]._group_end()
+
+
+def _forget_groups() -> None:
+    """Empty torch's own lists of groups, as `destroy_process_group` does.
+
+    It cannot be called without a default group, and one that was not made to the end leaves traces all the
+    same: a raised count, by which the ranks would disagree about the names of the next groups.
+    """
+    world: Any = c10d._world
+    c10d._update_default_pg(None)
+    for known in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):
+        known.clear()
+    _unregister_all_process_groups()
+    world.group_count = 0

@@ -1,0 +1,573 @@
+"""A rank's signs of life to its agent.
+
+Guarantee: nothing here ever holds a step up or ends a run. Sends do not wait; what an agent that does not
+read cannot take is dropped and counted, and the newest state is sent as soon as it reads again. Every message
+says completely where the rank is, so a lost one is made good by any later one; a word about stopping is kept
+until it is taken. An agent that is gone is told once, and training goes on.
+
+A thread of its own answers the agent's questions, so also while the main thread hangs in a call that has
+released the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from holdfast.policy import BEFORE_TRAINING, CHECKPOINTING, SETUP, STEP, Limits, Observed, OpenSection
+
+# What a rank and its agent say to each other: one msgpack message a packet.
+#
+# A `State` is complete: whichever of them arrives says everything, so any before it may be lost.
+
+
+SOCKET = "monitor.sock"
+PACKET_LIMIT = 64 * 1024
+"""Bytes of one packet; a longer one is refused by its reader."""
+CHUNK = 32 * 1024
+ANSWER_LIMIT = 16 * 1024 * 1024
+"""Bytes of a whole answer."""
+LONGEST_NAME = 100
+"""Characters of a section's name."""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """The first message of a rank."""
+
+    pid: int
+    at: float
+    limits: Limits | None = None
+    """By which it is watched; None for the agent's own."""
+    learn: bool = False
+    """Whether its limits are to be tightened by what was learned."""
+    defers_sigterm: bool = False
+    """SIGTERM does not end this process: it takes that for a request to save and stop. Who wants it to end
+    without that, as after a failure, has to kill it."""
+
+
+class State(msgspec.Struct, array_like=True, tag="state"):
+    """Where a rank is: after every change, and as a mere sign of life."""
+
+    at: float
+    step: int
+    trained: bool
+    sectioned: bool
+    left: float
+    sections: list[OpenSection]
+    dropped: int
+    """Messages that could not be sent so far, because the agent did not read."""
+    exiting: bool = False
+    """The loop has ended; what the script does now is watched by limits of its own."""
+
+
+class Seen(msgspec.Struct, frozen=True, array_like=True, tag="seen"):
+    """What the rank measured in this attempt, from its first step on."""
+
+    sections: dict[str, Observed]
+    out_of_section: Observed
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """A part of the answer to `Ask` number `ask`."""
+
+    ask: int
+    index: int
+    parts: int
+    """0: there is no answer, and `data` says why."""
+    data: bytes
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """Training has ended: what comes now is not watched."""
+
+    at: float
+
+
+class Wish(msgspec.Struct, frozen=True, array_like=True, tag="wish"):
+    """This rank was asked to stop (a signal reached it): the whole run is to."""
+
+    why: str
+    now: bool = False
+    """Whether it was asked a second time: without a save."""
+    signal: str = ""
+    """`SIGTERM` and such."""
+    source: str = "signal"
+    """One of policy.stopping.Source. What is no signal concerns the whole job, never one node."""
+    sender: str = ""
+    """Of the signal, in words; empty if that is not known."""
+
+
+class Promise(msgspec.Struct, frozen=True, array_like=True, tag="promise"):
+    """The answer to `Prepare`: this rank does not go on after `step` before it knows where all stop.
+
+    0 from a rank that has not begun its first step yet: it will stop before it, if the others let it.
+    """
+
+    step: int
+
+
+class Halted(msgspec.Struct, frozen=True, array_like=True, tag="halted"):
+    """This rank has stopped as agreed, and its part of the state is safe; its process is about to end."""
+
+    step: int
+
+
+FromRank = Hello | State | Seen | Answer | Bye | Wish | Promise | Halted
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """The agent wants to know what the rank is doing; also while its main thread hangs."""
+
+    ask: int
+    timeout: float
+
+
+class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
+    """The run is to stop: promise a step (see `Promise`), and from now on mind the deadline."""
+
+    why: str
+    seconds: float | None = None
+    """Until this rank must have ended; None for no limit."""
+    ago: float = 0.0
+    """Seconds since it was asked for."""
+
+
+class StopAt(msgspec.Struct, frozen=True, array_like=True, tag="stop_at"):
+    """Every rank has promised: all stop after this step, or at once if they have done it."""
+
+    step: int
+
+
+FromAgent = Ask | Prepare | StopAt
+
+
+log = logging.getLogger("holdfast")
+
+CATCH_UP = 0.25
+"""Seconds between two attempts to send the newest state after one was dropped."""
+CONNECT = 10.0
+"""Seconds to reach the agent."""
+PARTING = 2.0
+"""Seconds for the last messages to be taken."""
+SEEN_EVERY = 5.0
+"""Seconds after which what was measured is told again."""
+RARE = (SETUP, CHECKPOINTING)
+"""Sections after which it is told at once."""
+URGENT = 5.0
+"""Seconds that a word about stopping is waited for to be taken; later it is said by the thread."""
+MOST_INSIDE = 32
+"""Names of sections inside a section that are told; what has further ones counts as the outer one's."""
+UNIX_PATH = 100
+"""Characters from which on the path of a socket is reached through its directory: the kernel takes 107."""
+
+
+@contextlib.contextmanager
+def short_address(path: Path) -> Iterator[str]:
+    """The path of a socket in a form that the kernel takes, whatever its length."""
+    if len(os.fsencode(path)) < UNIX_PATH:
+        yield str(path)
+        return
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
+
+
+class Heeds(Protocol):
+    """What an agent's words about stopping are for. Called on the thread that listens."""
+
+    def prepare(self, asked: Prepare, /) -> int:
+        """The step that this rank promises not to go past."""
+        ...
+
+    def agree(self, step: int, /) -> None: ...
+
+
+class Beats:
+    """Tells the agent where this rank is. Without an agent every call does nothing.
+
+    `enter` and `leave` are for one thread, the training loop's.
+    """
+
+    def __init__(
+        self,
+        channel: socket.socket | None = None,
+        testify: Callable[[], bytes] | None = None,
+        heeds: Heeds | None = None,
+    ) -> None:
+        now = time.monotonic()
+        self._state = State(at=now, step=0, trained=False, sectioned=False, left=now, sections=[], dropped=0)
+        self._seen: dict[str, list[float]] = {}
+        self._gaps = [0.0, 0.0]
+        self._told_seen = now
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._testify = testify
+        self._heeds = heeds
+        self._decode = msgspec.msgpack.Decoder(FromAgent).decode
+        self._socket = channel
+        self._behind = False
+        self._owed: deque[bytes] = deque()
+        """Words about stopping that were not taken yet, in their order."""
+        self._closing = False
+        self._resting = False
+        if channel is not None:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._thread = threading.Thread(target=self._serve, name="holdfast-beats", daemon=True)
+            self._thread.start()
+
+    @classmethod
+    def connect(
+        cls,
+        path: str,
+        limits: Limits | None,
+        *,
+        learn: bool,
+        testify: Callable[[], bytes] | None = None,
+        heeds: Heeds | None = None,
+        defers_sigterm: bool = False,
+    ) -> Beats:
+        """Say hello to the agent at `path`; if that does not work, it is said and nothing is watched."""
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            channel.settimeout(CONNECT)
+            with short_address(Path(path)) as address:
+                channel.connect(address)
+            hello = Hello(
+                pid=os.getpid(),
+                at=time.monotonic(),
+                limits=limits,
+                learn=learn,
+                defers_sigterm=defers_sigterm,
+            )
+            channel.send(msgspec.msgpack.encode(hello))
+            channel.setblocking(False)
+        except OSError as error:
+            channel.close()
+            log.warning(
+                "holdfast: cannot reach the agent's monitor at %s: %s; hangs of this rank will not be found",
+                path,
+                error,
+            )
+            return cls()
+        return cls(channel, testify, heeds)
+
+    @property
+    def watched(self) -> bool:
+        return self._socket is not None
+
+    @property
+    def dropped(self) -> int:
+        """Messages that the agent did not take."""
+        return self._state.dropped
+
+    # --- the loop's calls -----------------------------------------------------------------------------------
+
+    def enter(self, section: str, *, at_least: float = 0.0) -> None:
+        """A section begins, inside those that are open. Its limit is not below `at_least`, this once."""
+        if self._socket is None:
+            return
+        now = time.monotonic()
+        state = self._state
+        sections = state.sections
+        if sections:
+            outer = sections[-1]
+            outer.spent += now - outer.since
+        elif state.trained and state.sectioned and not state.exiting:
+            _count(self._gaps, now - state.left)
+        sections.append(OpenSection(section[:LONGEST_NAME], now, 0.0, at_least, now))
+        state.sectioned = True
+        self._tell(now)
+
+    def leave(self, section: str, *, learn: bool = True) -> None:
+        """The section ends, and what is still open inside it. One that is not open changes nothing."""
+        if self._socket is None:
+            return
+        now = time.monotonic()
+        self._close_section(section[:LONGEST_NAME], now, learn=learn)
+        if section in RARE or now - self._told_seen >= SEEN_EVERY:
+            self._tell_seen(now)
+        self._tell(now)
+
+    @contextlib.contextmanager
+    def section(self, name: str, *, at_least: float = 0.0, learn: bool = True) -> Iterator[None]:
+        self.enter(name, at_least=at_least)
+        try:
+            yield
+        finally:
+            self.leave(name, learn=learn and not at_least)
+
+    def step_done(self, step: int) -> None:
+        """A step is complete, and with it the section `step`."""
+        if self._socket is None:
+            return
+        now = time.monotonic()
+        self._close_section(STEP, now, learn=True)
+        state = self._state
+        state.step = step
+        state.trained = True
+        if now - self._told_seen >= SEEN_EVERY:
+            self._tell_seen(now)
+        self._tell(now)
+
+    def beat(self) -> None:
+        """A sign of life, where nothing else gives one."""
+        if self._socket is None:
+            return
+        if not self._state.sectioned:
+            self._state.trained = True
+        self._tell(time.monotonic())
+
+    def rest(self) -> None:
+        """Training is over, for all that can be seen from here: what comes now is not watched."""
+        if self._socket is None or self._resting:
+            return
+        self._resting = True
+        self._tell_seen(time.monotonic())
+        self._send(Bye(time.monotonic()), PARTING)
+
+    def wish(
+        self, why: str, number: str, *, now: bool = False, source: str = "signal", sender: str = ""
+    ) -> None:
+        """This rank was asked to stop. From any thread."""
+        self._insist(Wish(why, now, number, source, sender))
+
+    def halted(self, step: int) -> None:
+        """This rank has stopped as agreed."""
+        self._insist(Halted(step))
+
+    def exiting(self) -> None:
+        """The loop has ended: until this process ends, limits of their own hold for what the script does."""
+        if self._socket is None or self._resting:
+            return
+        now = time.monotonic()
+        self._state.sections.clear()
+        self._state.left = now
+        self._state.exiting = True
+        self._tell_seen(now)
+        self._tell(now)
+
+    def failing(self) -> None:
+        """An error is ending this rank: the time that this takes is watched like that between sections."""
+        if self._socket is None:
+            return
+        self._resting = False
+        now = time.monotonic()
+        self._state.sections.clear()
+        self._state.left = now
+        self._state.sectioned = self._state.trained = True
+        self._state.exiting = False
+        self._tell(now)
+
+    def open_sections(self) -> list[str]:
+        """The sections that are open now, the outermost first."""
+        return [entry.name for entry in list(self._state.sections)]
+
+    def close(self) -> None:
+        """Say good-bye and hang up."""
+        if self._socket is None:
+            return
+        self.rest()
+        self._closing = True
+        self._nudge()
+        self._thread.join(PARTING)
+        channel, self._socket = self._socket, None
+        if channel is not None and not self._thread.is_alive():  # else it still uses them
+            self._pay(channel)
+            channel.close()
+            os.close(self._wake)
+
+    # --- what is measured -----------------------------------------------------------------------------------
+
+    def _close_section(self, section: str, now: float, *, learn: bool) -> bool:
+        state = self._state
+        sections = state.sections
+        if not any(entry.name == section for entry in sections):
+            return False
+        entry = sections.pop()
+        own = entry.spent + now - entry.since
+        self._count_inside(entry, own)
+        while entry.name != section:
+            entry = sections.pop()
+            own = entry.spent  # its clock stood still while the one inside it was open
+            self._count_inside(entry, own)
+        if learn and not state.exiting and (state.trained or section in BEFORE_TRAINING):
+            _count(self._seen.setdefault(section, [0.0, 0.0]), own)
+        if sections:
+            sections[-1].since = now
+        else:
+            state.left = now
+        return True
+
+    def _count_inside(self, entry: OpenSection, own: float) -> None:
+        """A section has ended inside those that are still open."""
+        if entry.at_least:
+            return  # it had a deadline of its own
+        for outer in self._state.sections:
+            if entry.name in outer.inside or len(outer.inside) < MOST_INSIDE:
+                outer.inside[entry.name] = outer.inside.get(entry.name, 0.0) + own
+            else:
+                outer.spent += own
+
+    def _tell_seen(self, now: float) -> None:
+        self._told_seen = now
+        seen = {name: Observed(int(count), longest) for name, (count, longest) in self._seen.items()}
+        self._send(Seen(seen, Observed(int(self._gaps[0]), self._gaps[1])))
+
+    # --- sending --------------------------------------------------------------------------------------------
+
+    def _tell(self, now: float) -> None:
+        if self._resting:
+            return
+        channel = self._socket
+        if channel is None:  # the thread has just found the agent gone
+            return
+        self._state.at = now
+        try:
+            channel.send(self._encode(self._state))
+        except BlockingIOError:
+            self._state.dropped += 1
+            self._behind = True
+        except OSError as error:
+            self._lost(error)
+
+    def _send(self, message: FromRank, wait: float = 0.0) -> bool:
+        """Send one message, waiting at most so long for room. Whether it was sent."""
+        channel = self._socket
+        if channel is None:
+            return False
+        data = self._encode(message)
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                channel.send(data)
+                return True
+            except BlockingIOError:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    self._state.dropped += 1
+                    return False
+                poll = select.poll()
+                poll.register(channel, select.POLLOUT)
+                poll.poll(left * 1000)
+            except OSError as error:
+                self._lost(error)
+                return False
+
+    def _insist(self, message: FromRank) -> None:
+        """Send what no later message makes good: now, or else as soon as it is taken."""
+        if self._socket is not None and (self._owed or not self._send(message, URGENT)):
+            self._owed.append(self._encode(message))
+
+    def _pay(self, channel: socket.socket) -> None:
+        """Send what is owed, as far as it is taken."""
+        try:
+            while self._owed:
+                channel.send(self._owed[0])
+                self._owed.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lost(error)
+
+    def _lost(self, error: OSError) -> None:
+        """The agent is gone, or hung up. Its own end is others' business; this rank is no longer watched."""
+        if self._socket is not None and not self._closing:
+            log.warning("holdfast: the agent's monitor is gone (%s); this rank is no longer watched", error)
+        self._closing = True
+        self._socket = None
+        self._nudge()
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    # --- the thread -----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Answer the agent, and send the newest state if the agent could not take it before."""
+        channel = self._socket
+        assert channel is not None
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while not self._closing:
+            ready = dict(poll.poll(CATCH_UP * 1000))
+            if self._owed:
+                self._pay(channel)
+            if self._behind and not self._resting:
+                self._behind = False  # before the state is read: what changes after that sets it again
+                try:
+                    channel.send(self._encode(self._state))
+                except BlockingIOError:
+                    self._behind = True
+                except OSError as error:
+                    self._lost(error)
+            if channel.fileno() in ready and not self._listen(channel):
+                return
+
+    def _listen(self, channel: socket.socket) -> bool:
+        """Take one message and do what it asks. False if the agent has hung up."""
+        try:
+            data = channel.recv(PACKET_LIMIT)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            self._lost(error)
+            return False
+        if not data:
+            self._lost(ConnectionResetError("it hung up"))
+            return False
+        try:
+            said = self._decode(data)
+        except msgspec.DecodeError:
+            return True  # a newer agent may ask more than this release knows
+        if isinstance(said, Ask):
+            self._answer(said)
+        elif self._heeds is not None:
+            self._heed(self._heeds, said)
+        return True
+
+    def _heed(self, heeds: Heeds, said: Prepare | StopAt) -> None:
+        try:
+            if isinstance(said, StopAt):
+                heeds.agree(said.step)
+            else:
+                self._insist(Promise(heeds.prepare(said)))
+        except Exception:
+            log.exception("holdfast: what the agent said about stopping could not be followed")
+
+    def _answer(self, ask: Ask) -> None:
+        deadline = time.monotonic() + ask.timeout
+        try:
+            testimony = self._testify() if self._testify is not None else None
+            problem = "this rank has nothing that could testify" if testimony is None else ""
+        except Exception as error:  # noqa: BLE001 - whatever it is, the agent must get an answer
+            testimony, problem = None, f"{type(error).__name__}: {error}"
+        if testimony is not None and len(testimony) > ANSWER_LIMIT:
+            problem = f"the testimony has {len(testimony)} bytes, more than the {ANSWER_LIMIT} allowed"
+            testimony = None
+        if testimony is None:
+            self._send(Answer(ask.ask, 0, 0, problem[:CHUNK].encode(errors="replace")), 1.0)
+            return
+        parts = max(1, -(-len(testimony) // CHUNK))
+        for index in range(parts):
+            part = testimony[index * CHUNK : (index + 1) * CHUNK]
+            if not self._send(Answer(ask.ask, index, parts, part), max(0.0, deadline - time.monotonic())):
+                return
+
+
+def _count(into: list[float], seconds: float) -> None:
+    into[0] += 1
+    into[1] = max(into[1], seconds)

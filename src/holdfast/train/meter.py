@@ -1,0 +1,305 @@
+"""What a run counts and measures: steps, samples, tokens, losses, step times.
+
+Losses on a device are kept there and read back together when the journal is flushed, so that recording one
+does not make the loop wait for the device at every step.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from holdfast.checkpoint.format import Windows
+from holdfast.errors import ControlError, UsageError
+from holdfast.journal import (
+    REPORTER,
+    JournalWriter,
+    Line,
+    SaveCommitted,
+    StepsDone,
+    Warned,
+    encode_loss,
+    read_tail,
+)
+from holdfast.record import AttemptRecord, ControlDirectory, EndRecord, HeadRecord, ends_of, read_record
+
+WINDOW = 64
+
+
+class Meter:
+    """Counters that belong to the state, and a window of recent values for the manifest and the journal."""
+
+    def __init__(self, flush_seconds: float) -> None:
+        self.step = 0
+        """Steps completed."""
+        self.samples = 0
+        self.tokens = 0
+        """This rank's own share of what the job has counted, since the run began."""
+        self._others = (0, 0)
+        """Samples and tokens of all other ranks, when they last told each other."""
+        self._flush_seconds = flush_seconds
+        self._began = time.perf_counter()
+        self._flushed = time.monotonic()
+        self._loss: Any = None
+        self._grad_norm: Any = None
+        self._sample_digest = ""
+        self._first = 1
+        self._pending_loss: list[Any] = []
+        self._pending_norm: list[Any] = []
+        self._pending_seconds: list[float] = []
+        self._pending_samples: list[str] = []
+        self._losses: deque[float | None] = deque(maxlen=WINDOW)
+        self._norms: deque[float | None] = deque(maxlen=WINDOW)
+        self._seconds: deque[float] = deque(maxlen=WINDOW)
+        self.seconds = 0.0
+        """Of the last step."""
+        self.told: set[int] = set()
+        """Steps that are known to be bad, so that their losses need no warning of their own."""
+
+    def begin_step(self) -> None:
+        self._began = time.perf_counter()
+        self._loss = None
+        self._grad_norm = None
+        self._sample_digest = ""
+
+    def record(
+        self,
+        *,
+        loss: Any = None,
+        grad_norm: Any = None,
+        samples: int | Sequence[int] | torch.Tensor | None = None,
+        tokens: int = 0,
+    ) -> None:
+        if loss is not None:
+            self._loss = _kept(loss, "loss")
+        if grad_norm is not None:
+            self._grad_norm = _kept(grad_norm, "grad_norm")
+        if samples is not None:
+            if isinstance(samples, int):
+                self.samples += samples
+            else:
+                ids = samples.tolist() if isinstance(samples, torch.Tensor) else list(samples)
+                self.samples += len(ids)
+                self._sample_digest = xxhash.xxh3_64_hexdigest(f"{self._sample_digest}{ids}".encode())
+        self.tokens += tokens
+
+    def recorded(self) -> tuple[Any, ...]:
+        """What was recorded of this step so far, for `back_to`."""
+        return self.samples, self.tokens, self._loss, self._grad_norm, self._sample_digest
+
+    def back_to(self, recorded: tuple[Any, ...]) -> None:
+        """Forget what was recorded since: the step is computed again."""
+        self.samples, self.tokens, self._loss, self._grad_norm, self._sample_digest = recorded
+
+    @property
+    def loss(self) -> Any:
+        """The loss that was recorded of this step, still on its device; None if none was."""
+        return self._loss
+
+    def end_step(self) -> None:
+        self.step += 1
+        self._pending_loss.append(self._loss)
+        self._pending_norm.append(self._grad_norm)
+        self.seconds = time.perf_counter() - self._began
+        self._pending_seconds.append(self.seconds)
+        self._pending_samples.append(self._sample_digest)
+
+    def flush_due(self) -> bool:
+        return time.monotonic() - self._flushed >= self._flush_seconds
+
+    def flush(self, journal: JournalWriter, *, read_device: bool = True) -> None:
+        """Write the steps since the last flush as one event.
+
+        Without `read_device` losses still on a device are left out: after a crash, waiting for it may hang.
+        """
+        self._flushed = time.monotonic()
+        if not self._pending_seconds:
+            return
+        losses = _on_host(self._pending_loss, read_device=read_device)
+        norms = _on_host(self._pending_norm, read_device=read_device)
+        for number, loss in enumerate(losses):
+            if loss is not None and not math.isfinite(loss) and self._first + number not in self.told:
+                journal.write(Warned(message=f"the loss of step {self._first + number} is {loss}"))
+        journal.write(
+            StepsDone(
+                first=self._first,
+                seconds=[round(value, 6) for value in self._pending_seconds],
+                loss=[encode_loss(loss) for loss in losses],
+                grad_norm=[encode_loss(norm) for norm in norms] if any(n is not None for n in norms) else [],
+                samples=self._pending_samples if any(self._pending_samples) else [],
+            )
+        )
+        self.told.clear()
+        self._losses.extend(losses)
+        self._norms.extend(norms)
+        self._seconds.extend(self._pending_seconds)
+        self._first = self.step + 1
+        self._pending_loss, self._pending_norm = [], []
+        self._pending_seconds, self._pending_samples = [], []
+
+    def flush_at_once(self, journal: JournalWriter) -> None:
+        """Flush, unless that would make the loop wait for a device."""
+        if all(isinstance(value, float | None) for value in (*self._pending_loss, *self._pending_norm)):
+            self.flush(journal)
+
+    def median_step(self) -> float | None:
+        """Seconds that a step takes; None while none was measured."""
+        seconds = [*self._seconds, *self._pending_seconds][-WINDOW:]
+        return statistics.median(seconds) if seconds else None
+
+    def latest(self) -> tuple[float | None, float | None]:
+        """Loss and gradient norm as they were recorded for the present step; waits for the device."""
+        loss, norm = _on_host([self._loss, self._grad_norm], read_device=True)
+        return loss, norm
+
+    def go_on_from(self, windows: Windows) -> None:
+        """After a resume: a checkpoint saved soon has a window too. Step times are this attempt's own."""
+        self._losses.extend(windows.loss)
+        self._norms.extend(windows.grad_norm)
+
+    def windows(self) -> Windows:
+        return Windows(
+            loss=_finite(self._losses), grad_norm=_finite(self._norms), step_seconds=list(self._seconds)
+        )
+
+    def agreed(self, samples: int, tokens: int) -> None:
+        """The ranks have told each other what they have counted: these are the sums."""
+        self._others = samples - self.samples, tokens - self.tokens
+
+    def others_told(self, of_all: tuple[int, int], own: Mapping[str, int]) -> None:
+        """The same at a resume; `own` is this rank's share in what was loaded."""
+        self._others = of_all[0] - own["samples"], of_all[1] - own["tokens"]
+
+    def of_the_job(self) -> tuple[int, int]:
+        """Samples and tokens of all ranks: the others' as they last told, this one's as of now."""
+        return self.samples + self._others[0], self.tokens + self._others[1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "samples": self.samples, "tokens": self.tokens}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.samples, self.tokens = state["step"], state["samples"], state["tokens"]
+        self._first = self.step + 1
+
+
+def _kept(value: Any, what: str) -> Any:
+    """A number now, or a copy that stays on its device until the next flush."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    if hasattr(value, "full_tensor"):
+        # Reading it is a collective, and ranks do not flush at the same time: that would hang.
+        raise UsageError(f"record({what}=…) was given a DTensor; pass its .full_tensor(), on every rank")
+    return value.detach().clone() if value.is_cuda else float(value.detach())
+
+
+def _on_host(values: list[Any], *, read_device: bool) -> list[float | None]:
+    return [
+        None if value is None or not (read_device or isinstance(value, float)) else float(value)
+        for value in values
+    ]
+
+
+def _finite(values: deque[float | None]) -> list[float | None]:
+    """JSON has no NaN; in a window for comparison a step without a finite value is a gap."""
+    return [value if value is not None and math.isfinite(value) else None for value in values]
+
+
+# What earlier attempts of a run measured: the cost of steps and saves, and how often the run failed.
+#
+# Read once, by rank 0, at an attempt's start. It never fails: what cannot be read is said and left out,
+# because a run must not end for want of an estimate. Only the ends of the newest journals are read, so a long
+# history costs no more than a short one.
+
+
+ATTEMPTS_READ = 3
+TAIL_BYTES = 256 * 1024
+RECENT_STEPS = 64
+RECENT_SAVES = 9
+_OTHER_RANK = re.compile(r"-rank-[1-9][0-9]*-[0-9]+\.jsonl$")
+
+
+@dataclass
+class Measured:
+    """Of a run's earlier attempts; empty for a run that has none."""
+
+    steps: list[float] = field(default_factory=list)
+    """Seconds of recent steps."""
+    saves: list[tuple[float, float]] = field(default_factory=list)
+    """Recent saves to the root: seconds for which training was held up, and seconds to the commit."""
+    running: float = 0.0
+    """Seconds that all attempts ran together."""
+    failures: int = 0
+    restart: float = 0.0
+    """Seconds from the last failure until now, if this launch restarted by itself; else 0."""
+    problems: list[str] = field(default_factory=list)
+
+
+def measured_before(control: ControlDirectory, attempt: int, launch: str) -> Measured:
+    """What the attempts before this one left behind."""
+    found = Measured()
+    try:
+        history = [
+            (record, end)
+            for record, end in ends_of(control)
+            if record.number < attempt
+            and read_record(control.attempt(record.number) / "head.json", HeadRecord) is not None
+        ]  # an attempt without a head never trained: its end says nothing about training
+    except ControlError as error:
+        found.problems.append(f"the history of earlier attempts could not be read: {error}")
+        return found
+    for index, (record, end) in enumerate(reversed(history)):
+        lines = _last_lines(control.journal, record.number) if index < ATTEMPTS_READ or end is None else []
+        _count(found, record, end, lines)
+        if index < ATTEMPTS_READ:
+            _take(found, lines)
+    if history:
+        record, end = history[-1]
+        if end is not None and end.outcome == "failed" and record.launch == launch:
+            found.restart = max(0.0, time.time() - end.at)
+    return found
+
+
+def _count(found: Measured, record: AttemptRecord, end: EndRecord | None, lines: list[Line]) -> None:
+    """Add one attempt's running time, and its end if that was a failure."""
+    last = end.at if end is not None else max((line.at for line in lines), default=record.started)
+    found.running += max(0.0, last - record.started)
+    found.failures += end is None or end.outcome in ("failed", "lost")
+
+
+def _take(found: Measured, lines: list[Line]) -> None:
+    """Add an older attempt's steps and saves, before the newer ones that are there."""
+    steps = [
+        seconds
+        for line in lines
+        if isinstance(line.body, StepsDone) and line.who == REPORTER
+        for seconds in line.body.seconds
+    ]
+    told = [line.body for line in lines if isinstance(line.body, SaveCommitted)]
+    # A save to both tiers is told twice, and what it blocked only the first time.
+    blocked = {save.checkpoint: save.blocked_seconds for save in told if save.tier == "local"}
+    saves = [
+        (max(save.blocked_seconds, blocked.get(save.checkpoint, 0.0)), save.seconds)
+        for save in told
+        if save.tier == "global"
+    ]
+    found.steps = [*steps, *found.steps][-RECENT_STEPS:]
+    found.saves = [*saves, *found.saves][-RECENT_SAVES:]
+
+
+def _last_lines(journal: Path, attempt: int) -> list[Line]:
+    """The ends of an attempt's journals, without those of ranks other than 0."""
+    lines: list[Line] = []
+    for path in sorted(journal.glob(f"{attempt:06d}-*.jsonl")):
+        if not _OTHER_RANK.search(path.name):
+            lines.extend(read_tail(path, TAIL_BYTES))
+    return sorted(lines, key=lambda line: line.at)

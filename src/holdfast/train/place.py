@@ -1,0 +1,284 @@
+"""This rank's place in the local tier: opened, served to peers, and made known to all ranks.
+
+Guarantee: after `join_places` either every rank knows the same map of places, or every rank knows that there
+is no local tier in this attempt, and why. A node that cannot use its local directory refuses a first start,
+because that is a mistake to be mended. A restart goes on: what the other nodes hold is read all the same;
+only saves leave the local tier out until the next attempt, on all nodes, because a checkpoint without that
+node's part would be none. A peer server that dies is replaced at once, also during a resume or a long step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.base import scope
+from holdfast.checkpoint.choose import Proposal
+from holdfast.checkpoint.copies import (
+    Hello,
+    LocalInventory,
+    LocalTier,
+    PeerHost,
+    PlaceMap,
+    Replication,
+    duties,
+    make_map,
+    own_address,
+    replicate,
+)
+from holdfast.checkpoint.save import LocalSaving, MendCopies, PeerTarget
+from holdfast.config import CheckpointSettings, Settings
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.journal import Warned
+from holdfast.record import Group, read_key, within
+from holdfast.train.membership import Membership
+from holdfast.train.saves import Saving
+
+log = logging.getLogger("holdfast")
+
+WATCH = 0.25
+"""Seconds between looks at whether the peer server lives."""
+
+
+class _Agreed(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0's word: the map, unless no node has a place; and which nodes have none, with the reason."""
+
+    map: PlaceMap | None
+    problem: str = ""
+
+
+class LocalPlaces:
+    """What a rank has of the local tier, for one attempt."""
+
+    def __init__(
+        self,
+        chosen: CheckpointSettings,
+        tier: LocalTier | None,
+        places: PlaceMap,
+        replication: Replication,
+        host: PeerHost | None,
+        held: contextlib.ExitStack,
+    ) -> None:
+        """`tier`: None if this node cannot use its directory. `held` is what `close` gives back."""
+        self.tier = tier
+        self.places = places
+        self.replication = replication
+        self._chosen = chosen
+        self._held = held
+        self._host = host
+        self._closing = threading.Event()
+        self._watching: threading.Thread | None = None
+        if host is not None:
+            self._watching = threading.Thread(
+                target=self._watch, args=(host,), name="holdfast-peer-watch", daemon=True
+            )
+            self._watching.start()
+
+    @property
+    def whole(self) -> bool:
+        """Whether every node can use its directory; if not, there are no local saves."""
+        return len(self.places.usable()) == len(self.places.places)
+
+    def inventory(
+        self, group: Group, member: Membership, *, timeout: float, peer_timeout: float
+    ) -> LocalInventory:
+        return LocalInventory(
+            tier=self.tier,
+            places=self.places,
+            rank=group.rank,
+            control=member.control,
+            store=group.store,
+            journal=member.journal,
+            attempt=member.attempt,
+            timeout=timeout,
+            peer_timeout=peer_timeout,
+        )
+
+    def saving(self, settings: CheckpointSettings, rank: int) -> LocalSaving | None:
+        """What saves need to know of the place; None, on all ranks alike, if they leave the tier out."""
+        if not self.whole or self.tier is None:
+            return None
+        at = self.places.ranks[rank]
+        return LocalSaving(
+            tier=self.tier,
+            node=self.places.of(rank).node,
+            keep=settings.non_persistent_keep_last,
+            max_bytes=settings.non_persistent_max_bytes,
+            here=frozenset(other for other, place in enumerate(self.places.ranks) if place == at),
+        )
+
+    def use_peers(self, saving: Saving, rank: int) -> None:
+        """The run has resumed: from now on local copies are replicated."""
+        if not self.whole:
+            return
+        found = [self.places.find(place) for place in self.replication.targets[rank]]
+        targets = [
+            PeerTarget(info.place, info.node, info.host, info.port)
+            for info in found
+            if info is not None and info.port
+        ]
+        saving.use_peers(targets, self.places.where(self.replication.targets) if rank == 0 else None)
+
+    def mend(self, saving: Saving, rank: int, taken: Proposal | None, saved_world: int) -> None:
+        """The run has resumed from local copies: those that were lost are made again, beside training."""
+        if self.tier is None or taken is None or taken.rung is None or not taken.assembly:
+            return
+        where = self.places.by_rank()
+        ranks = duties(where, self.replication.targets, saved_world=saved_world, rank=rank)
+        saving.mend(
+            MendCopies(
+                checkpoint=taken.rung.name,
+                manifest=taken.rung.manifest,
+                home=taken.path,
+                assembly=taken.assembly,
+                directory=taken.directory,
+                rank=rank,
+                ranks=ranks,
+                places=self.places,
+                tier=str(self.tier.path),
+                node=self.places.of(rank).node,
+                keep=self._chosen.non_persistent_keep_last,
+                max_bytes=self._chosen.non_persistent_max_bytes,
+                timeout=self._chosen.replication_timeout,
+            )
+        )
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._watching is not None:
+            self._watching.join(5.0)
+        self._held.close()
+
+    def _watch(self, host: PeerHost) -> None:
+        while not self._closing.wait(WATCH):
+            host.poll()
+
+
+def join_places(
+    settings: Settings, group: Group, member: Membership, node: str, *, insist: bool
+) -> LocalPlaces | None:
+    """Take part in the local tier; None if there is none. Every rank calls this, at the same point."""
+    if settings.checkpoint.non_persistent_ckpt_type != "local":
+        return None
+    node = node or platform.node()
+    with contextlib.ExitStack() as held:
+        tier: LocalTier | None = None
+        host: PeerHost | None = None
+        hello = Hello(node=node)
+        try:
+            tier = _open(settings.checkpoint, member, node, held)
+            hello = Hello(node=node, place=tier.place)
+            if _serves(group, tier.place, settings.control.decision_timeout):
+                host = _serve(settings.checkpoint, member, tier, held)
+                address, port = host.address
+                hello = msgspec.structs.replace(hello, host=address, port=port)
+        except (HoldfastError, OSError) as error:
+            tier = host = None
+            hello = Hello(node=node, problem=str(error))
+        agreed = _agree(group, hello, settings.control.decision_timeout)
+        if agreed.problem and insist:
+            raise UsageError(agreed.problem)
+        if agreed.map is None:
+            _tell(group, member, f"going on without a local tier: {agreed.problem}")
+            return None
+        if agreed.problem:
+            _tell(
+                group,
+                member,
+                f"{agreed.problem}. Local copies of other nodes are used; saves of this attempt go to the "
+                "checkpoint root only, because a local one without that node would not be complete",
+            )
+        replication = _replication(settings.checkpoint, agreed.map, insist=insist)
+        for note in replication.notes:
+            _tell(group, member, note)
+        return LocalPlaces(settings.checkpoint, tier, agreed.map, replication, host, held.pop_all())
+
+
+def _open(chosen: CheckpointSettings, member: Membership, node: str, held: contextlib.ExitStack) -> LocalTier:
+    tier = LocalTier.open(
+        Path(chosen.non_persistent_local_ckpt_dir),
+        member.control.run_id,
+        node=node,
+        run_dir=member.control.path,
+    )
+    held.enter_context(tier.in_use())  # before its id is told: until then it may be cleaned away
+    return tier
+
+
+def _serves(group: Group, place: str, timeout: float) -> bool:
+    """Whether this rank is the one that serves its place: the first local rank, if none can be missing."""
+    if scope.current() is None:
+        return int(os.environ.get("LOCAL_RANK", "0") or "0") == 0
+    store: Any = group.store
+    first: int = within(lambda: store.add(f"places/serving/{place}", 1), timeout, "who serves this place")
+    return first == 1
+
+
+def _serve(
+    chosen: CheckpointSettings, member: Membership, tier: LocalTier, held: contextlib.ExitStack
+) -> PeerHost:
+    host = PeerHost(
+        tier=tier,
+        control=member.control,
+        attempt=member.attempt,
+        journal=member.journal,
+        host=own_address(os.environ.get("MASTER_ADDR", "")),
+        keep=chosen.non_persistent_keep_last,
+        max_bytes=chosen.non_persistent_max_bytes,
+        linger=chosen.replication_timeout,
+    )
+    held.callback(host.close)
+    host.start()
+    return host
+
+
+def _replication(chosen: CheckpointSettings, places: PlaceMap, *, insist: bool) -> Replication:
+    # A rank without a place counts as one of another node, which then looks after what it had saved.
+    usable = [info.place for info in places.usable()]
+    hosts = [place or usable[rank % len(usable)] for rank, place in enumerate(places.by_rank())]
+    try:
+        found = replicate(
+            hosts,
+            factor=chosen.replication_factor,
+            jump=chosen.replication_jump,
+            strict=insist,  # a world that has shrunk goes on, with what it can have
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    pairs = zip(places.by_rank(), hosts, found.targets, strict=True)
+    targets = [given if place else [host, *given] for place, host, given in pairs]
+    return msgspec.structs.replace(found, targets=targets)
+
+
+def _tell(group: Group, member: Membership, text: str) -> None:
+    if group.is_coordinator:
+        member.journal.write(Warned(message=text))
+        log.warning("holdfast: %s", text)
+
+
+def _agree(group: Group, hello: Hello, timeout: float) -> _Agreed:
+    if not group.is_coordinator:
+        group.store.set(f"places/hello/{group.rank}", msgspec.json.encode(hello).decode())
+        raw = read_key(group.store, "places/all", 2 * timeout, "the map of places, from rank 0")
+        return msgspec.json.decode(raw, type=_Agreed)
+    hellos = [hello]
+    deadline = time.monotonic() + timeout
+    for rank in range(1, group.world_size):
+        left = max(0.0, deadline - time.monotonic())
+        raw = read_key(group.store, f"places/hello/{rank}", left, f"the place of rank {rank}")
+        hellos.append(msgspec.json.decode(raw, type=Hello))
+    wrong = [
+        f"rank {rank} on {said.node}: {said.problem}" for rank, said in enumerate(hellos) if said.problem
+    ]
+    made = make_map(hellos)
+    agreed = _Agreed(map=made if made.usable() else None, problem="; ".join(wrong[:4]))
+    group.store.set("places/all", msgspec.json.encode(agreed).decode())
+    return agreed

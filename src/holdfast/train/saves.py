@@ -1,0 +1,564 @@
+"""A run's saves: in the foreground or in the background, reported, counted, and followed by retention.
+
+A save that fails, for whatever reason, is told at the next step (journal, log, with the writer's traceback)
+and training goes on, until too many failed in a row; only a lost lease, a state that no resume would take
+(found at the first save), or a group that cannot exchange any more, ends a run from within a save. What a run
+must not lose at its end (the last save, a save that is asked for) is waited for, with a deadline, and its
+failure is raised.
+
+With a local tier every save but a diagnostic one goes there first. What is committed there counts as saved at
+once; retention, the remote and the cadence go by commits in the checkpoint root. A local save that fails is
+told, and stops no run: the tier is a shortcut, and the root is what a run must not be without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from holdfast.checkpoint import ReadBack, Retainer
+from holdfast.checkpoint.copies import Where
+from holdfast.checkpoint.format import CheckpointName, ManifestError
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.remote import Drain
+from holdfast.checkpoint.save import (
+    BackgroundSaver,
+    Ended,
+    LocalSaving,
+    MendCopies,
+    PeerTarget,
+    SaveContext,
+    SaveFacts,
+    Saver,
+    Snapshotter,
+    Stager,
+    UsePeers,
+)
+from holdfast.checkpoint.state import Initial, Tracked
+from holdfast.config import CheckpointSettings
+from holdfast.errors import (
+    HoldfastError,
+    IncompleteStateError,
+    LeaseLostError,
+    SaveFailedError,
+    SaveStorageError,
+    ValidationFailedError,
+)
+from holdfast.journal import (
+    Decision,
+    Event,
+    JournalWriter,
+    SaveCommitted,
+    SaveFailed,
+    SaveSkipped,
+    SaveStarted,
+    Warned,
+)
+from holdfast.policy import Choice
+from holdfast.record import add_up, diagnosed, last_fresh, share
+from holdfast.train.meter import Meter
+from holdfast.train.schedule import SaveSchedule
+
+log = logging.getLogger("holdfast")
+
+Facts = Callable[[str | None, str], SaveFacts]
+"""(parent, reason) → what the manifest says about this moment."""
+
+
+class Kept(NamedTuple):
+    """What holds the state of a run that stops."""
+
+    name: CheckpointName | None
+    """None if nothing was done yet that could be saved."""
+    already: bool = False
+    """Whether it was saved before."""
+    seconds: float = 0.0
+
+
+class Saving:
+    """Saves for one attempt. Every rank makes the same calls at the same steps."""
+
+    def __init__(
+        self,
+        context: SaveContext,
+        settings: CheckpointSettings,
+        *,
+        lease_ttl: float,
+        tracked: Tracked,
+        own: Callable[[], dict[str, Any]],
+        facts: Facts,
+        schedule: SaveSchedule,
+        step_seconds: Callable[[], float | None],
+        meter: Meter,
+        retainer: Retainer | None,
+        drain: Drain | None,
+        read_back: ReadBack | None = None,
+        journal: JournalWriter,
+        local: LocalSaving | None = None,
+    ) -> None:
+        self._settings = settings
+        self._group = context.group
+        self._tracked = tracked
+        self._own = own
+        self._facts = facts
+        self._schedule = schedule
+        self._meter = meter
+        self._retainer = retainer
+        self._drain = drain
+        self._read_back = read_back
+        self._journal = journal
+        self._snapshots = Snapshotter(
+            run=context.control.run_id,
+            attempt=context.attempt,
+            group=context.group,
+            initial=Initial(tracked),
+        )
+        self._foreground = Saver(context, self._snapshots)
+        self._background: BackgroundSaver | None = None
+        if settings.async_save:
+            stager = Stager(
+                settings.snapshot, timeout=settings.timeout, step_seconds=step_seconds, tell=self._tell_way
+            )
+            stager.prepare(tracked.devices())
+            self._background = BackgroundSaver(
+                context,
+                self._snapshots,
+                stager=stager,
+                when_busy=settings.when_busy,
+                timeout=settings.timeout,
+                lease_ttl=lease_ttl,
+                local=local,
+                tell=journal.write,
+            )
+            self._background.launch()
+        self._failed = self._failed_locally = 0
+        self._too_many: SaveFailedError | None = None
+        """To be raised, unless a save is committed first: then they are no longer in a row."""
+        self._told_doubt = self._told_skip = ""
+        """Why nothing is saved at the moment; why the last local save was left out; told when it changes."""
+        self.head: CheckpointName | None = None
+        """The newest checkpoint of this timeline that is known to be committed."""
+        self.committed = 0
+        """The highest step of a checkpoint that this rank knows to be committed for all ranks."""
+        self.saved_step: int | None = None
+        """The newest step whose state is committed or under way."""
+        self._root = context.root
+        self._control = context.control
+        self._attempt = context.attempt
+        self._rooted: int | None = None
+        """The same, of the checkpoint root alone."""
+
+    def resumed_from(self, head: CheckpointName | None) -> None:
+        self.head = head
+        self.committed = head.step if head is not None else 0
+        self.saved_step = head.step if head is not None else None
+        self._rooted = head.step if head is not None and (self._root.path / str(head)).is_dir() else None
+        if self._background is not None:
+            self._background.resumed_from(head)
+
+    def use_peers(self, targets: list[PeerTarget], where: Where | None = None) -> None:
+        """Where replicas of this rank's local copies go; `where`, on rank 0, is the same for all ranks."""
+        if self._background is not None:
+            timeout = self._settings.replication_timeout
+            self._background.use_peers(UsePeers(targets=targets, timeout=timeout, where=where))
+
+    def mend(self, order: MendCopies) -> None:
+        """The run has resumed: what this node has lost of its checkpoint is made again, beside training."""
+        if self._background is not None:
+            self._background.mend(order)
+
+    def start_draining(self) -> None:
+        """The run has resumed: from now on what is committed is copied to the remote, if there is one."""
+        if self._drain is not None:
+            self._drain.start()
+
+    def prepare(self) -> None:
+        """A run that goes on from a checkpoint: the first save finds its plan and memory ready."""
+        if self._background is not None:
+            self._background.prepare(self._tracked, self._own)
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def save(self, reason: str, *, diagnostic: bool = False, wait: bool = True) -> CheckpointName:
+        """Save now. With `wait` the checkpoint is committed when this returns, or an error is raised.
+
+        The error is this save's own. That an earlier one failed is told and counted meanwhile, as at a step.
+        """
+        if self._background is None:
+            return self._save_in_foreground(reason, diagnostic=diagnostic)
+        begun = self._begin(self._background, reason, diagnostic=diagnostic, must=True)
+        assert begun is not None
+        if not wait:
+            return begun
+        try:
+            self.wait(f"the save of {begun}", own=begun)
+        except SaveFailedError as error:
+            if diagnostic or not self._background.has_local_tier:
+                raise
+            # On every rank, whatever it was: what must not be lost must not depend on the local tier.
+            told = f"{begun} is saved again, to the checkpoint root alone, because it was not saved: {error}"
+            self._write(Warned(message=told))
+            begun = self._begin(self._background, reason, must=True, local=False)
+            assert begun is not None
+            self.wait(f"the save of {begun}", own=begun)
+        return begun
+
+    def diagnose(self) -> str:
+        """A diagnostic save, by a run that is about to end: its name, or why there is none.
+
+        One of the same step after the same checkpoint is enough, however often that step is rejected.
+        """
+        if kept := share(self._group, self._diagnosed() if self._group.is_coordinator else "")[0]:
+            return kept
+        try:
+            return str(self.save("diagnostic", diagnostic=True))
+        except LeaseLostError:
+            raise
+        except (HoldfastError, OSError, RuntimeError, ValueError) as error:
+            return f"none: {type(error).__name__}: {error}"
+
+    def _diagnosed(self) -> str:
+        """The diagnostic save of this step that an earlier attempt on this timeline has left; else empty."""
+        control, place = self._control, self._root.diagnostic()
+        parent = (self.head.id or None) if self.head is not None else None
+        step = self._facts(None, "").step
+        with contextlib.suppress(HoldfastError, OSError):
+            known = diagnosed(control, since=last_fresh(control), before=self._attempt)
+            for name in place.names():
+                if name.step != step or str(name) not in known:
+                    continue
+                with contextlib.suppress(ManifestError):
+                    manifest, _ = manifests.read(place.committed(name))
+                    if manifest.parent == parent and manifest.run == control.run_id:
+                        return str(name)
+        return ""
+
+    def scheduled(self) -> None:
+        """A save is due by the schedule: a failure is reported, and raised only after too many in a row."""
+        try:
+            if self._background is None:
+                self._save_in_foreground("scheduled")
+            else:
+                self._begin(self._background, "scheduled")
+        except (LeaseLostError, IncompleteStateError):
+            raise
+        except HoldfastError as error:  # on every rank alike
+            self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""))
+            self._raise_too_many()
+
+    def scheduled_locally(self) -> None:
+        """A save to the local tier alone is due: a failure is reported."""
+        if self._background is None or not self._background.has_local_tier:
+            return  # this attempt goes on without one
+        try:
+            self._begin(self._background, "scheduled", globally=False)
+        except (LeaseLostError, IncompleteStateError):
+            raise
+        except HoldfastError as error:
+            self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""), fatal=False)
+
+    def _save_in_foreground(self, reason: str, *, diagnostic: bool = False) -> CheckpointName:
+        started = time.monotonic()
+        facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
+        self._write(SaveStarted(checkpoint=str(self._snapshots.next_name(facts.step)), step=facts.step))
+        saved = self._foreground.save(self._tracked, self._own, facts, diagnostic=diagnostic)
+        self._meter.agreed(*self._snapshots.counted)
+        self._failed, self._too_many = 0, None
+        self._tell_doubts()
+        seconds = time.monotonic() - started
+        self._write(
+            SaveCommitted(
+                checkpoint=str(saved.name),
+                step=facts.step,
+                parent=facts.parent,
+                bytes=saved.bytes,
+                files=saved.files,
+                seconds=seconds,
+                blocked_seconds=seconds,
+                stored_seconds=saved.stored_seconds,
+                root=str(self._root.path),
+            )
+        )
+        if not diagnostic:
+            self.saved_step = self._rooted = facts.step
+            self.head = saved.name
+            self.committed = facts.step
+        self._committed(saved.name, diagnostic=diagnostic, blocked=seconds, seconds=seconds)
+        return saved.name
+
+    def _begin(
+        self,
+        saver: BackgroundSaver,
+        reason: str,
+        *,
+        diagnostic: bool = False,
+        must: bool = False,
+        globally: bool = True,
+        local: bool = True,
+    ) -> CheckpointName | None:
+        facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
+        name = self._snapshots.next_name(facts.step)
+        self._write(SaveStarted(checkpoint=str(name), step=facts.step, background=True))
+        begun = saver.begin(
+            self._tracked,
+            self._own,
+            facts,
+            diagnostic=diagnostic,
+            must=must,
+            globally=globally,
+            local=local,
+        )
+        self._tell_doubts()
+        self._tell_skipped(saver.why_skipped, name, once=begun is not None or not globally)
+        if begun is None:
+            return None
+        self._meter.agreed(*self._snapshots.counted)
+        if begun.waited > 0.0:
+            told = f"training waited {begun.waited:.1f} s for the save before {name} to be written"
+            self._write(Warned(message=f"{told}; save less often, or use faster storage"))
+        if not diagnostic:
+            self.saved_step = facts.step
+            self._rooted = facts.step if globally else self._rooted
+        return begun.name
+
+    def _tell_skipped(self, why: str, name: CheckpointName, *, once: bool) -> None:
+        """A save, or its local copy, was left out. For want of room that may be so at every step: `once`."""
+        kind = re.sub(r"[0-9.]+", "", why)  # the numbers in it change all the time
+        if why and not (once and kind == self._told_skip):
+            self._write(SaveSkipped(checkpoint=str(name), step=name.step, reason=why))
+        self._told_skip = kind
+
+    def _tell_way(self, choice: Choice) -> None:
+        self._write(Decision(about="snapshot", chosen=choice.way, evidence=choice.evidence))
+        if choice.warning:
+            self._write(Warned(message=choice.warning))
+            log.warning("holdfast: %s", choice.warning)
+
+    def _tell_doubts(self) -> None:
+        found = [*self._snapshots.take_doubts(), *self._tracked.gradients.take_doubts()]
+        for doubt in found if self._group.is_coordinator else ():
+            self._write(Warned(message=doubt))
+            log.warning("holdfast: %s", doubt)
+
+    # --- what became of it ----------------------------------------------------------------------------------
+
+    def at_boundary(self) -> None:
+        """Between two steps: take in what has ended. Raises after too many failures in a row."""
+        self._tell_doubts()
+        if self._drain is not None:
+            self._drain.poll()
+        if self._read_back is not None:
+            self._read_back.poll()
+        if self._background is not None:
+            self._background.boundary()
+            for ended in self._background.poll():
+                self._take(ended)
+            self._raise_too_many()
+
+    def wait(self, what: str, own: CheckpointName | None = None) -> None:
+        """Wait until nothing is under way; raise on every rank what went wrong on any.
+
+        `own`: wait for this save, and raise what went wrong with it. What an earlier one came to is told, and
+        counted, and not raised here: only a lost lease is, whichever save met with it.
+        """
+        if self._background is None:
+            return
+        outcomes = self._background.wait(self._settings.timeout, own)
+        for ended in outcomes:
+            if not isinstance(ended.error, LeaseLostError):
+                self._take(ended)
+        error = to_raise(outcomes, own)
+        if error is None and self._background.is_under_way(own):
+            error = SaveFailedError(f"{what} was not done after {self._settings.timeout:g} s")
+        failed, storage = add_up(self._group, [error is not None, isinstance(error, SaveStorageError)])
+        if failed:
+            self.saved_step = self._rooted = self._too_many = None
+            told = f"{what} failed on another rank, whose error says why"
+            raise error or (SaveStorageError(told) if storage else SaveFailedError(told))
+
+    def _take(self, ended: Ended) -> None:
+        if ended.error is None:
+            if ended.moves_head and not ended.diagnostic:
+                self.head = ended.name
+                if ended.tier == "local" or self._group.is_coordinator:
+                    self.committed = ended.name.step
+            if ended.tier == "local":
+                self._failed_locally = 0
+                return
+            self._failed, self._too_many = 0, None
+            if not ended.diagnostic and self._rooted is None:  # an earlier save of this step may have failed
+                self.saved_step = max(ended.name.step, self.saved_step or 0)
+                self._rooted = ended.name.step
+            self._committed(
+                ended.name, diagnostic=ended.diagnostic, blocked=ended.blocked, seconds=ended.seconds
+            )
+        elif isinstance(ended.error, LeaseLostError):
+            raise ended.error
+        elif self._group.is_coordinator:
+            self._count(ended.error, ended.name, fatal=not ended.local_only)
+        else:  # rank 0's writer learns of it and fails the save for all
+            log.error("holdfast: %s\n%s", ended.error, "\n".join(getattr(ended.error, "__notes__", ())))
+
+    def _committed(self, name: CheckpointName, *, diagnostic: bool, blocked: float, seconds: float) -> None:
+        """In the checkpoint root."""
+        if self._group.is_coordinator:
+            self._schedule.note(blocked=blocked, commit=seconds)
+        if self._drain is not None and not diagnostic:
+            self._drain.push(str(name))
+        if self._read_back is not None and not diagnostic:
+            self._read_back.committed()
+        if self._retainer is not None and not diagnostic:
+            self._retainer.after_commit()
+
+    def _count(self, error: SaveFailedError, name: CheckpointName, *, fatal: bool = True) -> None:
+        if fatal:
+            self._failed += 1
+        else:
+            self._failed_locally += 1
+        in_a_row = self._failed if fatal else self._failed_locally
+        if self.saved_step == name.step:
+            self.saved_step = None
+        if fatal and self._rooted == name.step:
+            self._rooted = None
+        shown = str(name) if name.id else f"step_{name.step:08d}"
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        told = f"{error}\n{notes}" if notes else str(error)
+        self._write(SaveFailed(checkpoint=shown, step=name.step, error=told, in_a_row=in_a_row))
+        log.error("holdfast: %s (%d in a row)", told, in_a_row)
+        if fatal and self._failed >= self._settings.max_failed_saves:
+            often = "a failed save" if self._failed == 1 else f"{self._failed} failed saves in a row"
+            self._too_many = type(error)(
+                f"{error}; the run stops after {often} (checkpoint.max_failed_saves)"
+            )
+            self._too_many.__cause__ = error
+
+    def _raise_too_many(self) -> None:
+        if (error := self._too_many) is not None:
+            self._too_many = None
+            raise error
+
+    def _write(self, event: Event) -> None:
+        if self._group.is_coordinator:
+            self._journal.write(event)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def withheld(self, why: str) -> None:
+        """A save was due, and the state is in doubt. Told once, until it changes."""
+        if why != self._told_doubt:
+            self._told_doubt = why
+            step = self._facts(None, "").step
+            self._write(SaveSkipped(checkpoint=f"step_{step:08d}", step=step, reason=why))
+            if self._group.is_coordinator:
+                log.warning("holdfast: nothing is saved after step %d, because %s", step, why)
+
+    def finish(self, step: int, *, doubt: str = "") -> None:
+        """The last step is done: everything under way is committed, and so is the last state.
+
+        `doubt`: why it must not be saved as a good one, which is an error here.
+        """
+        try:
+            self.wait("a save that was under way")
+        except SaveFailedError:
+            if not self._settings.save_at_end:
+                raise
+            # It was reported; the last state is about to be saved anyway.
+        # Rank 0 may know of a failure that the others do not, so whether to save is agreed.
+        due, samples, tokens = add_up(
+            self._group, [self.saved_step != step, self._meter.samples, self._meter.tokens]
+        )
+        self._meter.agreed(samples, tokens)
+        if doubt:
+            raise ValidationFailedError(
+                f"the run has reached its last step, {step}, and that is not saved: {doubt}. The newest good "
+                f"checkpoint: {self.head or 'none'}. Look at the data and the learning rate, then start again"
+            )
+        if self._settings.save_at_end and due:
+            self.save("final")
+
+    def stop(self, step: int, *, doubt: str = "") -> Kept:
+        """The run stops after this step: it is in the checkpoint root when this returns, saved once.
+
+        `doubt`: why it must not be saved as a good one. What was saved before is what it goes on from then.
+        """
+        with contextlib.suppress(SaveFailedError):  # it was reported, and the state is about to be saved
+            self.wait("a save that was under way")
+        if step == 0 and self.head is None:
+            return Kept(None)
+        if doubt:
+            self.withheld(doubt)
+            return Kept(self.head)
+        started = time.monotonic()
+        if not add_up(self._group, [self._rooted != step])[0]:
+            return Kept(self.head, already=True)
+        return Kept(self.save("stop"), seconds=time.monotonic() - started)
+
+    def close(self, outcome: str, *, unseen: bool = False) -> None:
+        """Give everything back. After a failure the writer finishes alone what it was handed.
+
+        `unseen`: an error may be on its way out that cannot be seen from here, and must not be held up. Then
+        too the writer finishes alone, and the interpreter waits for it at its end if there was none.
+        """
+        try:
+            if self._read_back is not None:
+                self._read_back.close()
+            if self._retainer is not None:
+                self._retainer.close()
+            self._close_background(failed=outcome == "failed", unseen=unseen)
+        finally:
+            if self._drain is not None:  # only a run that has reached its end waits for its last copies
+                self._drain.close(self._settings.timeout if outcome == "finished" else 0.0)
+
+    def _close_background(self, *, failed: bool, unseen: bool) -> None:
+        background, self._background = self._background, None
+        if background is None:
+            return
+        if failed or unseen:
+            background.abandon(await_at_exit=self._settings.timeout if unseen else 0.0)
+            return
+        errors: list[SaveFailedError | LeaseLostError] = []
+        try:
+            outcomes = background.wait(self._settings.timeout)
+        except BaseException:  # the function around the run is to be left
+            background.abandon()
+            raise
+        for ended in outcomes:
+            if (error := to_raise([ended])) is not None:
+                errors.append(error)
+            elif ended.error is not None:
+                self._take(ended)  # told, and no more
+        if background.outstanding:
+            background.abandon()
+            raise SaveFailedError(f"a save was still under way after {self._settings.timeout:g} s")
+        background.close()
+        if errors:
+            raise errors[-1]
+
+
+def _as_failed(error: HoldfastError) -> SaveFailedError:
+    if isinstance(error, SaveFailedError):
+        return error
+    failed = SaveFailedError(f"{type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
+
+
+def to_raise(
+    outcomes: Sequence[Ended], own: CheckpointName | None = None
+) -> SaveFailedError | LeaseLostError | None:
+    """Pure: why saves failed, if somebody has to do something about that; of several the last.
+
+    A local copy is only a shortcut. With `own`, only the error of that save counts; a lost lease always does.
+    """
+    errors = [
+        ended.error
+        for ended in outcomes
+        if isinstance(ended.error, LeaseLostError)
+        or (ended.error is not None and not ended.local_only and own in (None, ended.name))
+    ]
+    lost = [error for error in errors if isinstance(error, LeaseLostError)]
+    return (lost or errors or [None])[-1]

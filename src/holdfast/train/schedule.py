@@ -1,0 +1,252 @@
+"""When the next scheduled save is due: at the same steps on every rank.
+
+A fixed interval needs no agreement. With "auto" rank 0 chooses (policy/saves.py) and the others follow: at
+the start through a durable decision, made from what earlier attempts measured; and again right after every
+scheduled save, where the ranks are together anyway, through one key of the store. Between saves nothing is
+exchanged and the loop compares one integer.
+
+Saves to the local tier have an interval of their own, always a fixed one. Where both are due, one save serves
+both; what is chosen here, and measured for it, is about the checkpoint root only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from holdfast.errors import ControlError
+from holdfast.journal import CadenceChosen, Event, JournalWriter, Warned
+from holdfast.policy import (
+    AUTO,
+    DEFAULT_RESTART,
+    GROWTH,
+    NOTABLE_CHANGE,
+    PROBE_STEPS,
+    Cadence,
+    Costs,
+    choose_interval,
+    concerns,
+    mtbf_of,
+)
+from holdfast.record import Decisions, Store, read_key, within
+from holdfast.train.meter import Measured
+
+log = logging.getLogger("holdfast")
+
+NEVER = sys.maxsize
+RECENT_SAVES = 9
+"""Saves whose median counts: the first of a process is often slower than the rest."""
+ENOUGH_SAVES = 3
+"""Saves from which on their cost is complained about."""
+ENOUGH_STEPS = 5
+"""Steps of this attempt from which on those of earlier ones are left out."""
+
+
+class CadenceDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """Fixed once an attempt, before anyone trains."""
+
+    interval: int
+    evidence: list[str]
+
+
+class SaveSchedule:
+    """One rank's view of when to save."""
+
+    def __init__(self, interval: int | Literal["auto"], mtbf_hours: float, local_interval: int = 0) -> None:
+        self.next_step = NEVER
+        """The step after which the next scheduled save to the checkpoint root is due."""
+        self.next_local = NEVER
+        """The step after which the next one to the local tier is due."""
+        self._local_interval = local_interval
+        self._auto = interval == AUTO
+        self._interval = interval if isinstance(interval, int) else 0
+        self._given_mtbf = mtbf_hours * 3600
+        self._saves: deque[tuple[float, float]] = deque(maxlen=RECENT_SAVES)
+        self._noted = 0
+        """Saves of this attempt."""
+        self._earlier = Measured()
+        self._began = time.monotonic()
+        self._leads = False
+        self._store: Store | None = None
+        self._timeout = 0.0
+        self._journal: JournalWriter | None = None
+        self._serial = 0
+        self._told = 0
+        self._concerns: set[str] = set()
+
+    def start(
+        self,
+        step: int,
+        *,
+        leads: bool,
+        earlier: Callable[[], Measured],
+        store: Store,
+        decisions: Decisions,
+        journal: JournalWriter,
+        timeout: float,
+    ) -> None:
+        """The run is at `step` and about to train. `earlier` is called on the rank that leads only."""
+        self._leads, self._store, self._timeout, self._journal = leads, store, timeout, journal
+        self._began = time.monotonic()
+        if leads and (self._auto or self._interval):
+            self._earlier = earlier()
+            self._saves.extend(self._earlier.saves)
+        if self._auto and leads:
+            self._interval = decisions.decide("cadence", CadenceDecision, self._first).interval
+        elif self._auto:
+            self._interval = decisions.await_decision("cadence", CadenceDecision, timeout).interval
+        elif leads:
+            known = self._costs([])
+            if self._earlier.restart and known is not None and len(self._saves) >= ENOUGH_SAVES:
+                # It was said before, and right after a restart it would read as if that had to do with it.
+                self._concerns |= set(concerns(self._interval, known[0])) - {"exposed"}
+            self._judge([])
+        self._advance(step)
+
+    def due(self, step: int) -> Literal["", "local", "global"]:
+        """Which save is due after this step; one to the root serves the local tier too."""
+        if step >= self.next_step:
+            return "global"
+        return "local" if step >= self.next_local else ""
+
+    def _advance_local(self, step: int) -> None:
+        every = self._local_interval
+        self.next_local = (step // every + 1) * every if every else NEVER
+
+    def note(self, *, blocked: float, commit: float) -> None:
+        """A save was committed, and this is what it cost. Only what the leading rank notes is used."""
+        self._noted += 1
+        self._saves.append((blocked, commit))
+
+    def last_commit(self) -> float | None:
+        """Seconds that the last save took until it was committed; None while none was measured."""
+        return self._saves[-1][1] if self._saves else None
+
+    def after_save(self, step: int, step_seconds: Sequence[float], due: str = "global") -> None:
+        """A scheduled save was made or has failed, at the same step on all ranks: agree on the next one."""
+        if due == "local":
+            self._advance_local(step)
+            return
+        self._serial += 1
+        if self._auto:
+            assert self._store is not None
+            store, key, what = self._store, f"cadence/{self._serial}", "the interval until the next save"
+            if self._leads:
+                self._interval = interval = self._again(step_seconds)
+                within(lambda: store.set(key, str(interval)), self._timeout, what)
+            else:
+                self._interval = _interval(read_key(store, key, self._timeout, what))
+        elif self._leads:
+            self._judge(step_seconds)
+        self._advance(step)
+
+    def _advance(self, step: int) -> None:
+        if not self._interval:
+            self.next_step = NEVER
+        elif self._auto:
+            self.next_step = step + self._interval
+        else:
+            self.next_step = (step // self._interval + 1) * self._interval
+        self._advance_local(step)
+
+    # --- the rank that leads --------------------------------------------------------------------------------
+
+    def _costs(self, own: Sequence[float]) -> tuple[Costs, str] | None:
+        """What is known of this run, and of its MTBF; None while a step or a save was not measured yet."""
+        steps = own if len(own) >= ENOUGH_STEPS else [*self._earlier.steps, *own]
+        if not steps or not self._saves:
+            return None
+        running = self._earlier.running + time.monotonic() - self._began
+        mtbf = mtbf_of(running, self._earlier.failures, self._given_mtbf)
+        costs = Costs(
+            step=median(steps),
+            blocked=median(blocked for blocked, _ in self._saves),
+            commit=median(commit for _, commit in self._saves),
+            mtbf=mtbf.seconds,
+            restart=self._earlier.restart or DEFAULT_RESTART,
+        )
+        return costs, mtbf.source
+
+    def _first(self) -> CadenceDecision:
+        known = self._costs([])
+        if known is None:
+            mtbf = mtbf_of(self._earlier.running, self._earlier.failures, self._given_mtbf)
+            evidence = [
+                *self._earlier.problems,
+                f"no steps and saves were measured yet: the first save comes after {PROBE_STEPS} steps",
+                f"MTBF {mtbf.seconds / 3600:.3g} h ({mtbf.source})",
+            ]
+            event = CadenceChosen(
+                interval=PROBE_STEPS, seconds=0.0, overhead=0.0, mtbf=mtbf.seconds, evidence=evidence
+            )
+            self._tell(event)
+            return CadenceDecision(interval=PROBE_STEPS, evidence=evidence)
+        chosen = choose_interval(*known)
+        self._concerns = set(concerns(chosen.interval_steps, known[0]))
+        evidence = [*self._earlier.problems, *chosen.evidence]
+        self._tell(_event(chosen, evidence))
+        return CadenceDecision(interval=chosen.interval_steps, evidence=evidence)
+
+    def _again(self, step_seconds: Sequence[float]) -> int:
+        known = self._costs(step_seconds)
+        if known is None:
+            return self._interval
+        chosen = choose_interval(*known, at_most=GROWTH * self._interval)
+        found = set(concerns(choose_interval(*known).interval_steps, known[0]))
+        changed = abs(chosen.interval_steps - self._told) > NOTABLE_CHANGE * self._told
+        if changed or found - self._concerns:
+            self._tell(_event(chosen, chosen.evidence))
+        self._concerns |= found
+        return chosen.interval_steps
+
+    def _tell(self, event: CadenceChosen) -> None:
+        self._told = event.interval
+        self._write(event)
+        if self._earlier.restart and not self._noted and "exposed" not in self._concerns:
+            return  # as where an interval is given
+        for warning in event.warnings:
+            log.warning("holdfast: %s", warning)
+
+    def _judge(self, step_seconds: Sequence[float]) -> None:
+        """Say once what is wrong with an interval that was given."""
+        known = self._costs(step_seconds) if self._interval else None
+        if known is None:
+            return
+        for word, text in concerns(self._interval, known[0]).items():
+            if word not in self._concerns and (word == "exposed" or len(self._saves) >= ENOUGH_SAVES):
+                self._concerns.add(word)
+                mtbf = f" (MTBF {known[1]})" if word == "exposed" else ""
+                self._write(Warned(message=text + mtbf))
+                log.warning("holdfast: %s%s", text, mtbf)
+
+    def _write(self, event: Event) -> None:
+        assert self._journal is not None
+        self._journal.write(event)
+
+
+def _event(chosen: Cadence, evidence: list[str]) -> CadenceChosen:
+    return CadenceChosen(
+        interval=chosen.interval_steps,
+        seconds=chosen.interval_seconds,
+        overhead=chosen.expected_overhead,
+        mtbf=chosen.mtbf,
+        evidence=evidence,
+        warnings=chosen.warnings,
+    )
+
+
+def _interval(raw: bytes) -> int:
+    text = raw.decode(errors="replace")
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ControlError(
+            f"the store's value for the interval until the next save is {text!r:.100}, not a count of steps. "
+            "Something else writes to this store; start the run again"
+        )
+    return int(text)

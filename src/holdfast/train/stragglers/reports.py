@@ -1,0 +1,605 @@
+"""One rank's part in finding the rank that the others wait for.
+
+Guarantee: a step costs a few readings of clocks, and no exchange. The ranks meet a few times in each interval
+(`LOOKS`), at the same step on all of them: rank 0 says whether a report is due and after how many steps to
+look again, and for a report each rank sends it one letter of fixed size. Both go over the group made for
+saves, whose collectives never mix with those of training. What goes wrong in a report is told and costs the
+report, never the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holdfast.base import duration, is_taken, plural, say_as_rank
+from holdfast.config import StragglerSettings
+from holdfast.errors import UsageError
+from holdfast.journal import Event, StragglerFound, StragglersReported
+from holdfast.policy import Place
+from holdfast.record import Group
+from holdfast.train.check import before_steps
+from holdfast.train.stragglers.scores import (
+    COMPUTE,
+    ENOUGH_STEPS,
+    INPUT,
+    OTHER,
+    Judge,
+    Limits,
+    Named,
+    RankTimes,
+    Score,
+    Span,
+    StragglerFinding,
+    summarise,
+)
+from holdfast.train.stragglers.times import DeviceTimes, GradientMark, HostTimes, Section, Times
+
+# A rank's part in a report on stragglers as it travels: a letter that is as long for everybody.
+
+
+LETTER = 2048
+"""Bytes of a letter."""
+MOST_SECTIONS = 16
+LONGEST_NAME = 48
+LONGEST_PLACE = 160
+
+
+def letter_of(mine: RankTimes) -> torch.Tensor:
+    """With names of bounded length; without any if they are of more bytes than characters."""
+    shown = msgspec.structs.replace(
+        mine,
+        node=mine.node[:LONGEST_PLACE],
+        device=mine.device[:LONGEST_PLACE],
+        sections=_few(mine.sections),
+    )
+    written = msgspec.json.encode(shown)
+    if len(written) > LETTER:  # better no names than no figures
+        whole = Span(mine.arrives, mine.waits, mine.busy)
+        written = msgspec.json.encode(
+            msgspec.structs.replace(mine, node="", device="", sections={OTHER: whole})
+        )
+    return padded(written)
+
+
+def read_letter(letter: torch.Tensor, rank: int) -> RankTimes:
+    try:
+        return msgspec.json.decode(letter.numpy().tobytes(), type=RankTimes)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return RankTimes(rank=rank)  # without steps: a report that says nothing
+
+
+def padded(written: bytes) -> torch.Tensor:
+    """As many bytes for everybody; spaces after JSON mean nothing."""
+    if len(written) > LETTER:
+        raise ValueError(f"a letter of {len(written)} bytes is longer than {LETTER}, which all ranks expect")
+    return torch.frombuffer(bytearray(written.ljust(LETTER)), dtype=torch.uint8)
+
+
+def _few(sections: dict[str, Span]) -> dict[str, Span]:
+    """At most so many sections, under names of bounded length; the smallest are counted as `other`."""
+    shown: dict[str, Span] = {}
+    order = sorted(sections, key=lambda name: (name in (INPUT, COMPUTE, OTHER), sections[name].own))
+    for at, name in enumerate(reversed(order)):
+        key = name[:LONGEST_NAME] if at < MOST_SECTIONS else OTHER
+        shown[key] = _sum(shown[key], sections[name]) if key in shown else sections[name]
+    return {name: _short(span) for name, span in shown.items()}
+
+
+def _short(span: Span) -> Span:
+    return Span(round(span.own, 7), round(span.wait, 7), None if span.busy is None else round(span.busy, 7))
+
+
+def _sum(one: Span, other: Span) -> Span:
+    busy = None if one.busy is None or other.busy is None else one.busy + other.busy
+    return Span(one.own + other.own, one.wait + other.wait, busy)
+
+
+# A report on stragglers as the journal and the log have it.
+
+
+MOST_ROWS = 512
+"""Ranks that are listed one by one; of more, each node's slowest stands for it."""
+
+
+def event_of(
+    ranks: Sequence[RankTimes], finding: StragglerFinding, step: int, seconds: float
+) -> StragglersReported:
+    rows, by_node = _rows(ranks)
+    scores = {one.rank: one for one in finding.scores}
+    mine = [scores.get(row.rank, Score(rank=row.rank)) for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row.sections)
+    return StragglersReported(
+        step=step,
+        steps=min((one.steps for one in ranks), default=0),
+        seconds=round(seconds, 3),
+        step_seconds=round(finding.step, 6),
+        ranks=[row.rank for row in rows],
+        nodes=[row.node for row in rows],
+        sections={name: _column(rows, name, lambda span: span.own) for name in names},
+        waiting=[round(row.waits, 6) for row in rows],
+        relative=[_rounded(one.relative) for one in mine],
+        individual=[_rounded(one.individual) for one in mine],
+        by_node=by_node,
+        group_slower=finding.group_slower,
+    )
+
+
+def found_event(fate: Fate, step: int) -> StragglerFound:
+    one = fate.named
+    return StragglerFound(
+        step=step,
+        kind=str(one.kind),
+        section=one.section,
+        why=fate.why,
+        rank=one.rank,
+        node=one.node,
+        device=one.device,
+        relative=_rounded(one.relative),
+        individual=_rounded(one.individual),
+        seconds=round(one.seconds, 6),
+        then=fate.then,
+    )
+
+
+class Tally:
+    """What slow ranks have cost in this attempt, and when to say so again: after 3 more reports, then after 4
+    times as many as before, so that a run of a year says it a dozen times."""
+
+    def __init__(self) -> None:
+        self._waited: dict[str, float] = {}
+        self._named: dict[str, Named] = {}
+        self._reports: dict[str, int] = {}
+
+    def count(self, event: StragglersReported, finding: StragglerFinding) -> None:
+        for rank in event.ranks:
+            self._add(f"rank {rank}", event.behind(rank, ""))
+        for node in dict.fromkeys(event.nodes):
+            self._add(f"node {node}", event.behind(None, node))
+        self._named = {one.key: one for one in finding.named}
+        fresh = {one.key for one in finding.fresh}
+        self._reports = {key: 1 if key in fresh else self._reports.get(key, 0) + 1 for key in self._named}
+
+    def so_far(self, named: Named) -> str:
+        """The end of a sentence about it; empty where nothing was measured."""
+        waited = self._waited.get(named.key, 0.0)
+        return f"; the others have waited {duration(waited)} for it so far" if waited else ""
+
+    def still_slow(self) -> list[str]:
+        return [
+            f"{named.describe().replace(' is slow ', ' is still slow ', 1)}{self.so_far(named)}"
+            for key, named in self._named.items()
+            if self._reports[key] in _AGAIN
+        ]
+
+    def _add(self, key: str, seconds: float) -> None:
+        if seconds > 0:
+            self._waited[key] = self._waited.get(key, 0.0) + seconds
+
+
+_AGAIN = frozenset(4**power for power in range(1, 16))
+"""The reports in a row that find a rank slow after which that is said again."""
+
+
+def lines_of(finding: StragglerFinding, count: int, step: int) -> list[str]:
+    """The best and the worst scores, for the log and the terminal; each line begins alike."""
+    if not count or not finding.scores:
+        return []
+    begin = f"straggler scores at step {step} (1.00 is full speed):"
+    if not finding.enough:
+        return [f"{begin} too few steps were measured for a report"]
+    ranks = len(finding.scores)
+    listed = [("best", finding.best(count)), ("worst", finding.worst(count))]
+    if ranks <= 2 * count:  # the two would name the same ranks
+        listed = [("slowest first", finding.worst(ranks))]
+    lines = []
+    for what, scores in listed:
+        shown = ", ".join(_shown(one) for one in scores)
+        lines.append(f"{begin} {what} of {plural(ranks, 'rank')}: {shown}")
+    if finding.group_slower:
+        told = "most ranks are slower than they were at their best, so no rank can be named for it"
+        lines.append(f"{begin} {told}")
+    return lines
+
+
+def _shown(score: Score) -> str:
+    parts = [
+        f"{value:.2f} {against}"
+        for value, against in (
+            (score.relative, "against the others"),
+            (score.individual, "against its own best"),
+        )
+        if value is not None
+    ]
+    if score.waiting >= 0.01:
+        parts.append(f"waits {score.waiting:.0%} of a step")
+    return f"rank {score.rank} ({', '.join(parts) or 'no score yet'})"
+
+
+def _rows(ranks: Sequence[RankTimes]) -> tuple[list[RankTimes], bool]:
+    if len(ranks) <= MOST_ROWS:
+        return list(ranks), False
+    slowest: dict[str, RankTimes] = {}
+    for one in ranks:
+        if one.node not in slowest or one.arrives > slowest[one.node].arrives:
+            slowest[one.node] = one
+    return sorted(slowest.values(), key=lambda one: -one.arrives)[:MOST_ROWS], True
+
+
+def _column(rows: Sequence[RankTimes], name: str, of: Callable[[Span], float]) -> list[float]:
+    return [round(of(row.sections[name]), 6) if name in row.sections else 0.0 for row in rows]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+# What is done about ranks that are named: all are told, and about one of them more is done.
+
+
+log = logging.getLogger("holdfast")
+
+TOLD, STOP, EXCLUDE = "told", "stop", "exclude"
+
+
+def to_the_log(line: str) -> None:
+    log.info("holdfast: %s", line)
+
+
+def to_the_terminal(line: str) -> None:
+    """Where nobody has set up logging, a line of level INFO would reach nobody."""
+    if log.isEnabledFor(logging.INFO) and is_taken(log):
+        to_the_log(line)
+    else:
+        say_as_rank(line)
+
+
+class Fate(msgspec.Struct, frozen=True):
+    """What comes of one that is named."""
+
+    named: Named
+    then: str
+    """told, stop or exclude."""
+    why: str
+
+
+class Actions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run does about a rank that is named. `exclude` is called on all ranks, the others on rank 0."""
+
+    tell: Callable[[Event], None]
+    say: Callable[[str], None] = to_the_log
+    """A line for people, without a warning in it."""
+    stop: Callable[[str], None] | None = None
+    exclude: Callable[[Named, int], None] | None = None
+    why_not: Callable[[Named], str] | None = None
+    """Why this one is not to be excluded; empty if it is."""
+
+    def fates(self, fresh: Sequence[Named]) -> list[Fate]:
+        """In the order given. With the next attempt everything is measured anew, so one is enough."""
+        then = EXCLUDE if self.exclude is not None else STOP if self.stop is not None else TOLD
+        refused = [self.why_not(one) if then == EXCLUDE and self.why_not else "" for one in fresh]
+        free = [one for one, why in zip(fresh, refused, strict=True) if not why]
+        worst = max(free, key=lambda one: one.share, default=None)
+        found = []
+        for one, why in zip(fresh, refused, strict=True):
+            if then == EXCLUDE and worst is not None and one is not worst:
+                why = why or f"one at a time is excluded, now {worst.key}"
+            told = f"{one.describe()}; {why}" if why else one.describe()
+            found.append(Fate(one, then if one is worst else TOLD, told))
+        return found
+
+
+LOOKS = 4
+"""Times in an interval at which the ranks meet: so often it is seen that steps take longer than before."""
+WARM_UP = 4
+"""First steps of an attempt, which are not measured: they compile, allocate and fill caches."""
+FIRST_LOOK = 4
+"""Steps after those at which the ranks meet for the first time."""
+
+T = TypeVar("T")
+_NOTHING = contextlib.nullcontext()
+
+
+class Stragglers:
+    """Measures this rank's steps. Every rank makes the same calls of `end_step`."""
+
+    _active: ClassVar[weakref.ref[Stragglers] | None] = None
+
+    def __init__(
+        self,
+        chosen: StragglerSettings,
+        group: Group,
+        *,
+        models: Iterable[nn.Module] = (),
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        place: Place | None = None,
+        device: torch.device | None = None,
+        actions: Actions,
+    ) -> None:
+        refuse_another()
+        Stragglers._active = weakref.ref(self)
+        self._chosen = chosen
+        self._group = group
+        self._alone = group.process_group is None
+        self._place = place or Place("")
+        self._actions = actions
+        self._times: Times = HostTimes()
+        if device is not None and device.type == "cuda":
+            self._times = DeviceTimes(device)
+        self._mark = GradientMark([] if self._alone else models, self._times.mark)
+        self._judge = Judge(
+            Limits(
+                relative=chosen.gpu_relative_perf_threshold if chosen.calc_relative_gpu_perf else None,
+                individual=chosen.gpu_individual_perf_threshold if chosen.calc_individual_gpu_perf else None,
+            )
+        )
+        self._count = 0
+        self._next_look = WARM_UP + FIRST_LOOK
+        self._since = time.monotonic()
+        self._counted = 0
+        self._measuring = self._spoiled = False
+        self._off = False
+        self._failed: set[str] = set()
+        self._hooks = before_steps(list(optimizers), self._ready)
+        self._tally = Tally()
+        self.finding: StragglerFinding | None = None
+        """What the last report came to; on rank 0."""
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """The step begins, with getting its batch; right after the one before it."""
+        self._spoiled = False
+        self._measuring = not self._off and self._count % self._chosen.profiling_interval == 0
+        if self._measuring:
+            self._times.begin()
+
+    def section(
+        self, name: str, around: contextlib.AbstractContextManager[None] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A named span of the step; `around` is entered before it and left after it."""
+        return Section(self._times, name, around) if self._measuring else around or _NOTHING
+
+    def input(self) -> contextlib.AbstractContextManager[None]:
+        return self.section(INPUT)
+
+    def around(self, function: Callable[..., T]) -> Callable[..., T]:
+        """The function as section `compute`; what comes after it is waiting, until `arrived`."""
+        if not self._measuring:
+            return function
+        times, waiting = self._times, not self._alone
+
+        def timed(*args: Any, **kwargs: Any) -> T:
+            times.enter(COMPUTE)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                times.leave(waiting=waiting)
+
+        return timed
+
+    def arrived(self) -> None:
+        """Whatever this rank waited for is there."""
+        if self._measuring:
+            self._times.arrived()
+
+    def _ready(self, optimizer: torch.optim.Optimizer, *unused: object) -> None:
+        """Whoever steps has all gradients."""
+        del optimizer, unused
+        self.arrived()
+
+    def spoil(self) -> None:
+        """Something that is no part of training takes time in this step: do not count it."""
+        self._spoiled = True
+
+    def end_step(self) -> None:
+        """The step is complete: what follows is none of it."""
+        if self._off:
+            return
+        if self._measuring:
+            self._measuring = False
+            if not self._spoiled:
+                self._times.end()
+        self._mark.end_step()
+        self._count += 1
+        if self._count == WARM_UP:
+            self._begin_report()
+
+    def meet(self, step: int) -> StragglerFinding | None:
+        """After every step, on all ranks alike: a report, if one is due. Its result, on rank 0."""
+        return self._look(step) if self._count >= self._next_look and not self._off else None
+
+    def close(self) -> None:
+        self._off = True
+        self._measuring = False
+        self._mark.close()
+        for hook in self._hooks:
+            hook.remove()
+        if Stragglers._active is not None and Stragglers._active() is self:
+            Stragglers._active = None
+
+    # --- meeting --------------------------------------------------------------------------------------------
+
+    def _begin_report(self) -> None:
+        self._since, self._counted, self._mark.seen = time.monotonic(), self._count, 0
+        self._times.take()
+
+    def _safely(self, what: str, step: int, work: Callable[[], T], otherwise: T) -> T:
+        """What `work` comes to, or what says nothing: a rank must not fail here and leave the others waiting
+        in an exchange for its word. The same thing that fails again is told once."""
+        try:
+            return work()
+        except Exception:
+            if what not in self._failed:
+                self._failed.add(what)
+                log.exception(
+                    "holdfast: stragglers: %s failed on rank %d after step %d; this report does without it, "
+                    "training goes on, and it is not told again. The cause is below",
+                    what,
+                    self._group.rank,
+                    step,
+                )
+            return otherwise
+
+    def _look(self, step: int) -> StragglerFinding | None:
+        wait = [0, ENOUGH_STEPS, 0]
+        due, steps, off = self._told_by_rank_0(self._safely("planning a report", step, self._plan, wait))
+        self._next_look = self._count + steps
+        if off:
+            self.close()
+            return None
+        return self._report(step) if due else None
+
+    def _plan(self) -> list[int]:
+        """Rank 0's word: whether a report is due, steps until the next look, whether to end all this."""
+        if not self._group.is_coordinator:
+            return [0, 0, 0]
+        if other := other_detector():
+            log.warning(
+                "holdfast: %s was switched on during the run; two detectors of stragglers must not measure "
+                "at once, so Holdfast's is off from here on",
+                other,
+            )
+            return [0, 1, 1]
+        interval = self._chosen.report_time_interval
+        elapsed = time.monotonic() - self._since
+        steps = max(1, self._count - self._counted)
+        enough = steps >= ENOUGH_STEPS * self._chosen.profiling_interval
+        due = enough and elapsed >= interval * (1 - 0.5 / LOOKS)
+        left = interval if due else max(interval - elapsed, 0.0)
+        wanted = min(left, interval / LOOKS) / max(elapsed / steps, 1e-6)
+        least = 1 if enough and not due else ENOUGH_STEPS
+        return [int(due), max(least, min(int(wanted), 10**9)), 0]
+
+    def _told_by_rank_0(self, numbers: list[int]) -> list[int]:
+        if self._group.process_group is None:
+            return numbers
+        word = torch.tensor(numbers, dtype=torch.int64)
+        dist.broadcast(word, src=0, group=self._group.process_group)
+        return [int(value) for value in word.tolist()]
+
+    def _report(self, step: int) -> StragglerFinding | None:
+        seconds = time.monotonic() - self._since
+        silent = letter_of(RankTimes(rank=self._group.rank))
+        letters = self._gather(
+            self._safely("measuring", step, lambda: letter_of(self._own()), silent),
+        )
+        self._safely("measuring", step, self._begin_report, None)
+        finding = None
+        if letters is not None:
+            found = [read_letter(letter, rank) for rank, letter in enumerate(letters)]
+            finding = self._safely("judging the ranks", step, lambda: self._judge.judge(found), None)
+        fates: list[Fate] = []
+        if finding is not None:
+            self.finding = told = finding
+            fates = [Fate(one, TOLD, one.describe()) for one in told.fresh]
+            fates = self._safely("choosing", step, lambda: self._actions.fates(told.fresh), fates)
+            self._safely("telling", step, lambda: self._tell(found, told, fates, step, seconds), None)
+        self._act(next((fate.named for fate in fates if fate.then != TOLD), None), step)
+        return finding
+
+    def _own(self) -> RankTimes:
+        steps = self._times.take()
+        # Time on a core is never waiting where waiting sleeps, as it does in gloo; others may spin.
+        no_core = self._times.on_device or not (self._alone or "gloo" in self._group.backend)
+        hidden: frozenset[str] = frozenset()
+        marked = self._alone or self._mark.seen > 0
+        if not marked:
+            self._mark.look_again()
+            if not no_core:
+                hidden = frozenset({COMPUTE if any(COMPUTE in one for one in steps) else OTHER})
+        sections, noise = summarise(steps, hides_waits=hidden, device=no_core)
+        return RankTimes(
+            rank=self._group.rank,
+            node=self._place.node,
+            device=self._place.device,
+            steps=len(steps),
+            noise=noise,
+            marked=marked,
+            sections=sections,
+        )
+
+    def _gather(self, letter: torch.Tensor) -> list[torch.Tensor] | None:
+        """Every rank's letter, on rank 0."""
+        if self._group.process_group is None:
+            return [letter]
+        letters = None
+        if self._group.is_coordinator:
+            letters = [torch.empty_like(letter) for _ in range(self._group.world_size)]
+        dist.gather(letter, letters, dst=0, group=self._group.process_group)
+        return letters
+
+    # --- what comes of it -----------------------------------------------------------------------------------
+
+    def _tell(
+        self,
+        ranks: Sequence[RankTimes],
+        finding: StragglerFinding,
+        fates: Sequence[Fate],
+        step: int,
+        seconds: float,
+    ) -> None:
+        event = event_of(ranks, finding, step, seconds)
+        self._actions.tell(event)
+        self._tally.count(event, finding)
+        if self._chosen.enable_logging:
+            for line in lines_of(finding, self._chosen.num_gpu_perf_scores_to_print, step):
+                self._actions.say(line)
+        for fate in fates:
+            if self._chosen.enable_logging:
+                log.warning("holdfast: straggler: %s%s", fate.why, self._tally.so_far(fate.named))
+            self._actions.tell(found_event(fate, step))
+        for line in self._tally.still_slow() if self._chosen.enable_logging else []:
+            log.warning("holdfast: straggler: %s", line)
+
+    def _act(self, named: Named | None, step: int) -> None:
+        """Do what was chosen on rank 0; nobody is named on the others."""
+        if self._actions.exclude is not None:
+            written = self._safely(
+                "saying whom to exclude", step, lambda: padded(msgspec.json.encode(named)), padded(b"null")
+            )
+            named = self._named_by_rank_0(written)
+            if named is not None:
+                self._actions.exclude(named, step)
+        elif self._actions.stop is not None and named is not None:
+            stop, why = self._actions.stop, named.describe()
+            self._safely("asking for a stop", step, lambda: stop(why), None)
+
+    def _named_by_rank_0(self, letter: torch.Tensor) -> Named | None:
+        if self._group.process_group is not None:
+            dist.broadcast(letter, src=0, group=self._group.process_group)
+        return msgspec.json.decode(letter.numpy().tobytes(), type=Named | None)
+
+
+def refuse_another() -> None:
+    """Raise if something else in this process looks for stragglers: two would measure each other."""
+    active = Stragglers._active() if Stragglers._active is not None else None
+    other = "another Run or StragglerDetector of Holdfast" if active is not None else other_detector()
+    if other:
+        raise UsageError(
+            f"two detectors of stragglers at once: {other} is at work in this process. Use one of them: set "
+            "straggler.enabled = false, or shut the other one down before the run starts"
+        )
+
+
+def other_detector() -> str:
+    """The name of another library's detector that is switched on in this process; empty if there is none."""
+    for name in ("nvidia_resiliency_ext.attribution.straggler", "nvidia_resiliency_ext.straggler"):
+        detector = getattr(sys.modules.get(name), "Detector", None)
+        if getattr(detector, "initialized", False) is True:
+            return f"{name}.Detector"
+    megatron = getattr(sys.modules.get("megatron.core.utils"), "StragglerDetector", None)
+    instance = getattr(megatron, "_instance", None)
+    if getattr(megatron, "_configured", False) is True and getattr(instance, "_off", True) is False:
+        return "megatron.core.utils.StragglerDetector"
+    return ""

@@ -1,0 +1,539 @@
+"""Which rank the others wait for: what each rank measured in, scores and names out. Pure.
+
+In synchronous training every rank's step takes as long as the slowest rank's, so step times say nothing. What
+counts is how long a rank works *until it arrives* where the others wait for it: the sum of its sections' own
+time, without its waiting. The rank that is late is the one that arrives later than the others, and waits
+least.
+
+Guarantee: a rank that waits for others is never named. Waiting that was seen as such does not count for it.
+Waiting that a rank could not tell from work (a collective in the middle of a section) makes all ranks arrive
+at the same time, the late one too; then no rank is later than the others, most are slower than they were, and
+nobody is named: it is only said that the group got slower. Where only some could tell, none is taken to have.
+A rank that is named was late in two of its last three reports, by more than noise, and by a part of a step
+that is worth a word.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+# What a rank measures of its steps and what a report comes to: the values `stragglers.py` judges. Pure.
+
+
+INPUT, COMPUTE, OTHER = "input", "compute", "other"
+"""Sections that every step has: getting the batch, forward and backward, and all that has no other name."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One section of one rank in a report, in seconds of an average step."""
+
+    own: float
+    """Until it arrived: work, input, sleep, whatever it was."""
+    wait: float = 0.0
+    """Known to be waiting for others."""
+    busy: float | None = None
+    """That its thread had a core, which is never waiting; None where work runs on a device."""
+
+
+class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank measured since the last report."""
+
+    rank: int
+    node: str = ""
+    device: str = ""
+    steps: int = 0
+    noise: float = 0.0
+    """Standard error of the seconds until it arrives."""
+    marked: bool = True
+    """Whether it saw where its own work ended, so that waiting could be told from it."""
+    sections: dict[str, Span] = {}
+
+    @property
+    def arrives(self) -> float:
+        return math.fsum(span.own for span in self.sections.values())
+
+    @property
+    def waits(self) -> float:
+        return math.fsum(span.wait for span in self.sections.values())
+
+    @property
+    def busy(self) -> float | None:
+        found = [span.busy for span in self.sections.values()]
+        return None if not found or None in found else math.fsum(value or 0.0 for value in found)
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    relative: float | None = 0.7
+    """Score below which a rank is slow against the others; None: it is not compared with them."""
+    individual: float | None = 0.7
+    """The same against its own past."""
+
+
+class Kind(StrEnum):
+    COMPUTE = "compute"
+    INPUT = "input"
+    SECTION = "section"
+    """One that the script has named."""
+    OTHER = "other"
+    """What lies outside of all sections: the optimizer, logging."""
+    NODE = "node"
+    """All ranks of a node."""
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's speed: 1 is as quick as the others (or as itself at its best), 0.5 takes twice as long."""
+
+    rank: int
+    relative: float | None = None
+    individual: float | None = None
+    waiting: float = 0.0
+    """Part of a step that it is known to wait for others."""
+
+
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank, or a whole node, that the others wait for."""
+
+    kind: Kind
+    section: str
+    """Where most of the time goes, also for a node."""
+    rank: int | None
+    """None for a node."""
+    node: str = ""
+    device: str = ""
+    relative: float | None = None
+    individual: float | None = None
+    seconds: float = 0.0
+    """A step, more than the others, or than itself before."""
+    share: float = 0.0
+    """The same as a part of a step."""
+
+    @property
+    def key(self) -> str:
+        return f"node {self.node}" if self.rank is None else f"rank {self.rank}"
+
+    def describe(self) -> str:
+        """In words: who, where, by how much, against what."""
+        who = f"node {self.node or '?'}"
+        if self.rank is not None:
+            place = ", ".join(
+                part for part in (self.node, f"device {self.device}" if self.device else "") if part
+            )
+            who = f"rank {self.rank}{f' ({place})' if place else ''}"
+        where = {
+            COMPUTE: "in compute",
+            INPUT: "in getting its input",
+            OTHER: "outside of all sections",
+        }.get(self.section, f"in section {self.section}")
+        against = "the others" if self.relative is not None else "at its best before"
+        score = self.relative if self.relative is not None else self.individual
+        whose = "their speed" if self.relative is not None else "its own best speed"
+        return (
+            f"{who} is slow {where}: {_seconds(self.seconds)} a step more than {against} "
+            f"({self.share:.0%} of a step; score {score or 0.0:.2f}, which is {score or 0.0:.0%} of {whose})"
+        )
+
+
+class StragglerFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one report comes to."""
+
+    scores: list[Score]
+    named: list[Named] = []
+    """Those that are late now, and were before."""
+    fresh: list[Named] = []
+    """Those of them that were not named in the report before."""
+    group_slower: bool = False
+    """Most ranks are slower than they were, at once: nobody can be named for that."""
+    step: float = 0.0
+    """Seconds of a step, the median of the ranks."""
+    enough: bool = True
+    """False: too few steps to say anything."""
+
+    def best(self, count: int) -> list[Score]:
+        return sorted(self.scores, key=_rank_by, reverse=True)[:count]
+
+    def worst(self, count: int) -> list[Score]:
+        return sorted(self.scores, key=_rank_by)[:count]
+
+
+CAP = 4.0
+"""A step counts at most as so many usual ones: a single pause must not speak for a whole report."""
+
+
+def summarise(
+    steps: Sequence[Mapping[str, Sequence[float]]], *, hides_waits: frozenset[str] = frozenset(), device: bool
+) -> tuple[dict[str, Span], float]:
+    """Steps of (own, wait, busy) seconds by section as their mean, and the standard error of the arrival.
+
+    `hides_waits`: sections in which waiting could not be told from work; there only the time counts in which
+    the thread had a core. With `device` nobody knows that time.
+    """
+    if not steps:
+        return {}, 0.0
+    own = [
+        {name: times[2] if name in hides_waits else times[0] for name, times in step.items()}
+        for step in steps
+    ]
+    arrivals = [math.fsum(step.values()) for step in own]
+    most = CAP * statistics.median(arrivals)
+    kept = [min(1.0, most / value) if value > 0 else 1.0 for value in arrivals]
+    count = len(steps)
+    sections: dict[str, Span] = {}
+    for name in dict.fromkeys(name for step in steps for name in step):
+        mine = wait = busy = 0.0
+        for step, counted, part in zip(steps, own, kept, strict=True):
+            times = step.get(name)
+            if times is not None:
+                mine += part * counted[name]
+                wait += part * (times[0] + times[1] - counted[name])
+                busy += part * times[2]
+        sections[name] = Span(mine / count, wait / count, None if device else busy / count)
+    arrived = [value * part for value, part in zip(arrivals, kept, strict=True)]
+    noise = statistics.stdev(arrived) / math.sqrt(count) if count > 1 else 0.0
+    return sections, noise
+
+
+def alike(ranks: Sequence[RankTimes]) -> list[RankTimes]:
+    """The ranks as they can be compared. Where some could tell waiting from work and others could not, nobody
+    is taken to have: what counts in a section with waiting is the time on a core, or, where nobody knows
+    that, all of it, which is the same for everybody."""
+    if len({one.marked for one in ranks if one.steps}) < 2:
+        return list(ranks)
+    core = all(one.busy is not None for one in ranks if one.steps)
+    waits = {name for one in ranks for name, span in one.sections.items() if span.wait > 0}
+    return [
+        msgspec.structs.replace(
+            one,
+            sections={
+                name: _unmarked(span, core) if name in waits else span for name, span in one.sections.items()
+            },
+        )
+        for one in ranks
+    ]
+
+
+def _unmarked(span: Span, core: bool) -> Span:
+    own = span.busy or 0.0 if core else span.own + span.wait
+    return Span(own, span.own + span.wait - own, span.busy)
+
+
+def _rank_by(score: Score) -> tuple[float, float, int]:
+    known = [one for one in (score.relative, score.individual) if one is not None]
+    return (min(known, default=1.0), score.waiting, score.rank)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+MATTERS = 0.1
+"""Part of a step that a rank must cost the others before it is worth a name."""
+LEAST = 1e-4
+"""Seconds of a step below which clocks and schedulers are all there is to see."""
+NOISES = 4.0
+"""How many standard errors of a rank's own mean are not noise any more."""
+SPREADS = 4.0
+"""The same in spreads of the ranks around their median, where there are enough of them to have one."""
+ENOUGH_RANKS = 5
+ENOUGH_STEPS = 8
+"""Steps without which a report says nothing."""
+LOOK_BACK, LATE = 3, 2
+"""So many of a rank's last reports must find it late."""
+LOWS = 20
+"""Of a rank's past only its best reports are kept, so many."""
+NODE_SHARE = 0.8
+"""Part of a node's ranks that must be slow for it to be the node."""
+CONTRADICTS = 0.02
+"""Part of a step by which a rank that burns more CPU may arrive before the others and still be late."""
+
+
+class Judge:
+    """Judges the reports of one attempt in their order. Keeps what was, and nothing else."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._pasts: dict[frozenset[bool], dict[int, _Past]] = {}
+        self._past: dict[int, _Past] = {}
+        self._late: dict[str, deque[bool]] = {}
+        self._named: set[str] = set()
+
+    def judge(self, report: Sequence[RankTimes]) -> StragglerFinding:
+        ranks = sorted(alike(report), key=lambda one: one.rank)
+        # What counts as arriving depends on who could tell waiting from work: best is best of its like.
+        self._past = self._pasts.setdefault(frozenset(one.marked for one in ranks if one.steps), {})
+        step = _median([one.arrives + one.waits for one in ranks])
+        individual = {one.rank: self._individual(one) for one in ranks}
+        scores = [
+            Score(
+                rank=one.rank,
+                relative=relative,
+                individual=individual[one.rank],
+                waiting=one.waits / whole if (whole := one.arrives + one.waits) else 0.0,
+            )
+            for one, relative in zip(ranks, self._relative(ranks), strict=True)
+        ]
+        if not ranks or min(one.steps for one in ranks) < ENOUGH_STEPS or step <= 0:
+            return StragglerFinding(scores=scores, step=step, enough=False)
+        slower = self._group_slower(individual.values())
+        late = self._late_nodes(ranks, step)
+        of_nodes = {one.node for one in late}
+        left = [one for one in ranks if one.node not in of_nodes] if of_nodes else ranks
+        late += self._late_ranks(left, step, individual, slower)
+        for one in ranks:
+            self._past.setdefault(one.rank, _Past()).add(one.arrives)
+        named = self._persistent(late)
+        fresh = [one for one in named if one.key not in self._named]
+        self._named = {one.key for one in named}
+        return StragglerFinding(scores=scores, named=named, fresh=fresh, group_slower=slower, step=step)
+
+    # --- scores ---------------------------------------------------------------------------------------------
+
+    def _relative(self, ranks: Sequence[RankTimes]) -> list[float | None]:
+        if len(ranks) < 2 or self._limits.relative is None:
+            return [None] * len(ranks)
+        others = _Others([one.arrives for one in ranks])
+        return [_score(others.median(one.arrives), one.arrives) for one in ranks]
+
+    def _individual(self, one: RankTimes) -> float | None:
+        best = self._best(one.rank)
+        if best is None or self._limits.individual is None:
+            return None
+        return _score(best, one.arrives)
+
+    def _best(self, rank: int) -> float | None:
+        past = self._past.get(rank)
+        return past.best if past is not None else None
+
+    def _group_slower(self, scores: Iterable[float | None]) -> bool:
+        """Whether most ranks lost speed at once. Half the way to the threshold is enough for that."""
+        known = [score for score in scores if score is not None]
+        if len(known) < 2 or self._limits.individual is None:
+            return False
+        limit = (1 + self._limits.individual) / 2
+        return sum(score < limit for score in known) > len(known) / 2
+
+    # --- who is late ----------------------------------------------------------------------------------------
+
+    def _late_ranks(
+        self,
+        ranks: Sequence[RankTimes],
+        step: float,
+        individual: Mapping[int, float | None],
+        group_slower: bool,
+    ) -> list[Named]:
+        compared = _Compared(ranks)
+        found: list[Named] = []
+        for one in ranks:
+            named = compared.late(one, step, self._limits.relative) if self._limits.relative else None
+            if named is None and not group_slower:
+                named = self._slower_than_before(one, step, individual[one.rank], compared)
+            if named is not None:
+                found.append(named)
+        return found
+
+    def _slower_than_before(
+        self, one: RankTimes, step: float, score: float | None, compared: _Compared
+    ) -> Named | None:
+        """Against its own best; a rank that is not behind the others holds nobody up."""
+        limit, best = self._limits.individual, self._best(one.rank)
+        if limit is None or best is None or score is None or score >= limit:
+            return None
+        more = one.arrives - best
+        if more < max(MATTERS * step, LEAST, NOISES * one.noise):
+            return None
+        if compared.alone:
+            section = max(one.sections, key=lambda name: one.sections[name].own, default=OTHER)
+        elif compared.behind(one) <= max(MATTERS * more, NOISES * one.noise):
+            return None
+        else:
+            section = compared.where(one)
+        return _named(one, section, more, step, individual=score)
+
+    def _late_nodes(self, ranks: Sequence[RankTimes], step: float) -> list[Named]:
+        """Nodes of which (nearly) all ranks are late, against the other nodes."""
+        limit = self._limits.relative
+        by_node: dict[str, list[RankTimes]] = {}
+        for one in ranks:
+            by_node.setdefault(one.node, []).append(one)
+        if limit is None or len(by_node) < 2:
+            return []
+        typical = {node: _typical(node, members) for node, members in by_node.items()}
+        compared = _Compared(list(typical.values()))
+        found: list[Named] = []
+        for node, members in by_node.items():
+            if len(members) < 2:
+                continue
+            named = compared.late(typical[node], step, limit)
+            if named is None:
+                continue
+            others = compared.others(typical[node])
+            behind = [member.arrives - others >= named.seconds / 2 for member in members]
+            if sum(behind) >= NODE_SHARE * len(members):
+                found.append(msgspec.structs.replace(named, kind=Kind.NODE, rank=None, node=node, device=""))
+        return found
+
+    def _persistent(self, late: Sequence[Named]) -> list[Named]:
+        now = {one.key: one for one in late}
+        for key in {*self._late, *now}:
+            self._late.setdefault(key, deque(maxlen=LOOK_BACK)).append(key in now)
+        named = [one for key, one in now.items() if sum(self._late[key]) >= LATE]
+        for key in [key for key, seen in self._late.items() if not any(seen)]:
+            del self._late[key]
+        return named
+
+
+class _Past:
+    """One rank's earlier reports, as far as they are needed."""
+
+    __slots__ = ("_count", "_lows")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lows: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        self._count += 1
+        bisect.insort(self._lows, seconds)
+        del self._lows[LOWS:]
+
+    @property
+    def best(self) -> float:
+        """Of many reports not the very best, which was luck."""
+        return self._lows[min(self._count // 10, len(self._lows) - 1)]
+
+
+class _Others:
+    """The median of all values but one, without sorting anew for each."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._sorted = sorted(values)
+
+    def median(self, without: float) -> float:
+        values = self._sorted
+        at = bisect.bisect_left(values, without)
+        count = len(values) - 1
+        if count <= 0:
+            return 0.0
+
+        def value(index: int) -> float:
+            return values[index + (index >= at)]
+
+        return (value((count - 1) // 2) + value(count // 2)) / 2
+
+
+class _Compared:
+    """Ranks (or nodes, as if each were one) against each other."""
+
+    def __init__(self, ranks: Sequence[RankTimes]) -> None:
+        self.alone = len(ranks) < 2
+        self._arrivals = _Others([one.arrives for one in ranks])
+        names = {name for one in ranks for name in one.sections}
+        self._sections = {name: _Others([_own(one, name) for one in ranks]) for name in sorted(names)}
+        busy = [one.busy for one in ranks]
+        self._busy = None if None in busy else _Others([value or 0.0 for value in busy])
+        middle = _median([one.arrives for one in ranks])
+        self._spread = 0.0
+        if len(ranks) >= ENOUGH_RANKS:
+            self._spread = 1.4826 * _median([abs(one.arrives - middle) for one in ranks])
+
+    def others(self, one: RankTimes) -> float:
+        return self._arrivals.median(one.arrives)
+
+    def behind(self, one: RankTimes) -> float:
+        """Seconds by which it arrives after the others."""
+        return one.arrives - self.others(one)
+
+    def where(self, one: RankTimes) -> str:
+        """The section in which it loses most against the others."""
+        return max(self._sections, key=lambda name: self._excess(one, name), default=OTHER)
+
+    def late(self, one: RankTimes, step: float, limit: float) -> Named | None:
+        if self.alone:
+            return None
+        noise = max(NOISES * one.noise, SPREADS * self._spread)
+        worth = max(MATTERS * step, LEAST)
+        behind, score = self.behind(one), _score(self.others(one), one.arrives)
+        section = self.where(one)
+        if score < limit and behind >= max(worth, noise):
+            return _named(one, section, behind, step, relative=score)
+        excess = self._excess(one, section)
+        part = _score(_own(one, section) - excess, _own(one, section))
+        if part < limit and min(excess, 2 * behind) >= max(worth, noise):
+            return _named(one, section, behind, step, relative=part)
+        return self._burns(one, step, limit, behind, max(worth, noise))
+
+    def _burns(self, one: RankTimes, step: float, limit: float, behind: float, least: float) -> Named | None:
+        """Work that is more than the others', though waiting could not be told from it."""
+        if self._busy is None or one.busy is None or behind < -CONTRADICTS * step:
+            return None
+        others = self._busy.median(one.busy)
+        score, more = _score(others, one.busy), one.busy - others
+        if score >= limit or more < least:
+            return None
+        section = max(one.sections, key=lambda name: one.sections[name].busy or 0.0)
+        return _named(one, section, more, step, relative=score)
+
+    def _excess(self, one: RankTimes, name: str) -> float:
+        own = _own(one, name)
+        return own - self._sections[name].median(own)
+
+
+def _typical(node: str, members: Sequence[RankTimes]) -> RankTimes:
+    """A node as if it were one rank: the median of its ranks, section by section."""
+    names = {name for one in members for name in one.sections}
+    busy = all(one.busy is not None for one in members)
+    sections = {
+        name: Span(
+            own=_median([_own(one, name) for one in members]),
+            busy=_median([one.sections[name].busy or 0.0 for one in members if name in one.sections])
+            if busy
+            else None,
+        )
+        for name in sorted(names)
+    }
+    noise = _median([one.noise for one in members])
+    return RankTimes(rank=members[0].rank, node=node, steps=members[0].steps, noise=noise, sections=sections)
+
+
+def _named(
+    one: RankTimes,
+    section: str,
+    seconds: float,
+    step: float,
+    *,
+    relative: float | None = None,
+    individual: float | None = None,
+) -> Named:
+    kind = Kind(section) if section in (INPUT, COMPUTE, OTHER) else Kind.SECTION
+    return Named(
+        kind=kind,
+        section=section,
+        rank=one.rank,
+        node=one.node,
+        device=one.device,
+        relative=relative,
+        individual=individual,
+        seconds=seconds,
+        share=seconds / step if step else 0.0,
+    )
+
+
+def _own(one: RankTimes, section: str) -> float:
+    span = one.sections.get(section)
+    return span.own if span is not None else 0.0
+
+
+def _score(reference: float, own: float) -> float:
+    if own <= 0 or reference >= own:
+        return 1.0
+    return max(reference, 0.0) / own
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,324 @@
+"""Seconds of a step by section: a rank's own, and those that it is known to wait for others.
+
+Guarantee: measuring never waits for a device, and no time is counted twice. At any moment exactly one
+section's clock runs, the innermost open one's, either as its own time or as waiting.
+
+On the host it is the wall clock, and beside it the time in which the thread had a core. On CUDA it is the
+device's clock: an event is recorded on the current stream wherever a section changes, and read when it has
+been passed. So a section costs there what the device could not hide behind other work: input that is ready
+before the device is costs nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from holdfast.train.stragglers.scores import OTHER
+
+# Finds the moment of a backward at which a rank's own work is done: when its last gradient is there.
+#
+# Where gradients are reduced by torch's DDP, or by hand after the backward, what comes after the last
+# gradient is waiting for the others. A hook on that one parameter tells; which one it is shows in the first
+# steps, in which all parameters have a hook. A model whose gradients come another way (FSDP reduces its own)
+# shows none, and where the last one is another every time there is no mark.
+
+
+AGREE = 2
+"""Steps in a row that must end with the same parameter."""
+MOST_TRIES = 8
+"""Steps after which it is given up: they end differently every time, and a wrong mark is worse than none."""
+
+
+class GradientMark:
+    """Calls `told` when the last gradient of a step's backward is there."""
+
+    def __init__(self, models: Iterable[nn.Module], told: Callable[[], None]) -> None:
+        self._told = told
+        self._parameters = [
+            parameter for model in models for parameter in model.parameters() if parameter.requires_grad
+        ]
+        self._hooks: list[RemovableHandle] = []
+        self._last: int | None = None
+        self._before: int | None = None
+        self._same = self._tries = 0
+        self._settled = False
+        self.seen = 0
+        """Times that it was told since this was last set to 0."""
+        self._look_for_it()
+
+    def end_step(self) -> None:
+        """A step is complete."""
+        if self._settled or self._last is None:
+            return
+        self._same = self._same + 1 if self._last == self._before else 1
+        self._before, self._last = self._last, None
+        self._tries += 1
+        agreed = self._same >= AGREE
+        if agreed or self._tries >= MOST_TRIES:
+            self.close()
+            self._settled = True
+        if agreed:
+            self._hooks = [_hook(self._parameters[self._before], self._mark)]
+
+    def look_again(self) -> None:
+        """It was not seen any more, or never: the model's last gradient may be another one now."""
+        if self._settled:
+            self.close()
+            self._settled = False
+            self._before, self._same, self._tries = None, 0, 0
+            self._look_for_it()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _look_for_it(self) -> None:
+        for index, parameter in enumerate(self._parameters):
+
+            def note(tensor: Tensor, index: int = index) -> None:
+                del tensor
+                self._last = index
+
+            self._hooks.append(_hook(parameter, note))
+
+    def _mark(self, tensor: Tensor) -> None:
+        del tensor
+        self.seen += 1
+        self._told()
+
+
+def _hook(parameter: Tensor, told: Callable[[Tensor], None]) -> RemovableHandle:
+    found: RemovableHandle = parameter.register_post_accumulate_grad_hook(told)  # type: ignore[no-untyped-call]
+    return found
+
+
+Step = dict[str, list[float]]
+"""Own, waiting and busy seconds by section."""
+
+MOST_STEPS = 4096
+"""Steps kept for one report; of more, every second one is left out, again and again."""
+MOST_PENDING = 512
+"""Steps whose events may be unread; older ones are given up."""
+
+
+class Times(Protocol):
+    """One rank's clocks. Every call belongs to the step between `begin` and `end`."""
+
+    on_device: bool
+
+    def begin(self) -> None: ...
+
+    def enter(self, section: str) -> None: ...
+
+    def leave(self, *, waiting: bool = False) -> None:
+        """Back to the section around it; `waiting`: what comes now is waiting, until `arrived`."""
+        ...
+
+    def mark(self) -> None:
+        """This rank's own work is done: it waits, until the section ends or something begins. Said again in
+        one section (several backwards), what came before was work, and only the rest is waiting."""
+        ...
+
+    def arrived(self) -> None:
+        """The waiting is over."""
+        ...
+
+    def end(self) -> None: ...
+
+    def take(self) -> list[Step]:
+        """The steps measured since this was last called, as far as they are known."""
+        ...
+
+
+class _Kept:
+    """The steps of a report, thinned out when there are too many."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._every = 1
+        self._seen = 0
+
+    def add(self, step: Step) -> None:
+        self._seen += 1
+        if self._seen % self._every:
+            return
+        self._steps.append(step)
+        if len(self._steps) >= MOST_STEPS:
+            del self._steps[::2]
+            self._every *= 2
+
+    def take(self) -> list[Step]:
+        taken, self._steps, self._every, self._seen = self._steps, [], 1, 0
+        return taken
+
+
+class HostTimes:
+    """By the host's clocks: for work that runs where Python runs."""
+
+    on_device = False
+
+    def __init__(self) -> None:
+        self._kept = _Kept()
+        self._open: list[str] = []
+        self._section = OTHER
+        self._part = 0
+        self._step: Step = {}
+        self._wall = self._busy = 0.0
+
+    def begin(self) -> None:
+        self._open.clear()
+        self._section, self._part, self._step = OTHER, 0, {}
+        self._wall, self._busy = time.perf_counter(), time.thread_time()
+
+    def enter(self, section: str) -> None:
+        self._open.append(self._section)
+        self._switch(section, 0)
+
+    def leave(self, *, waiting: bool = False) -> None:
+        self._switch(self._open.pop() if self._open else OTHER, int(waiting))
+
+    def mark(self) -> None:
+        self._part = 0
+        self._switch(self._section, 1)
+
+    def arrived(self) -> None:
+        if self._part:
+            self._switch(self._section, 0)
+
+    def end(self) -> None:
+        self._switch(OTHER, 0)
+        self._kept.add(self._step)
+        self._step = {}  # what is timed between two steps belongs to none
+
+    def take(self) -> list[Step]:
+        return self._kept.take()
+
+    def _switch(self, section: str, part: int) -> None:
+        wall, busy = time.perf_counter(), time.thread_time()
+        spent = self._step.get(self._section)
+        if spent is None:
+            spent = self._step[self._section] = [0.0, 0.0, 0.0]
+        spent[self._part] += wall - self._wall
+        spent[2] += busy - self._busy
+        self._section, self._part = section, part
+        self._wall, self._busy = wall, busy
+
+
+class _Passing:
+    """An event on a stream, and what begins there."""
+
+    __slots__ = ("event", "part", "section")
+
+    def __init__(self, event: torch.cuda.Event, section: str, part: int) -> None:
+        self.event, self.section, self.part = event, section, part
+
+
+def _passed(step: Sequence[_Passing]) -> bool:
+    """Whether the device is past all of it; a section may have been on another stream than the step's end."""
+    return all(passing.event.query() for passing in reversed(step))  # type: ignore[no-untyped-call]
+
+
+class DeviceTimes:
+    """By the device's clock, through events. Reading them is put off until the device is past them."""
+
+    on_device = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept = _Kept()
+        self._open: list[str] = []
+        self._step: list[_Passing] = []
+        self._pending: deque[list[_Passing]] = deque()
+        self._free: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        self._open.clear()
+        self._free.extend(passing.event for passing in self._step)  # of a step that did not end
+        self._step = []
+        self._switch(OTHER, 0)
+
+    def enter(self, section: str) -> None:
+        if self._step:
+            self._open.append(self._step[-1].section)
+            self._switch(section, 0)
+
+    def leave(self, *, waiting: bool = False) -> None:
+        if self._step:
+            self._switch(self._open.pop() if self._open else OTHER, int(waiting))
+
+    def mark(self) -> None:
+        if self._step:
+            self._step[-1].part = 0
+            self._switch(self._step[-1].section, 1)
+
+    def arrived(self) -> None:
+        if self._step and self._step[-1].part:
+            self._switch(self._step[-1].section, 0)
+
+    def end(self) -> None:
+        if not self._step:
+            return
+        self._switch(OTHER, 0)
+        self._pending.append(self._step)
+        self._step = []
+        self._read()
+        if len(self._pending) > MOST_PENDING:
+            self._give_back(self._pending.popleft())
+
+    def take(self) -> list[Step]:
+        self._read(all_of_them=True)
+        return self._kept.take()
+
+    def _switch(self, section: str, part: int) -> None:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._step.append(_Passing(event, section, part))
+
+    def _read(self, *, all_of_them: bool = False) -> None:
+        """Read the oldest step, or all, if the device is past it; never wait for that."""
+        while self._pending and _passed(self._pending[0]):
+            step = self._pending.popleft()
+            times: Step = {}
+            for here, after in itertools.pairwise(step):
+                spent = times.setdefault(here.section, [0.0, 0.0, 0.0])
+                # Of two streams the later event may have been passed first: then nothing was waited for.
+                spent[here.part] += max(0.0, here.event.elapsed_time(after.event)) / 1000
+            self._kept.add(times)
+            self._give_back(step)
+            if not all_of_them and len(self._pending) < MOST_PENDING // 2:
+                return
+
+    def _give_back(self, step: list[_Passing]) -> None:
+        self._free.extend(passing.event for passing in step)
+
+
+class Section:
+    """`with` for one section, and for what else is to be done around it; cheaper than a generator."""
+
+    __slots__ = ("_around", "_name", "_times")
+
+    def __init__(self, times: Times, name: str, around: AbstractContextManager[None] | None = None) -> None:
+        self._times, self._name, self._around = times, name, around
+
+    def __enter__(self) -> None:
+        if self._around is not None:
+            self._around.__enter__()
+        self._times.enter(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._times.leave()
+        if self._around is not None:
+            self._around.__exit__(kind, error, trace)

@@ -1,0 +1,457 @@
+"""`.metadata` is read as data: everything DCP writes, nothing that runs, one kind of error."""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from holdfast.checkpoint.format.manifest import METADATA, Reason
+from holdfast.checkpoint.format.metadata import MetadataError, StorageEntry, completeness, parse, read
+from kit.checkpoints import save_stock
+
+FILE = "__0_0.distcp"
+
+
+def tensor(
+    shape: list[int], chunks: list[tuple[list[int], list[int]]], **properties: Any
+) -> TensorStorageMetadata:
+    listed = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks]
+    return TensorStorageMetadata(TensorProperties(**properties), torch.Size(shape), listed)
+
+
+def sharded(rows: int = 8, ranks: int = 4) -> Metadata:
+    """A tensor in row-wise shards, one file a rank, and one object."""
+    each = rows // ranks
+    chunks = [([rank * each, 0], [each, 3]) for rank in range(ranks)]
+    storage = {
+        MetadataIndex("w", torch.Size([rank * each, 0]), rank): filesystem._StorageInfo(
+            f"__{rank}_0.distcp", 0, 100
+        )
+        for rank in range(ranks)
+    }
+    storage[MetadataIndex("step")] = filesystem._StorageInfo("__0_0.distcp", 100, 7)
+    return Metadata(
+        {"w": tensor([rows, 3], chunks), "step": BytesStorageMetadata()},
+        {"w": ("model", "w"), "step": ("step",)},
+        storage,
+        StorageMeta("/data/ckpt/step_00000120-3fa9c1d2", "save", modules=["m"]),
+    )
+
+
+SIZES = {"__0_0.distcp": 107} | {f"__{rank}_0.distcp": 100 for rank in range(1, 4)}
+
+
+def reasons(meta: Metadata, sizes: dict[str, int]) -> list[tuple[Reason, str]]:
+    return [(p.reason, p.path) for p in completeness(parse(pickle.dumps(meta)), sizes)]
+
+
+def test_what_dcp_writes_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    directory = save_stock(tmp_path / "stock")
+    theirs = filesystem.FileSystemReader(directory).read_metadata()
+    ours = read(directory)
+    entries = theirs.state_dict_metadata
+    assert sorted(ours.objects) == sorted(
+        n for n, e in entries.items() if isinstance(e, BytesStorageMetadata)
+    )
+    assert set(ours.tensors) == {n for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    for name, mine in ours.tensors.items():
+        assert mine.shape == tuple(entries[name].size)
+        assert f"torch.{mine.dtype}" == str(entries[name].properties.dtype)
+        assert mine.chunks == [(tuple(c.offsets), tuple(c.sizes)) for c in entries[name].chunks]
+    assert ours.storage == {
+        (index.fqn, None if index.offset is None else tuple(index.offset)): StorageEntry(
+            info.relative_path, info.offset, info.length
+        )
+        for index, info in theirs.storage_data.items()
+    }
+    assert ours.origin == "stock"
+    sizes = {FILE: (directory / FILE).stat().st_size}
+    assert completeness(ours, sizes) == []
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_both_protocols_that_python_writes_by_default_are_read(protocol: int) -> None:
+    meta = parse(pickle.dumps(sharded(), protocol=protocol))
+    assert len(meta.storage) == 5
+    assert meta.origin == "step_00000120-3fa9c1d2"
+
+
+def test_every_dtype_and_every_form_of_a_path_is_read() -> None:
+    dtypes = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+    assert len(dtypes) > 20
+    meta = Metadata({name: tensor([1], [([0], [1])], dtype=dtype) for name, dtype in dtypes.items()})
+    meta.storage_data = collections.OrderedDict()
+    for origin in (Path("/a/b"), PurePosixPath("b"), "b/", None):
+        meta.storage_meta = StorageMeta(origin)
+        parsed = parse(pickle.dumps(meta))
+        assert {name: entry.dtype for name, entry in parsed.tensors.items()} == {
+            name: name for name in dtypes
+        }
+        assert parsed.origin == ("b" if origin else "")
+
+
+def test_many_entries_and_long_names_use_every_form_of_a_number_and_a_text() -> None:
+    """More than 255 memo entries, numbers of 1, 2, 4 and 8 bytes, texts longer than 255 bytes."""
+    storage = {MetadataIndex(f"{'x' * n}.{n}"): filesystem._StorageInfo(FILE, 2**n, n) for n in range(63)}
+    storage |= {MetadataIndex("y" * n): filesystem._StorageInfo(FILE, 0, n) for n in range(250, 600)}
+    meta = Metadata({i.fqn: BytesStorageMetadata() for i in storage}, None, storage)
+    parsed = parse(pickle.dumps(meta))
+    assert {k[0]: (e.offset, e.length) for k, e in parsed.storage.items()} == {
+        i.fqn: (s.offset, s.length) for i, s in storage.items()
+    }
+
+
+# --- nothing runs ------------------------------------------------------------------------------------------
+
+
+class Call:
+    """Pickles as a call of anything."""
+
+    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
+        self._reduced = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+def bombs(marker: Path) -> dict[str, bytes]:
+    code = f"open({str(marker)!r}, 'w')"
+    reached = {
+        "os.system": Call(os.system, f"touch {marker}"),
+        "builtins.eval": Call(eval, code),
+        "builtins.exec": Call(exec, code),
+        "getattr": Call(getattr, torch.Size, "__class__"),
+        "nested getattr": Call(getattr, Call(getattr, TensorProperties, "create_from_tensor"), "__globals__"),
+        "pathlib touch": Call(Path.touch, marker),
+        "io.open": Call(io.open, str(marker), "w"),
+        "torch.load": Call(torch.load, str(marker)),
+        "subprocess": Call(subprocess.Popen, ["touch", str(marker)]),
+    }
+    found = {name: pickle.dumps(value) for name, value in reached.items()}
+    inside = sharded()
+    inside.planner_data = {"x": reached["os.system"]}
+    found["inside planner_data"] = pickle.dumps(inside)
+    # Through a dotted name: an allowed module, and from there by attributes to something else.
+    found["dotted name"] = (
+        b"\x80\x04\x8c\x07pathlib\x8c\x0fPosixPath.touch\x93" + b"\x8c" + bytes([len(str(marker))])
+        + str(marker).encode() + b"\x85R."
+    )  # fmt: skip
+    found["protocol 0"] = b"cos\nsystem\n(S'touch %b'\ntR." % str(marker).encode()
+    found["global opcode"] = b"\x80\x04cos\nsystem\n\x8c\x01x\x85R."
+    found["instance opcode"] = b"\x80\x04(S'touch x'\nios\nsystem\n."
+    found["persistent id"] = b"\x80\x04\x8c\x01xQ."
+    found["extension code"] = b"\x80\x04\x82\x01."
+    return found
+
+
+BOMBS = sorted(bombs(Path("/nonexistent/marker")))
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_pickle_bomb_is_refused_and_does_not_go_off(name: str, tmp_path: Path) -> None:
+    marker = tmp_path / "went-off"
+    data = bombs(marker)[name]
+    with pytest.raises(MetadataError):
+        parse(data)
+    assert not marker.exists()
+
+
+def test_the_refusal_names_what_was_refused(tmp_path: Path) -> None:
+    with pytest.raises(MetadataError, match=r"posix\.system"):
+        parse(pickle.dumps(Call(os.system, "true")))
+    with pytest.raises(MetadataError, match=r"getattr"):
+        parse(pickle.dumps(Call(getattr, TensorProperties, "create_from_tensor")))
+    with pytest.raises(MetadataError, match=r"calls torch\.distributed\.checkpoint\.metadata\.MetadataIndex"):
+        parse(pickle.dumps([Call(MetadataIndex, "w")]))
+    with pytest.raises(MetadataError, match="whole number of 255 bytes"):
+        parse(HOSTILE["a number of 255 bytes"])
+
+
+HOSTILE = {
+    # One opcode that makes CPython's unpickler reserve gigabytes.
+    "a memo index of four billion": b"\x80\x04Nr\xff\xff\xff\xff.",
+    "a text of an exabyte": b"\x80\x04\x8d" + (2**60).to_bytes(8, "little") + b"x.",
+    "a frame of an exabyte": b"\x80\x04\x95" + (2**60).to_bytes(8, "little") + b"N.",
+    # Hashing this ends CPython's unpickler with a segmentation fault.
+    "a million nested tuples as a key": b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.",
+    "a million nested lists": b"\x80\x04" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
+    "a million marks": b"\x80\x04" + b"(" * 1_000_000 + b".",
+    "a number of 255 bytes": b"\x80\x04\x8a\xff" + b"\x7f" * 255 + b".",
+    "a list in itself": b"\x80\x04]\x94h\x00a.",
+    "nothing": b"",
+    "only the protocol": b"\x80\x04",
+    "a later protocol": b"\x80\x06N.",
+    "something after the end": pickle.dumps(sharded()) + b"x",
+}
+
+
+def test_hostile_forms_are_refused_within_a_small_memory() -> None:
+    """In a process of its own: a crash or a lack of memory would show as its exit code."""
+    code = (
+        "import resource, sys, pickle\n"
+        "from holdfast.checkpoint.format.metadata import MetadataError, parse\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
+        "for name, data in pickle.load(sys.stdin.buffer).items():\n"
+        "    try:\n"
+        "        parse(data)\n"
+        "    except MetadataError:\n"
+        "        continue\n"
+        "    sys.exit(name)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps(HOSTILE),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    "filling",
+    [b"}", b"N", b"N\x94\x94", b"(", b"]\x94", b"h\x00\x94", b"\x85", b"]h\x00a0"],
+    ids=["dictionaries", "nothings", "memos", "marks", "lists", "the same again", "tuples", "mixed"],
+)
+def test_bytes_that_only_pile_up_values_are_refused_at_once(filling: bytes) -> None:
+    """Of 40 MB of them a look at a directory took 3 GB and 21 s."""
+    data = b"\x80\x04]\x94" + filling * (40_000_000 // len(filling)) + b"."
+    before = time.process_time()
+    with pytest.raises(MetadataError, match=r"piles up values|opcode 0x30") as refused:
+        parse(data)
+    assert time.process_time() - before < 1.0
+    assert re.search(r"piles up values that nothing uses, \d{1,6} bytes|0x30", str(refused.value))
+
+
+def test_the_standard_unpickler_would_crash_here() -> None:
+    """Why pickled.py exists. When this fails, CPython was cured and the reader can become simpler."""
+    code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read())"
+    data = HOSTILE["a million nested tuples as a key"]
+    result = subprocess.run(
+        [sys.executable, "-c", code], input=data, capture_output=True, timeout=60, check=False
+    )
+    assert result.returncode < 0
+
+
+# --- one kind of error -------------------------------------------------------------------------------------
+
+
+def only_metadata_error(data: bytes) -> None:
+    said = "parsed"
+    try:
+        parse(data)
+    except MetadataError as error:
+        said = str(error)
+    assert said.isprintable()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300))
+def test_random_bytes_give_metadata_error_only(data: bytes) -> None:
+    only_metadata_error(data)
+    only_metadata_error(b"\x80\x04" + data)
+
+
+VALID = pickle.dumps(sharded())
+
+
+def test_every_truncation_is_refused() -> None:
+    for end in range(len(VALID)):
+        with pytest.raises(MetadataError):
+            parse(VALID[:end])
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, len(VALID) - 1), st.integers(0, 255), st.integers(0, 40))
+def test_changed_bytes_give_metadata_error_or_a_checked_value(at: int, byte: int, cut: int) -> None:
+    only_metadata_error(VALID[:at] + bytes([byte]) + VALID[at + 1 :])
+    only_metadata_error(VALID[:at] + VALID[at + cut :])
+
+
+ODD = st.one_of(
+    st.integers(-3, 2**70),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(-1, 9), max_size=70).map(tuple),
+    st.sampled_from([None, True, (), [], {}, (1, "x"), {"a": 1}, torch.Size([1]), torch.float32]),
+    st.sampled_from([BytesStorageMetadata(), MetadataIndex("w"), ChunkStorageMetadata]),
+)
+FIELDS = [
+    "state_dict_metadata", "storage_data", "storage_meta", "entry", "size", "properties", "chunks", "chunk",
+    "offsets", "sizes", "key", "fqn", "offset", "info", "relative_path", "start", "length", "dtype", "name",
+]  # fmt: skip
+
+
+def hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def with_field(field: str, value: Any) -> Metadata:
+    meta = sharded(rows=1, ranks=1)
+    entry: Any = meta.state_dict_metadata["w"]
+    index = next(iter(meta.storage_data))
+    info = meta.storage_data[index]
+    if field in ("state_dict_metadata", "storage_data", "storage_meta"):
+        setattr(meta, field, value)
+    elif field == "entry":
+        meta.state_dict_metadata["w"] = value
+    elif field == "name":
+        meta.state_dict_metadata = {hashable(value): entry}
+    elif field in ("size", "properties", "chunks"):
+        setattr(entry, field, value)
+    elif field == "chunk":
+        entry.chunks[0] = value
+    elif field in ("offsets", "sizes"):
+        setattr(entry.chunks[0], field, value)
+    elif field == "key":
+        meta.storage_data = {hashable(value): info}
+    elif field in ("fqn", "offset"):
+        changed = MetadataIndex("w")
+        object.__setattr__(changed, field, hashable(value))
+        meta.storage_data = {changed: info}
+    elif field == "info":
+        meta.storage_data[index] = value
+    elif field == "dtype":
+        entry.properties = TensorProperties(dtype=value)
+    else:
+        setattr(info, {"start": "offset"}.get(field, field), value)
+    return meta
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(FIELDS), ODD)
+def test_fields_of_a_wrong_type_give_metadata_error_only(field: str, value: Any) -> None:
+    data = pickle.dumps(with_field(field, value))
+    only_metadata_error(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("state_dict_metadata", [], "not a dictionary"),
+        ("storage_data", None, "not a dictionary"),
+        ("entry", {}, "not a TensorStorageMetadata"),
+        ("name", 3, "name is not text"),
+        ("size", (-1,), "size"),
+        ("size", (True,), "size"),
+        ("size", (1,) * 65, "at most 64"),
+        ("sizes", (2**64, 1), "sizes"),
+        ("offsets", (0,), "dimensions"),
+        ("dtype", "float32", "dtype"),
+        ("dtype", torch.Size, "dtype"),
+        ("start", -1, "whole number"),
+        ("length", 1.0, "whole number"),
+        ("length", True, "whole number"),
+        ("relative_path", "../../etc/passwd", "not a path inside"),
+        ("relative_path", "/etc/passwd", "not a path inside"),
+        ("relative_path", "a/../b", "not a path inside"),
+        ("relative_path", "", "not a path inside"),
+        ("relative_path", "a\x00b", "not a path inside"),
+        ("fqn", None, "no name"),
+        ("info", (FILE, 0, 1), "not a _StorageInfo"),
+    ],
+)
+def test_a_wrong_field_is_named(field: str, value: Any, said: str) -> None:
+    with pytest.raises(MetadataError, match=said):
+        parse(pickle.dumps(with_field(field, value)))
+
+
+def test_one_item_in_two_places_is_refused() -> None:
+    meta = sharded()
+    again = MetadataIndex("again")
+    meta.storage_data[again] = filesystem._StorageInfo(FILE, 0, 1)
+    object.__setattr__(again, "fqn", "step")
+    with pytest.raises(MetadataError, match="step is stored twice"):
+        parse(pickle.dumps(meta))
+
+
+def test_a_file_over_the_limit_is_refused_unread(tmp_path: Path) -> None:
+    with (tmp_path / METADATA).open("wb") as file:
+        file.truncate(300 * 1024 * 1024)
+    with pytest.raises(MetadataError, match="more than"):
+        read(tmp_path)
+
+
+def test_a_missing_or_linked_file_is_metadata_error(tmp_path: Path) -> None:
+    with pytest.raises(MetadataError, match=r"no \.metadata"):
+        read(tmp_path)
+    (tmp_path / "real").write_bytes(VALID)
+    (tmp_path / METADATA).symlink_to("real")
+    with pytest.raises(MetadataError, match="link"):
+        read(tmp_path)
+
+
+# --- completeness ------------------------------------------------------------------------------------------
+
+
+def test_a_whole_directory_is_complete() -> None:
+    assert reasons(sharded(), SIZES) == []
+
+
+def test_each_lack_is_told_apart() -> None:
+    """Scenario 9, for a directory that has no digests."""
+    second = "__1_0.distcp"
+    assert reasons(sharded(), {k: v for k, v in SIZES.items() if k != second}) == [(Reason.MISSING, second)]
+    assert reasons(sharded(), SIZES | {second: 99}) == [(Reason.TRUNCATED, second)]
+    assert reasons(sharded(), SIZES | {second: 0}) == [(Reason.EMPTY, second)]
+    assert reasons(sharded(), SIZES | {second: 101}) == [(Reason.ALTERED, second)]
+    assert reasons(sharded(), SIZES | {"__9_0.distcp": 1}) == [(Reason.UNLISTED, "__9_0.distcp")]
+    assert reasons(sharded(), SIZES | {"notes.txt": 1}) == []
+
+
+def test_a_chunk_that_is_stored_nowhere_is_found() -> None:
+    meta = sharded()
+    del meta.storage_data[MetadataIndex("w", torch.Size([2, 0]))]
+    assert (Reason.INCOMPLETE, METADATA) in reasons(meta, SIZES)
+    meta = sharded()
+    del meta.storage_data[MetadataIndex("step")]
+    assert (Reason.INCOMPLETE, METADATA) in reasons(meta, SIZES)
+
+
+def test_chunks_that_do_not_add_up_reach_outside_or_overlap_are_found() -> None:
+    """DCP's cached plan after a world shrink drops half of a tensor silently."""
+    for chunks, said in (
+        ([([0, 0], [2, 3]), ([2, 0], [2, 3]), ([4, 0], [2, 3])], "its chunks 18"),
+        ([([0, 0], [2, 3]), ([2, 0], [2, 3]), ([4, 0], [2, 3]), ([6, 0], [3, 3])], "outside"),
+        ([([0, 0], [2, 3]), ([2, 0], [2, 3]), ([4, 0], [2, 3]), ([2, 0], [2, 3])], "overlap"),
+    ):
+        meta = sharded()
+        meta.state_dict_metadata["w"] = tensor([8, 3], chunks)
+        (problem,) = completeness(parse(pickle.dumps(meta)), SIZES)
+        assert problem.reason is Reason.INCOMPLETE
+        assert said in problem.detail
+
+
+def test_two_dimensional_shards_and_empty_ones_are_complete() -> None:
+    boxes = [([r, c], [2, 2]) for r in (0, 2) for c in (0, 2)]
+    chunks = [*boxes, ([4, 0], [0, 4]), ([4, 0], [0, 4])]
+    storage = {MetadataIndex("w", torch.Size(o)): filesystem._StorageInfo(FILE, 0, 1) for o, _ in boxes}
+    meta = Metadata({"w": tensor([4, 4], chunks)}, None, storage)
+    assert reasons(meta, {FILE: 1}) == []
