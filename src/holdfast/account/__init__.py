@@ -1,4 +1,9 @@
-"""TODO"""
+"""What befell a run, told once: who, what, why, what was done, what it cost, what to do now.
+
+For the terminal, `holdfast why`, `status`, the report and alerts, which all render the same value.
+Promises: one set of numbers, worked out once; what comes from outside is shown as text.
+Never: compose such a sentence elsewhere; name a culprit without its evidence.
+"""
 
 from __future__ import annotations
 

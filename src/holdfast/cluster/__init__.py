@@ -1,4 +1,9 @@
-"""TODO"""
+"""What the scheduler and the environment say of the job: nodes, devices, time limit, requeue.
+
+For Slurm as it is (its environment and `scontrol`), batch scripts, and how ranks see a node's devices.
+Promises: quiet where there is no scheduler; every call to it has a time limit; without torch.
+Never: ask for a requeue that nobody decided, or that was not counted first.
+"""
 
 from __future__ import annotations
 

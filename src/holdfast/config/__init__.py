@@ -1,4 +1,9 @@
-"""TODO"""
+"""The settings: one typed tree, gathered from all sources and checked completely before anything starts.
+
+For every setting there is, its type, range, default and the documentation made from them.
+Promises: an unknown, contradictory or useless setting is refused or told, with its name and the fix.
+Never: a setting that nothing reads; a guess at what was meant.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""TODO"""
+"""Rehearsed faults against real runs, the comparison of two runs, and the demo.
+
+For showing, on the machine at hand, that a run survives what it is said to survive.
+Promises: faults are real (signals, flipped bits); a claim is checked from evidence, bit by bit.
+Never: touch a run that it did not start.
+"""
 
 from __future__ import annotations
 

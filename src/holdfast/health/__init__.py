@@ -1,4 +1,9 @@
-"""TODO"""
+"""What can be tried out about a machine: short probes with known answers, and what their results mean.
+
+For nodes, storage, networks, GPUs and peers, before joining, between attempts and by `holdfast doctor`.
+Promises: each check ends by its own deadline and names what it found, what it expected, and the fix.
+Never: change the machine; accuse one by what is not proven.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""TODO"""
+"""`holdfast recover`: the recovery runbook as a program, from what stopped a run to a resume that was right.
+
+For an operator at 3 am: looks, asks, starts the run again, and watches it until its probation is over.
+Promises: it says what it did and what it would do; nothing is drained without being asked.
+Never: start a run that lives; hide why it does not start one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""TODO"""
+"""In-process restart: after a fault the training function starts again in the same processes.
+
+For the function, its members and their keepers, the conductor, and leaving torch's process groups.
+Promises: an iteration ends for all or none; who hangs is ended by its keeper; the shared budgets bound it.
+Never: go on in a process whose state is not known to be sound.
+"""
 
 from __future__ import annotations
 

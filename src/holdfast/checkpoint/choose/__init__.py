@@ -1,4 +1,9 @@
-"""TODO"""
+"""Which checkpoint a start goes on from, and loading it: the ladder, the verification, the load.
+
+For resumes, for looking ahead without a lease, for suspicion, and for plain DCP directories.
+Promises: one choice for all ranks, by evidence, with the reason why each higher rung was not taken.
+Never: unpickle or put into live state what has not been verified; begin anew where a checkpoint was lost.
+"""
 
 from __future__ import annotations
 

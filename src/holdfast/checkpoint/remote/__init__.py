@@ -1,4 +1,9 @@
-"""TODO"""
+"""Copies of committed checkpoints on an object store or another file system, under one URL.
+
+For the drain beside training, listing, verifying, fetching back and deleting.
+Promises: marker written last and deleted first, so a copy counts only when it is whole; retries have a
+budget. Never: slow training down or fail it because the remote does.
+"""
 
 from __future__ import annotations
 

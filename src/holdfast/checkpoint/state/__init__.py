@@ -1,4 +1,9 @@
-"""TODO"""
+"""The state of what a run tracks, as checkpoint state and back: models, optimizers, gradients and the rest.
+
+For collecting state, putting it back, and the proof at the first save that what is stored would resume.
+Promises: what training changes comes back bit for bit, or its save or load is refused by name.
+Never: keep half of a state; change what training uses while it looks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""TODO"""
+"""The data of a rank: the one iterator over the loader, its position, and every random generator.
+
+For batches, their digests and samples, replays after a resume, and data that a run leaves out.
+Promises: a resumed run draws the batches and numbers of one that was never interrupted, or is refused by
+name. Never: skip or repeat a sample silently.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""TODO"""
+"""Which rank the others wait for: measured in a rank's steps, compared, named, told.
+
+For the detector inside `Run`, and alone in other loops.
+Promises: scores mean the same everywhere; a report never waits for a rank that does not answer.
+Never: name a rank without saying what it cost; end a run unless the settings say so.
+"""
 
 from __future__ import annotations
 
