@@ -1,8 +1,10 @@
 """Pure decisions that several rooms, and a simulator, run: history in, decision out.
 
 For what ended an attempt, what to do about it, who may take part, when to stop, what to keep and what is
-suspect. Promises: the same values give the same decision, on every rank and at any time; every sequence of
-faults ends. Never: read a clock, a file or the environment, start anything, or import what does.
+suspect.
+Promises: the same values give the same decision, on every rank and at any time; every sequence of faults
+ends.
+Never: read a clock, a file or the environment, start anything, or import what does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Processes of ours and of others: who they are, how they are tied together, and how they talk.
 
-For identities that outlive a pid, children that die with their parent, local sockets, and senders of signals.
+For identities that outlive a pid, children that die with their parent, local sockets, and senders of
+signals.
 Promises: a child of ours imports nothing from the current directory; an identity never matches another
-process. Never: decide what becomes of a process, or wait without a deadline.
+process.
+Never: decide what becomes of a process, or wait without a deadline.
 """
 
 from __future__ import annotations

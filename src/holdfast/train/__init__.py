@@ -1,10 +1,10 @@
 """What runs inside a rank, between the user's loop and the rooms below.
 
 For joining an attempt, saving, resuming, counting, signs of life, probation and ends. Sub-rooms: `data`,
-`check`,
-`stragglers`.
+`check`, `stragglers`.
 Promises: ranks agree before they act; without the launcher the same things hold as far as one process can
-see. Never: change the training's numbers; kill a healthy run because something of Holdfast's failed.
+see.
+Never: change the training's numbers; kill a healthy run because something of Holdfast's failed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a checkpoint is on disk: manifest, layout, digests and fingerprints, and how all that is judged.
 
 For whoever writes, reads or judges checkpoint directories; most of it works without torch.
-Promises: every byte is covered by a digest; older releases' checkpoints are read; nothing stored is executed.
+Promises: every byte is covered by a digest; older releases' checkpoints are read; nothing stored is
+executed.
 Never: write to a checkpoint that it looks at, or follow a link out of it.
 """
 

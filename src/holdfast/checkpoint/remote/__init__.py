@@ -2,7 +2,8 @@
 
 For the drain beside training, listing, verifying, fetching back and deleting.
 Promises: marker written last and deleted first, so a copy counts only when it is whole; retries have a
-budget. Never: slow training down or fail it because the remote does.
+budget.
+Never: slow training down or fail it because the remote does.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 For synchronous and asynchronous saves, snapshots from devices, and the writer process of each rank.
 Promises: a save becomes durable on all ranks or fails on all as the same error; a staged snapshot outlives
-its trainer. Never: touch what was committed before; hold training up longer than the snapshot takes.
+its trainer.
+Never: touch what was committed before; hold training up longer than the snapshot takes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 For the agents of an attempt's nodes, and for whoever leads when the leader itself was lost.
 Promises: evidence is gathered before anything is killed; the decision is made once, from records all could
-read. Never: decide without what was seen written down; wait for a node that may be gone.
+read.
+Never: decide without what was seen written down; wait for a node that may be gone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 For agents on different machines, which share a store and a control directory and trust nothing else.
 Promises: a round forms of nodes that are here and fit; a lost node is noticed by its connection or its
-silence. Never: two leaders who both act; a spare whose arrival ends a run.
+silence.
+Never: two leaders who both act; a spare whose arrival ends a run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 For the agent; the preloaded parent makes restarts quick.
 Promises: a forked worker is what a new interpreter would have become; nothing is left behind, also by a
-killed agent. Never: end a process that is not ours; lose the last lines that a worker wrote.
+killed agent.
+Never: end a process that is not ours; lose the last lines that a worker wrote.
 """
 
 from __future__ import annotations

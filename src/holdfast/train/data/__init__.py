@@ -2,7 +2,8 @@
 
 For batches, their digests and samples, replays after a resume, and data that a run leaves out.
 Promises: a resumed run draws the batches and numbers of one that was never interrupted, or is refused by
-name. Never: skip or repeat a sample silently.
+name.
+Never: skip or repeat a sample silently.
 """
 
 from __future__ import annotations
