@@ -1,9 +1,9 @@
-"""Writes the tables of docs/reference/ that follow from the code: exit codes, settings, journal events.
+"""Writes the parts of the docs that follow from the code: exit codes, settings, events, the package map.
 
     python tools/reference.py             write them
     python tools/reference.py --check     exit code 1 if a page differs, and say which
 
-Each table lies between two comments of its page. What stands around them is written by hand.
+Each part lies between two comments of its page. What stands around them is written by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,24 @@ from holdfast.errors import MEANINGS
 from holdfast.journal.events import AnyEvent
 from holdfast.journal.subjects import Event
 
-REFERENCE = Path("docs") / "reference"
+DOCS = Path("docs")
+SOURCE = Path("src") / "holdfast"
+ROOMS = (
+    *("cli", "drill", "recover", "observe", "launch", "run", "restart", "account", "train", "stop"),
+    *(
+        "checkpoint",
+        "health",
+        "cluster",
+        "record",
+        "policy",
+        "process",
+        "journal",
+        "config",
+        "errors",
+        "base",
+    ),
+)
+"""From the top down; a room may import from those after it, and a module that stands alone counts as one."""
 
 
 def table(*rows: tuple[str, ...]) -> str:
@@ -85,14 +102,56 @@ def _explained(kind: type[Event]) -> dict[str, str]:
     return found
 
 
+def rooms() -> str:
+    """What each room is for, from the docstrings of the fronts."""
+    rows = []
+    for front in _fronts():
+        first, *rest = _docstring(front).split("\n\n")
+        told = dict(
+            re.findall(r"(For|Promises:|Never:) ((?:.|\n)*?)(?=\nPromises:|\nNever:|\Z)", "\n\n".join(rest))
+        )
+        rows.append(
+            (f"`{_name(front)}`", _cell(first), *(_cell(told[word]) for word in ("Promises:", "Never:")))
+        )
+    return table(("room", "what it is", "it promises", "it must never"), *rows)
+
+
+def modules() -> str:
+    """Every module, room by room, with the first sentence of its docstring."""
+    lines = []
+    for front in _fronts():
+        lines.append(f"{_name(front)}/")
+        files = sorted(path for path in front.parent.glob("*.py") if path.name != "__init__.py")
+        lines += [f"  {path.name:22} {_docstring(path).splitlines()[0]}" for path in files]
+    alone = [SOURCE / "run.py", SOURCE / "errors.py"]
+    lines += [f"{path.name:24} {_docstring(path).splitlines()[0]}" for path in alone]
+    return "\n".join(("```", *lines, "```"))
+
+
+def _fronts() -> list[Path]:
+    order = {name: at for at, name in enumerate(ROOMS)}
+    fronts = [path for path in SOURCE.rglob("__init__.py") if path.parent != SOURCE]
+    return sorted(fronts, key=lambda path: (order[_name(path).split("/")[0]], _name(path)))
+
+
+def _name(front: Path) -> str:
+    return front.parent.relative_to(SOURCE).as_posix()
+
+
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
 TABLES = {
-    "exit codes": ("exit-codes.md", exit_codes),
-    "settings": ("configuration.md", settings),
-    "events": ("journal.md", events),
+    "exit codes": ("reference/exit-codes.md", exit_codes),
+    "settings": ("reference/configuration.md", settings),
+    "events": ("reference/journal.md", events),
+    "the rooms": ("design/architecture.md", rooms),
+    "the modules": ("design/architecture.md", modules),
 }
 
 
@@ -111,17 +170,17 @@ def main() -> int:
     check: bool = parser.parse_args().check
     different = 0
     for name, (file, make) in TABLES.items():
-        path = REFERENCE / file
+        path = DOCS / file
         before = path.read_text(encoding="utf-8")
         after = written(name, before, make())
         if before == after:
             continue
         different += 1
         if check:
-            print(f"{path}: the table of {name} is not what the code says; `make docs` writes it")
+            print(f"{path}: {name} is not what the code says; `make docs` writes it")
         else:
             path.write_text(after, encoding="utf-8")
-            print(f"{path}: wrote the table of {name}")
+            print(f"{path}: wrote {name}")
     return 1 if check and different else 0
 
 

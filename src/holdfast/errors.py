@@ -1,4 +1,4 @@
-"""The errors Holdfast raises. Each carries the exit code that a process ends with when nobody catches it.
+"""The errors that Holdfast raises, and every exit code, in one table.
 
 A message says what happened, to what, what was expected and found, and what to do next.
 """

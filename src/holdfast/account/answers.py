@@ -1,4 +1,4 @@
-"""The five answers about a failed attempt, from what the decision rested on. Pure.
+"""The five answers about a failure, an end that nobody decided about, or a stop on request. Pure.
 
 Guarantee: every answer is a sentence that a person can act on without knowing Holdfast. Numbers are those of
 the records: the last complete step, the step that the newest usable checkpoint has, and the restarts that the

@@ -1,4 +1,4 @@
-"""Incidents: each fault of a run, from its detection to the first productive step after it. Pure.
+"""Incidents, from a fault to the first productive step after it, and what steps, saves and faults cost. Pure.
 
 One attempt's failures are one incident: when a rank dies the others fail with it, and only the first is a
 cause. That holds for a restart in place too, of which nobody but the culprit may have ended. An attempt that

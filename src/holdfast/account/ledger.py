@@ -1,4 +1,4 @@
-"""A run's journal sorted into attempts. Pure.
+"""A run's journal sorted into attempts and steps, and where its time went. Pure.
 
 Some lines speak about an attempt that is over: a new launcher may record the end of one that it found lost,
 or the decision about it, before its own attempt starts; after a restart in place the next attempt tells what

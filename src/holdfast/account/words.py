@@ -1,4 +1,4 @@
-"""What is told on the terminal between an incident and its end: refusals, the resume, being back. Pure.
+"""An account in words: in one line, as five answers, and as the story that the terminal tells. Pure.
 
 Fed with the journal's lines as they are written; each gives a line for people, or None. What it says of time
 and steps comes from `incidents`, which every other page uses too.

@@ -1,4 +1,4 @@
-"""Calls that may hang, in a thread that is left behind if they do.
+"""Calls that may hang, in a thread that is left behind if they do; and when a long wait is told.
 
 Guarantee: whoever waits for one goes on when its time is over, whatever the call does. A dead mount, a sick
 driver and a store whose host is stopped cannot be interrupted; such a thread ends with its process.

@@ -1,4 +1,4 @@
-"""Durable file operations.
+"""Durable file operations, and removing what is ours beneath a directory and nothing else.
 
 Guarantee: a file made by these functions is either absent, or complete and on disk, also after a power
 cut. Everything is written beside its destination, flushed, fsynced, moved into place in one step, and

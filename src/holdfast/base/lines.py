@@ -1,4 +1,4 @@
-"""How Holdfast says something on standard error: the one place where a process of ours writes a line there.
+"""Lines on standard error: how much is said, in which form, and the one place that writes it.
 
 What ranks say goes through Python's logging first (`log.warning("holdfast: …")`). Where the script has set
 its own logging up, its handlers take it, and write it as they do; else it is written here.

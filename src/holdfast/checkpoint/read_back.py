@@ -1,4 +1,4 @@
-"""Reading committed checkpoints back, beside training: whether what is stored is what was saved.
+"""Reading committed checkpoints back, and keeping those from deletion that are being read.
 
 A commit shows that the storage took the bytes, not that it gives them back. So every checkpoint that rank 0's
 trainer has seen committed is read once, whole, by a small process of its own, which compares every digest and

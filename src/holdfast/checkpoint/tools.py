@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: facts, entries, and tensor by tensor.
+"""What differs between two checkpoints, and the weights of one, whole, in one file.
 
 Most of the answer is in the manifests and needs neither torch nor a shard: which entries there are, their
 shapes and dtypes, and whether stored chunks have the same digest. Only tensors whose digests differ, or that

@@ -1,4 +1,4 @@
-"""`holdfast ckpt verify --tier`: a run's copies on this node, and its checkpoints in the checkpoint root."""
+"""`holdfast ckpt ls` and `verify` of copies: in the local tier, by record, and on the remote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast ckpt condemn` and `acquit`: an operator's word on a checkpoint, recorded for every later resume.
+"""`holdfast ckpt locate`, `diff`, `export`, `condemn` and `acquit`.
 
 Both act under the run's lease, so never beside a live run, and write standing records; no checkpoint is
 touched. What was saved from a condemned checkpoint goes with it, because it carries the same state on.

@@ -1,4 +1,4 @@
-"""`holdfast clean`: remove what dead runs left in a node's memory or on its disk, and say why each one."""
+"""`holdfast ckpt gc` and `holdfast clean`: what goes, what stays, and why, before and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands show sizes, times, JSON and progress."""
+"""How commands show sizes, times, JSON and progress, and the arguments that several of them take."""
 
 from __future__ import annotations
 

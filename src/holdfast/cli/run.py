@@ -1,4 +1,4 @@
-"""`holdfast demo`: break a training run on purpose, watch it recover, and see that nothing was lost."""
+"""`holdfast run`, the drop-in for torchrun, and `holdfast demo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast journal`: the record of a run, for people and for programs."""
+"""`holdfast status`, `why` and `journal`: how a run is, what befell it, and the record of it."""
 
 from __future__ import annotations
 

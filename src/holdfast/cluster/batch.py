@@ -1,4 +1,4 @@
-"""A batch script for Slurm that starts a run, passes signals on and comes back when it should.
+"""Batch scripts for Slurm: what a job is to look like, what cannot work, and the script's text.
 
 Guarantee: everything that a user gave reaches the shell as quoted words, and nothing else does. The same
 layout always gives the same text.

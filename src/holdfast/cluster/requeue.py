@@ -1,4 +1,4 @@
-"""Asking Slurm to queue this job again, with a reason in its comment and without excluded nodes.
+"""Asking Slurm to queue this job again: counted first, then asked, then told.
 
 Guarantee: asks at most once, and only what policy.requeue says. The order is comment, requeue, nodes to
 exclude: from the second on, Slurm ends the job and everything in it. A node is excluded only if enough are

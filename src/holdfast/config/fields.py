@@ -1,4 +1,4 @@
-"""What is said about a setting that would do nothing: another system's, or one whose switch is off.
+"""What is known of each setting, read off the tree, and what is said about one that would do nothing.
 
 `IN_OTHER_SYSTEMS` answers names that users bring from Megatron-LM, Megatron-Bridge, nvidia-resiliency-ext,
 torchtitan, KempnerForge, Lightning and the Hugging Face Trainer: what it is called here, or why it is not

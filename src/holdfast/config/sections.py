@@ -1,4 +1,4 @@
-"""The settings of result validation: a section of the tree in `holdfast.config.settings`."""
+"""Sections of the tree of settings: cluster, in-process restart, stragglers, result validation."""
 
 from __future__ import annotations
 

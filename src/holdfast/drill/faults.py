@@ -1,4 +1,4 @@
-"""Real faults, done to real runs: a signal to a worker, a flipped bit in a checkpoint.
+"""Real faults, done to real runs, which are watched through their journals.
 
 Each fault returns what exactly was done, so that a drill can check afterwards that the run noticed this very
 thing. Nothing is simulated: the process is killed, the bytes on disk are changed.

@@ -1,4 +1,4 @@
-"""Running checks: each with a deadline of its own, all at the same time.
+"""Running checks, each with a deadline of its own; and a site's own check.
 
 Guarantee: never longer than the longest deadline, and never an error raised. A check that hangs (a dead
 mount, a sick driver) cannot be interrupted, so it is left behind in its daemon thread and counts as what it

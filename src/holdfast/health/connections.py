@@ -1,4 +1,4 @@
-"""Who tries out whom on the network, and what that says. Pure; see `policy.health` for what the words mean.
+"""What tries of the network, counters of links and kinds of file systems say. Pure.
 
 Every two nodes meet once, in rounds in which each node has at most one partner: n nodes need n - 1 rounds (n
 if their number is odd), so the time grows with the nodes and not with their pairs, and no pair disturbs

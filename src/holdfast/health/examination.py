@@ -1,4 +1,4 @@
-"""All checks of one node, put together: what `holdfast doctor` shows and what the gate asks for.
+"""All checks of one node put together, and the same on every node of a Slurm job.
 
 The quick ones take well under a second on a machine that is well, and write a few KiB. Where there are GPUs
 the driver and the kernel's log are asked as well, which takes as long as they take; computing comes last.

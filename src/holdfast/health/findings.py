@@ -1,4 +1,4 @@
-"""How bad it is what is known of a GPU. Pure; see `policy.health` for what the words mean.
+"""What was found about a machine, its GPUs and its storage, and how bad that is. Pure.
 
 A pending row remap lets programs run on: the bad row is set aside at the next reset. A remap that failed
 means that there is nothing left to replace it with, and the device is due for replacement.

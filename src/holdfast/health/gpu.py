@@ -1,4 +1,4 @@
-"""Asks about GPUs, or computes on them, in a process that may hang or die: `python -m … nvml|torch|compute`.
+"""The health of a node's GPUs, asked in a process that may hang or die.
 
 Prints one JSON document. Only `compute` and `torch` import torch.
 """
@@ -182,10 +182,6 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # The health of a node's GPUs: reachable, sound memory, not slowed down, and right about a known answer.
 #
 # Usable alone: `holdfast.check_gpus()`. Whatever a sick driver does happens in child processes.
@@ -276,3 +272,7 @@ def _judge_computed(one: Computed, devices: Sequence[str] | None) -> CheckResult
     return judge_computed(
         f"gpu {called} compute", right=one.right, gflops=one.gflops, free=one.free, problem=one.problem
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

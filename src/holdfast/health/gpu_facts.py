@@ -1,4 +1,4 @@
-"""What is known of a node's GPUs, from whoever can say: NVML, `nvidia-smi`, or torch.
+"""What is known of a node's GPUs: from NVML, `nvidia-smi` or torch, and from the kernel's log.
 
 Guarantee: asked in a child process with a deadline, because a sick driver hangs for ever and takes along who
 asks it. What one of them does not know is left out, not guessed.

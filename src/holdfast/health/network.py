@@ -1,4 +1,4 @@
-"""Trying the network out between the nodes of a job, over the interface that will be used.
+"""Trying the network out between the nodes of a job, and reading the counters of a node's links.
 
 Every node runs this at the same time; the one that has the endpoint's address hosts a store in which they
 meet. Then they try each other out in rounds (`policy.network`): a real connection each, to a port as the

@@ -1,4 +1,4 @@
-"""What a node gives a process: memory, space, shared memory, files, threads, a clock that agrees.
+"""What a node gives a process: memory, files, threads, a clock that agrees, storage that keeps what it takes.
 
 Each function looks at one thing and raises OSError where it cannot; nothing is judged here.
 """

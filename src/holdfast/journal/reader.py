@@ -1,4 +1,4 @@
-"""Reads a run's journal while it is being written.
+"""Reads a run's journal while it is being written: all of it, or only the ends of its files.
 
 All writers' files are merged by time; the lines of one file always keep their order, also when the clock
 was set back. A torn last line is left for the next look; a line that cannot be read is counted and skipped,

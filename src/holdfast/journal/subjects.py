@@ -1,4 +1,4 @@
-"""Events of life on a cluster: stopping on request, the scheduler, and the health of nodes."""
+"""What every event is; events of accounts, the cluster, restarts in place and stragglers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one `holdfast run` is, as its parts share it."""
+"""What one `holdfast run` is, as its parts share it; its signals, and what it leaves of itself."""
 
 from __future__ import annotations
 

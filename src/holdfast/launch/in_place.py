@@ -1,4 +1,4 @@
-"""In-process restart as one node's agent takes part in it.
+"""In-process restart as one node's agent takes part in it, and the leading agent's consent.
 
 One for the workers of an attempt, and of all attempts that they go on with: it runs the node's keeper, on the
 leading node the conductor, and takes up each plan, under the number and epoch that the plan names.

@@ -1,4 +1,4 @@
-"""Watches the ranks of one node: where each one is, and whether it is overdue.
+"""Watches the ranks of one node: where each one is, what it says, and whether it is overdue.
 
 Guarantees: nothing that a process sends can end or mislead the agent: only processes of this user that are
 workers or were started by one are listened to, messages are typed and bounded, and anything else closes that

@@ -1,4 +1,4 @@
-"""Prints what becomes of the run's saves, and how it gets over an incident, by following the journal.
+"""What a launch tells people: in short, and by following the journal of the run.
 
 Several processes have a part in a save: rank 0, its writer, the one that drains, the one that reads back. All
 of them journal what they did, so the journal is where the leading agent learns it, whichever process is alive

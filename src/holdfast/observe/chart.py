@@ -1,4 +1,4 @@
-"""The loss over the steps as inline SVG: one line an attempt, faults, checkpoints, rejected rungs.
+"""Pictures as inline SVG: the loss over the steps, and seconds of a step by rank and section.
 
 A run that resumes exactly draws the same curve again, on top of the lost part. So every attempt also has a
 lane under the axis, which shows where it began, what it kept and what was done again.

@@ -1,4 +1,4 @@
-"""How a run is now, from its records and the ends of its journals. Reads only.
+"""How a run is now, from its records and the ends of its journals, in values and in words. Reads only.
 
 Guarantee: it always answers for a directory that holds a run. What is missing, torn, damaged or of another
 release is left out and named under `problems`. The cost does not grow with the length of the journal: only

@@ -1,4 +1,4 @@
-"""What an incident left to judge by: plain values, as the agents gathered them.
+"""What an incident left to judge by: ends, frames to blame, missing ranks, faults. Plain values. Pure.
 
 Whatever is not known is left out, and every field but what identifies a thing has a default; so evidence of
 an older release, or of a node that could not say more, is evidence too.

@@ -1,4 +1,4 @@
-"""What was tried against a failure already, so that it is not tried again. Pure.
+"""Who runs where next: what was tried, which nodes and devices are left, who makes up the group. Pure.
 
 A *cycle* is a failure (its signature), the placement and number of the ranks, and the checkpoint they came
 from. Running the same cycle again can only help if something outside of it has changed; so each cause has a

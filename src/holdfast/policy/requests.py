@@ -1,4 +1,4 @@
-"""Stopping on request: after which step, by when, and what comes of it.
+"""Stopping on request: after which step, by when, what comes of it, and whether to be queued again. Pure.
 
 Guarantee: all ranks stop after the same step, without a collective. A rank that is told of the request
 *promises* the step it is in (or will do next): it does not go past it before it knows where all stop. Once

@@ -1,4 +1,4 @@
-"""Whether a function may start again in the same processes, and which of them take part. Pure.
+"""In-process restart: whether it may go on, who takes part under which rank, whether its limits fit. Pure.
 
 Guarantee: there is one policy of recovery. What befell the members is evidence like any other, an iteration
 is an attempt like any other, and `recovery.recover` decides on both; here it is only said how to see them so,

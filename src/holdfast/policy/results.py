@@ -1,4 +1,4 @@
-"""A rejected result as evidence: plain values, from the ranks that saw it to the policy that judges it. Pure.
+"""Which results are rejected and why, and a rejected result as evidence. Pure.
 
 Whatever is not known is left out; every field but what identifies a thing has a default, so a report of an
 older release is evidence too. Losses are as `journal.events.encode_loss` gives them.

@@ -1,4 +1,4 @@
-"""The recovery runbook's judgements: what stopped a run, whose fault that is, and whether it may go on. Pure.
+"""The recovery runbook's judgements: what stopped a run, whether it may go on, and from which rung. Pure.
 
 Guarantee: total. Every state of a run gets an answer, and what is not known is said to be not known; a
 finding that stands in the way of a start carries the exit code that says why, and what to do about it.

@@ -1,4 +1,4 @@
-"""How often to save: the interval that loses the least time to saving and to failures together. Pure.
+"""When to save, how to take a snapshot, which checkpoints to keep, and when storage is slow. Pure.
 
 Guarantee: for any costs, the chosen interval is finite, at least one step, at least as long as a save takes
 (rounded up to whole steps), and otherwise at most half the MTBF and half a day. It never rises when saves get

@@ -1,4 +1,4 @@
-"""The texts, classes and numbers of errors by which a cause is known: one table of each.
+"""The texts, classes and numbers of errors by which a cause is known, and the words for causes. Pure.
 
 Every text comes with a message as it is really met; a test classifies each of them, and compares the tables
 with docs/guides/recovery.md. What is not here is unknown, whatever it is.

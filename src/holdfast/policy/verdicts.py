@@ -1,4 +1,4 @@
-"""What a rejected step turned out to be, and what to do about it. Pure.
+"""What a rejected step turned out to be: what is open, what a replay says, what to do about it. Pure.
 
 Guarantee: a device is found guilty only if the fault followed it from one rank to another. A checkpoint
 becomes suspect only inside its probation, by results that are no numbers or that do not go on from where it

@@ -1,4 +1,4 @@
-"""Processes as the kernel shows them: who they are, what they descend from, what they wait for.
+"""Processes as the kernel shows them: who they are, whether they live, what they descend from.
 
 Guarantee: a process is identified by its id and the time it started, and a signal goes to that process or to
 none, also when the id has been given to another one meanwhile. Nothing here waits for a process, but the

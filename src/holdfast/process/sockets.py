@@ -1,4 +1,4 @@
-"""Who is at the other end of a local socket, and whether it belongs to us.
+"""Who is at the other end of a local socket, and messages over a socket pair.
 
 A path in an owner-only directory keeps other users out; the kernel's word on the peer's process (SO_PEERCRED)
 tells which of our own processes speaks.

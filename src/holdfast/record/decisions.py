@@ -1,4 +1,4 @@
-"""One decision for all: fixed once, durable, read by everyone.
+"""One decision for all: fixed once, durable, read by everyone; and the group that acts on it.
 
 Guarantee: for one name within one attempt, every process that returns from `decide` or `await_decision`
 returns the same decision. It is written to the control directory first and then fixed by compare-and-set

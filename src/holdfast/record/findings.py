@@ -1,4 +1,4 @@
-"""What the ranks of an attempt rejected, and what was settled about steps of the run's timeline.
+"""What attempts found out: rejected results and what was settled, transient faults, errors of devices.
 
 `attempts/<n>/rejection.json`: what they agreed to reject, written by rank 0 before it ends. The first one
 stays.

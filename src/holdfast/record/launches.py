@@ -1,4 +1,4 @@
-"""How the run was started, kept so that it can be started again; and what tells one start from another.
+"""How a run was started, so that it can be started again, and what the launcher hands to its workers.
 
 Every `holdfast run` leaves a record, one file a node, replaced in one step by the next launch there:
 

@@ -1,4 +1,4 @@
-"""The lease: which attempt may act on a run.
+"""The lease: which attempt may act on a run, and whether somebody holds it.
 
 Guarantee: at most one epoch is current, epochs only rise, and whoever acts under an older one is refused.
 

@@ -1,4 +1,4 @@
-"""From the settings to the time limits of a rank, and whether all timeouts of a launch fit each other."""
+"""Time limits: learned ones, kept; those of a rank, from the settings; and whether all of them fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator asked of a run, kept until it is asked otherwise.
+"""What people asked of a run: pins, resets, pauses, exclusions, skipped data, requeues.
 
 Guarantee: a request is durable before it is journalled, holds across attempts and launches, and may be made
 at any time, beside a live run too: no lease is needed, because a request changes nothing by itself. Only a

@@ -1,4 +1,4 @@
-"""What `holdfast recover` does, once it may: drains nodes, and runs the command with its signals passed on.
+"""The command that starts a run again, and acting on it: draining nodes, asking the scheduler, running it.
 
 Guarantee: nothing here is called without a person's word (`--yes`, or an answer). A node is kept out of the
 run durably before the scheduler is asked to drain it, so that the run does without it whatever comes of that.

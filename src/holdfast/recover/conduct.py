@@ -1,4 +1,4 @@
-"""The whole runbook, from looking to the record: `examine`, then what may be done, then watching it.
+"""The whole runbook, from looking to the record: examine, then what may be done, then watching it.
 
 Guarantee: without `run`, `yes` or a person's answer nothing is changed but for the record's own file. A run
 that is held by somebody, has no rung, no storage or no nodes is never started, whatever was answered; only a

@@ -1,4 +1,4 @@
-"""What the records and the journal of a run say of its end, as the runbook's judgements take it. Reads only.
+"""What the records and the journal say of a run's end, as the runbook's judgements take it. Reads only.
 
 Like the status it always answers: what cannot be read is left out and named under `problems`.
 """

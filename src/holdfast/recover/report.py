@@ -1,4 +1,4 @@
-"""The runbook in words: for a terminal, and as a record for an incident ticket. Pure."""
+"""What `holdfast recover` has to say, in words: for a terminal, and for an incident ticket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches what the journal tells of a resume, until its probation is over, and judges it. Reads only."""
+"""What a run had left before its resume, and whether the resume is right until its probation is over."""
 
 from __future__ import annotations
 

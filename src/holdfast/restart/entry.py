@@ -1,4 +1,4 @@
-"""How a process becomes a member: finds out who it is, its keeper, and the store.
+"""How a process becomes a member: what it is handed, who it is, its keeper, and the store.
 
 Under `holdfast run` all of it is handed over. Otherwise each node's local rank 0 starts a keeper process, and
 the others of the node learn its address from the store: torchrun's, or one that rank 0's keeper hosts at

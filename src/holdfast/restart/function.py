@@ -1,4 +1,4 @@
-"""What is wrong with a start of in-process restart, and what its environment has to be.
+"""`holdfast.restartable`: a function that starts again in place, and what is wrong with a start of it.
 
 Guarantee: whatever can be known beforehand to turn a restart into an end is refused before anything is
 started, all at once, each with its field, its value, where that came from and what to do.

@@ -1,4 +1,4 @@
-"""Freeing who waits in a gloo collective.
+"""Which of this process's sockets belong to gloo, and freeing who waits in a collective.
 
 gloo has no call that ends a collective under way: `abort` and `shutdown` of its groups return and change
 nothing (torch 2.11 and 2.13). What ends it is the end of the connections. gloo tells that to all that wait

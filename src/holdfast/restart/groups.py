@@ -1,4 +1,4 @@
-"""Leaving torch's process groups after a fault, whatever they are doing, so that new ones can be made.
+"""Leaving torch's process groups and meshes after a fault, so that new ones can be made.
 
 Guarantees: after `abort` no call on a group made meanwhile waits for a peer any more, nor does the making
 of a gloo group (what gloo cannot do there: `gloo_freeing`; backends other than gloo and NCCL are only

@@ -1,4 +1,4 @@
-"""The keeper of one node's members: sees their ends, and ends those that hang.
+"""The keeper of one node's members: sees their ends, tells of them, and ends those that hang.
 
 Guarantees: the end of a member's process is told within moments, whatever ended it (pidfd). A member that
 gives no sign of life for hard_timeout, whose main thread stands still for so long, that does not leave the

@@ -1,4 +1,4 @@
-"""The keeper of a node without the launcher: a process of its own, started by the node's local rank 0.
+"""The keeper of a node without the launcher: a process of its own, started by local rank 0.
 
 Guarantees: it survives whoever started it, and what is sent to that one's session or process group; and it
 ends within seconds once none of its members is there any more. The one on rank 0's node conducts, hosts the

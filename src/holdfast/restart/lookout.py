@@ -1,4 +1,4 @@
-"""A member's lookout: a thread that frees the main thread when an iteration ends, and gives signs of life.
+"""A member's lookout: frees the main thread when an iteration ends, and gives signs of life.
 
 Guarantees: once the iteration's end is known here, the main thread is interrupted and the groups are aborted,
 again and again until it has left the function; a main thread that makes no progress for `soft_timeout` (and

@@ -1,4 +1,4 @@
-"""One process in a restartable job: the function, over and over, until all have finished it or none goes on.
+"""One process in a restartable job: the function, over and over, until all have finished or none goes on.
 
 Guarantees: the function runs in the main thread, on all active members under one plan or on none; after a
 fault anywhere every member leaves it, and is at the next barrier, ended by its keeper, or gone; and every

@@ -1,4 +1,4 @@
-"""What members, keepers and the conductor of a restartable job say to each other, and under which keys.
+"""What members, keepers and the conductor say to each other, under which keys, and what the journal is told.
 
 A *member* is a process, known by the rank that it was started with, which it never loses; the ranks that it
 trains under may change. A *keeper* stands outside of the members of one node: it sees their ends, and ends

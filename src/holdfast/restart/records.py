@@ -1,4 +1,4 @@
-"""The account of a restart that no launcher decided about, from what its plan says.
+"""The faults of in-process restarts as recovery's evidence, and the account of one that no launcher decided.
 
 Under `holdfast run` the leading agent tells, and nothing of this is used.
 """

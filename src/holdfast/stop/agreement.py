@@ -1,4 +1,4 @@
-"""How requests, promises and the agreed step travel where there is no launcher: through the group's store.
+"""The agreement on where all stop: one rank's part in it, and how it travels where there is no launcher.
 
 Guarantee: the first request counts for all ranks, and the step is named once, by rank 0, after every rank has
 promised. A store that does not answer holds up nothing but the thread that asks it; the deadline of the stop

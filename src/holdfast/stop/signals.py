@@ -1,4 +1,4 @@
-"""Signals that ask a rank to stop.
+"""What asks a rank to stop: signals and the stop file; by when it must have ended; loaders that live on.
 
 Guarantee: a handler does nothing but count. Nothing is saved, logged, locked or raised where a signal happens
 to arrive, which may be in the middle of a write. A thread of its own is told at once, through the

@@ -1,4 +1,4 @@
-"""A rank's signs of life to its agent.
+"""A rank's signs of life to its agent, and what the two say to each other.
 
 Guarantee: nothing here ever holds a step up or ends a run. Sends do not wait; what an agent that does not
 read cannot take is dropped and counted, and the newest state is sent as soon as it reads again. Every message

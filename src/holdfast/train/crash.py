@@ -1,4 +1,4 @@
-"""What a rank leaves behind when an exception ends it: the error file, and the documented exit code.
+"""What a rank leaves behind when an exception ends it: error file, exit code, and a traceback folded away.
 
 torch's launcher names an error file for each rank but only functions wrapped with its decorator write one,
 with times in whole seconds. This hook writes it for any uncaught exception, before anything else can hang, in

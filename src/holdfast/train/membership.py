@@ -1,4 +1,4 @@
-"""Which attempt this process belongs to, and its right to act.
+"""Which attempt this process belongs to, its right to act, and what the run is made of.
 
 Under `holdfast run` the agent has claimed the lease and numbered the attempt; a worker only takes both over.
 Under plain `python` or torchrun there is no such agent: rank 0 claims the lease, settles what was left open

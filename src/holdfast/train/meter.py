@@ -1,4 +1,4 @@
-"""What a run counts and measures: steps, samples, tokens, losses, step times.
+"""What a run counts and measures, and what earlier attempts measured.
 
 Losses on a device are kept there and read back together when the journal is flushed, so that recording one
 does not make the loop wait for the device at every step.

@@ -1,4 +1,4 @@
-"""Puts together what resumes a run, from its settings, and what is done around it."""
+"""Puts together a rank's part in an attempt, from its settings, and takes it apart at the end."""
 
 from __future__ import annotations
 

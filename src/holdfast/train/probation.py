@@ -1,4 +1,4 @@
-"""Probation: the steps after a resume in which what was loaded is watched, and the trial of a suspect.
+"""Probation: the steps after a resume in which what was loaded, and how fast it trains, is watched.
 
 Guarantee: a checkpoint becomes proven only after `validation.probation_steps` accepted steps without a
 breach, and a suspect is condemned only by an attempt that began below it, completed the very step at which it

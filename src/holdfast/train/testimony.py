@@ -1,4 +1,4 @@
-"""What a rank can say of itself while its main thread hangs.
+"""How a rank is watched: what it says of itself while it hangs, pings, and faults on purpose.
 
 Two ways, since neither covers all hangs. `testify` runs in another thread and tells everything: the stacks of
 all threads with their names, and where the rank stands in each process group. It needs the interpreter's

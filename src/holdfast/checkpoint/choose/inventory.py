@@ -1,4 +1,4 @@
-"""What a resume has to choose from: the ladder, as the control directory and the root give it."""
+"""What a resume has to choose from, on this file system and on the remote."""
 
 from __future__ import annotations
 

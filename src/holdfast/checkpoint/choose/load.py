@@ -1,4 +1,4 @@
-"""Loading one checkpoint into the tracked objects, verified, in one pass, without talking to other ranks.
+"""Loading one checkpoint into the tracked objects, verified, in one pass, at any number of ranks.
 
 `load` reads and verifies everything this rank needs and puts the tensors in place; `LoadedState.apply` then
 restores what is not a tensor. The caller lets the group agree between the two. A rank that fails a check

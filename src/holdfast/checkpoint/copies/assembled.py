@@ -1,4 +1,4 @@
-"""Shards from the nearest copy that can be believed: this node's own, a peer's, the global tier's.
+"""Which rank is at which place, and shards from the nearest copy that can be believed.
 
 Guarantee: what a reader is given comes from one of the sources that say that they hold the shard; which one
 makes no difference, because the reader compares every chunk with the manifest's digest. A source whose bytes

@@ -1,4 +1,4 @@
-"""All copies that this node holds of a run's checkpoints, each judged by the manifest that was committed.
+"""What the copies of the local tier really hold: one copy, those of an attempt, those of a node.
 
 The manifest is never taken from the place: it comes from the control directory (or the checkpoint root, which
 has the same one), and only if its digest is the one in the run's commit record. Changes nothing.

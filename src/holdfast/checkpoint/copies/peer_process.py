@@ -1,4 +1,4 @@
-"""The place leader's side of its peer server: it listens, starts the process, and replaces it when it dies.
+"""A place's peer server as a process: what it runs, and how the place leader starts and replaces it.
 
 Guarantee: nothing here blocks, whatever the process does, except `close` for as long as it is told to. The
 listening socket stays the leader's: a process that takes another's place has the same address, and who
@@ -87,10 +87,6 @@ def main() -> int:
     order = msgspec.json.decode(sys.argv[1].encode(), type=PeerOrder)
     listener, line = (socket.socket(fileno=int(number)) for number in sys.argv[2:4])
     return run(order, listener, line, int(sys.argv[4]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -252,3 +248,7 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

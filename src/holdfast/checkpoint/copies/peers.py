@@ -1,4 +1,4 @@
-"""Sending a replica of this place's copy to a peer's server.
+"""Reading shards from a peer's copy, and sending replicas to peers.
 
 Guarantee: what is announced are the digests that were taken at the source when the checkpoint was saved.
 They are never taken again from what is sent: a byte that was altered in this node's memory since then would

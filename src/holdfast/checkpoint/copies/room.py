@@ -1,4 +1,4 @@
-"""Slots: the image files of a place that one rank stages its snapshots into.
+"""Room for one more local copy, and the slots that a rank stages its snapshots into.
 
 In memory (tmpfs) a slot is the staging buffer itself: what the trainer copies the state into is the file that
 becomes the local copy, and nothing is copied again. On a disk a slot is a file of the right size, which the

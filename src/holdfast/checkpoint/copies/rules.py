@@ -1,4 +1,4 @@
-"""Who holds whose replicas, and who makes lost copies again after a resume.
+"""Who holds whose replicas, where each file comes from, and which copies are given up. Pure.
 
 Guarantee: pure, the same on every rank. With `factor` as served, each rank's shards lie on exactly that many
 places, its own included, never twice on one; so any loss of `factor - 1` places leaves a copy of everything.

@@ -1,4 +1,4 @@
-"""The local tier: the copies that one place (a node's memory or disk) holds of a run's checkpoints.
+"""The local tier: the copies of one place, and what the control directory has recorded of them.
 
 ```
 <non_persistent_local_ckpt_dir>/<run id>/      one place, for one run; for its owner only

@@ -1,4 +1,4 @@
-"""The wire between places: frames, raw bytes, and the proof that both ends belong to the same run.
+"""The wire between places: frames, raw bytes, messages, and the proof that both ends belong to one run.
 
 ```
 server → client   Greeting   protocol, nonce s

@@ -1,4 +1,4 @@
-"""A file that digests what is written to it, in the same pass.
+"""Where everything lies in a rank's shards, files that digest what is written to them, and reading them.
 
 Each stored item (chunk) gets its own xxh3-128, so that a loader can verify just what it reads, and the file
 gets one over everything, so that a copy can be judged without knowing its items. Large writes are digested

@@ -1,4 +1,4 @@
-"""The manifest, `holdfast.json`: what a checkpoint holds, with digests taken at the source.
+"""What a checkpoint is: its identity, its manifest with digests taken at the source, its problems.
 
 ```
 {"digest": "<xxh3-128 of the exact bytes of body>", "body": {"format": 1, "id": …, "files": […]}}

@@ -1,4 +1,4 @@
-"""DCP's `.metadata`, read without torch and without running anything in it.
+"""DCP's `.metadata`, and any pickle, read as data: nothing in it is ever imported or executed.
 
 `.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`. It is read as data (see
 pickled.py), every field is checked for its type and range, and the result is plain structs. Whatever is odd

@@ -1,4 +1,4 @@
-"""What surrounds a tensor's bytes in a DCP shard, known before any bytes are.
+"""A rank's shards in torch's own format: what surrounds a tensor's bytes, and writing them.
 
 A DCP shard holds one torch.save archive an item. With the archive's CRC left out, everything in it but the
 tensor's own bytes depends on nothing but dtype and shape. So a shard's whole layout, and with it DCP's

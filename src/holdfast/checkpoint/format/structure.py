@@ -1,4 +1,4 @@
-"""The cheap look at a checkpoint directory: its manifest, and the names, sizes and types of its files.
+"""Whether a checkpoint directory holds what it says: by a cheap look, or byte by byte.
 
 Nothing here reads a shard, writes, or follows a link. A directory without a manifest (stock DCP) is checked
 for completeness by its `.metadata`. Whatever is wrong with a checkpoint becomes a `Problem`, never an

@@ -1,4 +1,4 @@
-"""Remote copies of checkpoints, under one URL: pushed, listed, verified and deleted.
+"""Remote copies of checkpoints, under one URL: pushed, listed, verified, pulled back and deleted.
 
 ```
 <remote_root>/step_00000120-3fa9c1d2/__0_0.distcp …     every file of the checkpoint, byte for byte

@@ -1,4 +1,4 @@
-"""Drain: how rank 0's trainer has its committed checkpoints copied to the remote, without waiting for it.
+"""The drain as rank 0's trainer has it: committed checkpoints go to the remote without being waited for.
 
 Guarantee: `push`, `delete` and `poll` never block, whatever the remote or the drain process does. The work is
 done by a process of its own (drain_process.py), in a session of its own, so that it outlives its trainer and

@@ -1,4 +1,4 @@
-"""Where remote copies lie: a store of objects under one URL, seen through few operations.
+"""Where remote copies lie: a store of objects under one URL, tried again within a budget.
 
 What the rest relies on: an object appears whole or not at all, under its final name, and is never renamed;
 `upload` says whether the store itself confirmed the bytes by a checksum of its own; if not, whoever uploads

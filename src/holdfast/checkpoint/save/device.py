@@ -1,4 +1,4 @@
-"""Takes a snapshot of tensors on CUDA devices into host memory, holding training up as little as can be.
+"""Snapshots of tensors on CUDA devices into host memory, holding training up as little as can be.
 
 Guarantee: once `InFlight.done()` is true and `torn()` is empty, the buffer holds every piece as it was when
 `begin` was called; if ever it does not, the fingerprints, taken on the training stream before anything else,

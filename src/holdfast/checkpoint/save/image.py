@@ -1,4 +1,4 @@
-"""Writing a staged image from memory to its shards, or digesting it where it lies.
+"""A staged image becomes shards, or is digested where it lies, by several processes if it is large.
 
 The image in memory is the files, byte for byte, so the work can be shared out (image_claims.py). Whoever has
 a run of items goes through it slice by slice and does everything with a slice while it is in the processor's

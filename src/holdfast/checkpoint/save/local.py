@@ -1,4 +1,4 @@
-"""After a resume: copies of its checkpoint that are missing or bad on this node are made again.
+"""Copies on the nodes: the commit in the local tier, replicas to peers, and mending after a resume.
 
 Guarantee: beside training, and never in its way: a thread of the writer process, one copy at a time, each by
 a deadline, every source of a shard asked once. A copy counts only once every file that lies in its image has

@@ -1,4 +1,4 @@
-"""Staging buffers: host memory that a trainer fills and its writer process reads.
+"""Staging one rank's snapshot: from live tensors into memory that its writer process reads.
 
 A buffer is an anonymous memory file: shared with the writer by its descriptor, visible to nobody else, and
 gone with the last process that holds it; or, where it is to become a local copy as it is, a file in memory

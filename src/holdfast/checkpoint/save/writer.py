@@ -1,4 +1,4 @@
-"""The trainer's side of its writer process: starting it, handing jobs over, replacing it when it dies.
+"""The trainer's side of its writer process: what they say to each other, its start, its replacement.
 
 Nothing here ever waits for the writer, except where a deadline is given. A writer that dies is replaced and
 given again what it had not finished, from the buffers, which the trainer still holds; after RESTARTS deaths

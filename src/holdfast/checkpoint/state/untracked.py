@@ -1,4 +1,4 @@
-"""Parameters that are trained and that nothing which is saved brings back: a resume would begin them anew.
+"""What is trained and nothing brings back: parameters that no state holds, objects that nobody tracks.
 
 That is one that a tracked optimizer trains and neither a tracked model nor another tracked object holds (a
 weight of the loss), or one that its model's `state_dict` leaves out. They are looked for in the fork that

@@ -1,4 +1,4 @@
-"""From a failure to the one decision about it.
+"""From a failure to the one decision about it: gathered, decided, made durable, told.
 
 Guarantee: the decision is made once, by the leading agent, on what all nodes reported; it is durable before
 anybody acts on it, and every node acts on the same one or ends with a documented code. Storage that takes

@@ -1,4 +1,4 @@
-"""Gathers what a failed attempt left behind.
+"""Gathers what a failed attempt left behind, and puts questions to ranks that still answer.
 
 Guarantee: nothing a worker wrote can make this fail. An error file that is missing, torn, huge or of another
 shape costs its message, not the decision.

@@ -1,4 +1,4 @@
-"""Collects the evidence of a hang, before anything is killed.
+"""A hang: from the overdue rank to the evidence, collected before anything is killed, and the report.
 
 Guarantee: `collect` returns by its deadline whatever the ranks, the kernel and the disk do; what could not be
 had in time is missing from the report and said to be. All ranks are asked at once, each in a thread of its

@@ -1,4 +1,4 @@
-"""Waiting for the storage of a run whose attempt has failed, before anybody decides what comes next.
+"""Waits before a decision: for storage that takes nothing, or while an operator has paused recovery.
 
 Guarantee: it ends, within bounds and with what is wrong. Whoever decides then knows whether a restart could
 follow: what the gate would keep every node out for is found out here, and not after a restart was announced.

@@ -1,4 +1,4 @@
-"""One attempt, as the agents of its nodes share it.
+"""One attempt as the agents of its nodes share it, and which devices its ranks get.
 
 The agent of group rank 0 leads: it claims the epoch, numbers the attempt, hosts its store and announces all
 three in the rendezvous round's store. The others follow: they learn the announcement before a deadline or

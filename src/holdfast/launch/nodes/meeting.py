@@ -1,4 +1,4 @@
-"""Where a launch's agents meet: a rendezvous of our own, on torch's store and behind torch's interface.
+"""Where a launch's agents meet: a rendezvous of our own, on a store that a node hosts.
 
 Guarantee: a round forms at once when everybody is there; whoever died is not waited for longer than
 `node_timeout`, and not at all when its end was seen; a node too many is parked; a node that may not take part

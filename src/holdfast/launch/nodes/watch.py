@@ -1,4 +1,4 @@
-"""Agents that watch each other while an attempt runs.
+"""Agents that watch each other while an attempt runs, and the lease as the leading one holds it.
 
 Guarantee: the end of an agent is known to the leading one at once when its connection closes, and within
 `timeout` when it only falls silent; the leader's end is known to all others in the same way. A word of

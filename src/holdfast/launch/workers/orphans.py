@@ -1,4 +1,4 @@
-"""What workers start and leave behind: found for certain, ended, and reaped by the agent.
+"""Workers and what they start and leave behind: found for certain, ended, and reaped by the agent.
 
 A process that left its worker's session is not reached through the worker's group. While its parent lives it
 is found below it; after that the kernel gives it to the agent, which has asked to be the reaper of its

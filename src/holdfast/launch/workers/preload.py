@@ -1,4 +1,4 @@
-"""The agent's side of the preloaded parent: starting it, asking it for workers, replacing it.
+"""The agent's side of the preloaded parent: started early, asked for workers, replaced.
 
 Light: it is started before the agent imports torch itself, so that both imports run side by side.
 

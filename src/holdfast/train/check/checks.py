@@ -1,4 +1,4 @@
-"""The checks on one rank's own result: its loss, its gradients, and whatever the user adds.
+"""The checks on one rank's own result, at once or deferred, and what the ranks agree on in a step.
 
 Guarantee: `look` waits for a device at most once, however many tensors there are, unless something is wrong;
 nothing in it is a collective; no check that a user added can end the run by failing.

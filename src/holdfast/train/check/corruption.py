@@ -1,4 +1,4 @@
-"""The silent corruption watch: now and then a micro-batch is computed twice, if possible by two devices.
+"""The silent corruption watch: now and then a micro-batch is computed twice, by two devices if possible.
 
 A device that computes wrongly without any error gives numbers that look like any others. Every so many steps
 each rank's micro-batch, with its random numbers, goes to the next rank; all ranks compute their neighbour's

@@ -1,4 +1,4 @@
-"""What becomes of a result that was rejected and is not, or not any more, run again.
+"""What becomes of a rejected result: told to all ranks, compared with earlier attempts, judged.
 
 Guarantee: what is not finite is dropped, or ends the attempt, on every rank alike, and never reaches an
 optimizer (with deferred checks it did before it was seen: then it is gone back from, or said). A value that

@@ -1,4 +1,4 @@
-"""The places in which a rank keeps gradients and buffers, and copies of what is in them.
+"""Running a step again: everything that it changes in a rank, the way back, and dropping it.
 
 A gradient is in its parameter's `grad`. FSDP2 keeps what was accumulated without a reduction elsewhere, where
 nobody sees it between two calls: `torch_internals` knows where.

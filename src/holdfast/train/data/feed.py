@@ -1,4 +1,4 @@
-"""The data feed: the one iterator over the user's loader, and its position.
+"""The data feed: the one iterator over the user's loader, its position, and data that is left out.
 
 Guarantee: a resumed run gets the batches that it would have got without the interruption, in the same order
 and with the same contents, and the training's random numbers go on as if nothing had happened; or the loader

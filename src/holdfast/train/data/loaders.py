@@ -1,4 +1,4 @@
-"""Whether a loader can give the same batches again: told by its looks, and by its use.
+"""Loaders: one that any number of ranks share, whether one can repeat itself, and a batch's samples.
 
 `unfit` knows what no position could be taken up of. `Evidence` keeps digests of an epoch's batches, so that a
 replay can be compared with what it repeats, and sees who draws random numbers when: a loader that draws from

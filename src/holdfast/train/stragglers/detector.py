@@ -1,4 +1,4 @@
-"""Puts together a run's straggler detector from its settings; refuses settings that cannot work."""
+"""A straggler detector from a run's settings, and `StragglerDetector`, without a Run."""
 
 from __future__ import annotations
 

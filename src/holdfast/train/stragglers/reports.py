@@ -1,4 +1,4 @@
-"""One rank's part in finding the rank that the others wait for.
+"""One rank's part in a report on stragglers: measured, sent, judged, told, acted on.
 
 Guarantee: a step costs a few readings of clocks, and no exchange. The ranks meet a few times in each interval
 (`LOOKS`), at the same step on all of them: rank 0 says whether a report is due and after how many steps to
