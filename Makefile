@@ -4,11 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo docs packages test lint format bench drill gpu compat clean
+.PHONY: help demo docs packages test quick lint format bench drill gpu compat clean
 
 help:
 	@echo "make demo    train, kill a rank, corrupt a checkpoint, recover, compare with an undisturbed run"
-	@echo "make test    lint, types and the whole test suite"
+	@echo "make test    lint, types and the whole test suite; make test ROOM=checkpoint: the tests of one room"
+	@echo "make quick   lint, types and the tests that need no processes, in under two minutes"
 	@echo "make lint    ruff and mypy only"
 	@echo "make docs    the documentation as a site, in site/index.html"
 	@echo "make drill   the slow fault drills"
@@ -33,8 +34,12 @@ docs: $(READY)
 packages:
 	@sh tests/install_packages.sh
 
+ROOM ?=
 test: lint packages
-	$(BIN)/python -m pytest -m "not drill" --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not drill" --numprocesses 2 --dist worksteal $(if $(ROOM),tests/$(ROOM))
+
+quick: lint
+	$(BIN)/python -m pytest -m "not drill" --numprocesses 2 --dist worksteal $(addprefix tests/,$(PURE))
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,70 +1,126 @@
-"""The package map holds: dependencies point down only, policies have no effects, no file grows too long."""
+"""The house holds: dependencies point down, rooms are entered by their fronts, policies are pure."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import re
-from fnmatch import fnmatch
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast.base.fronts import listed
 from kit.harness import REPO
 
 SOURCE = REPO / "src" / "holdfast"
-ROOMS = [
-    "cli",
-    "drill",
-    "recover",
-    "observe",
-    "launch",
-    "run",
-    "inprocess",
-    "account",
-    "worker",
-    "checkpoint",
-    "health",
-    "cluster",
-    "control",
-    "policy",
-    "journal",
-]
-"""From the top down; what is not a room (config, files, errors …) is the floor that all stand on."""
-MODULES = sorted(SOURCE.rglob("*.py"))
+PAGE = REPO / "docs" / "design" / "architecture.md"
+MODULES = {
+    ".".join(("holdfast", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(SOURCE.rglob("*.py"))
+}
+FRONTS = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+PURE = ["policy", "account/answers.py", "account/incidents.py", "account/ledger.py", "account/remarks.py"]
+PURE += ["account/words.py", "checkpoint/copies/rules.py", "health/connections.py", "health/findings.py"]
+PURE += ["train/stragglers/scores.py"]
+"""Rooms and modules that decide from values alone."""
+MOST_MODULES, MOST_FILES, MOST_LINES, FEWEST_LINES = 260, 15, 800, 40
 
 
-def room(parts: tuple[str, ...]) -> str:
-    return parts[0] if parts and parts[0] in ROOMS else ""
+def tools() -> dict[str, object]:
+    """What tools/reference.py defines; it lies in no package."""
+    spec = importlib.util.spec_from_file_location("reference", REPO / "tools" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module)
 
 
-def imports(path: Path) -> set[str]:
-    """Every module of ours that a file imports anywhere in it, also inside functions."""
-    found: set[str] = set()
+ROOMS: tuple[str, ...] = tools()["ROOMS"]  # type: ignore[assignment]
+
+
+def room(module: str) -> str:
+    """The room on the top floor: `checkpoint` for holdfast.checkpoint.save.plan."""
+    return module.split(".")[1] if module != "holdfast" else ""
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """Every module of ours that a file imports from, anywhere in it, and the name that it takes."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("holdfast"):
+            for alias in node.names:
+                yield node.module or "", alias.name
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
+            for alias in node.names:
+                if alias.name.startswith("holdfast."):
+                    yield alias.name, ""
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_dependencies_point_down_only(path: Path) -> None:
-    relative = path.relative_to(SOURCE)
-    here = room((relative.parts[0].removesuffix(".py"),))
-    if relative.name in ("__init__.py", "__main__.py") and len(relative.parts) == 1:
-        return  # the package's own front door
-    level = ROOMS.index(here) if here else len(ROOMS)
-    for name in imports(path):
-        if name.startswith("holdfast."):
-            there = room(tuple(name.split(".")[1:]))
-            assert not there or ROOMS.index(there) >= level, (
-                f"{relative} imports {name}, which stands above it"
-            )
+def test_every_room_has_its_place() -> None:
+    assert {room(name) for name in MODULES if name not in ("holdfast", "holdfast.__main__")} == set(ROOMS)
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "policy").glob("*.py")), ids=lambda path: path.name)
-def test_a_policy_imports_nothing_that_has_effects(path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("holdfast", "holdfast.__main__")])
+def test_dependencies_point_down_only(name: str) -> None:
+    level = ROOMS.index(room(name))
+    for module, taken in imports(MODULES[name]):
+        there = room(module if module != "holdfast" else f"holdfast.{taken}")
+        if there in ROOMS:
+            floor = {room(name), there} == {"errors", "base"}
+            assert ROOMS.index(there) >= level or floor, f"{name} imports {module}, which stands above it"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in FRONTS])
+def test_rooms_are_entered_by_their_fronts(name: str) -> None:
+    """A module imports from the modules of its own package, or from fronts, and there what they list."""
+    own = name.rpartition(".")[0]
+    for module, taken in imports(MODULES[name]):
+        package = module if module in FRONTS else module.rpartition(".")[0]
+        if module in FRONTS and package != own and module != "holdfast":
+            offered = listed(package)
+            assert taken in offered or f"{module}.{taken}" in FRONTS, f"{package} does not list {taken}"
+        elif package not in (own, "holdfast"):
+            raise AssertionError(f"{name} imports {module}: import {taken} from {package}")
+
+
+@pytest.mark.parametrize("front", sorted(FRONTS - {"holdfast"}))
+def test_a_front_says_what_its_room_is_for_and_lists_what_there_is(front: str) -> None:
+    doc = ast.get_docstring(ast.parse(MODULES[front].read_text())) or ""
+    assert re.search(r"\nFor .*\nPromises: .*\nNever: ", doc, re.DOTALL), doc
+    for name, (module, there) in listed(front).items():
+        assert f"{module}.".startswith(f"{front}."), f"{front} lists {name} of another room"
+        assert name == (there or module.rpartition(".")[2])
+        if there and not module.endswith("_triton"):
+            assert hasattr(importlib.import_module(module), there), f"{front} lists {name}, {module} has none"
+
+
+def test_a_front_lists_nothing_that_nobody_takes() -> None:
+    """Outsiders are other rooms, tests, benchmarks, and what the docs tell people to import."""
+    taken: dict[str, set[str]] = defaultdict(set)
+    others = [path for folder in ("tests", "bench", "tools") for path in (REPO / folder).rglob("*.py")]
+    for path in [*MODULES.values(), *others]:
+        for module, name in imports(path):
+            taken[module].add(name)
+    told = "\n".join(path.read_text() for path in (REPO / "docs").rglob("*.md"))
+    for front in sorted(FRONTS - {"holdfast"}):
+        needless = {
+            name
+            for name in listed(front)
+            if name not in taken[front] and not re.search(rf"\b{front}\b.*\b{name}\b", told)
+        }
+        assert not needless, f"{front} lists what nobody takes: {sorted(needless)}"
+
+
+def pure_modules() -> list[Path]:
+    found = [SOURCE / one for one in PURE]
+    return [file for path in found for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])]
+
+
+@pytest.mark.parametrize("path", pure_modules(), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_what_decides_imports_nothing_that_has_effects(path: Path) -> None:
     effects = {
         "os",
         "io",
@@ -77,42 +133,38 @@ def test_a_policy_imports_nothing_that_has_effects(path: Path) -> None:
         "random",
         "torch",
     }
-    assert not {name.split(".")[0] for name in imports(path)} & effects
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add((node.module or "").split(".")[0])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+    assert not found & effects
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_no_file_is_over_700_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 700
+def test_no_two_modules_have_one_name() -> None:
+    """Commands are named for what they call, and only there may a name come twice."""
+    names = Counter(
+        path.stem
+        for name, path in MODULES.items()
+        if name not in FRONTS and room(name) != "cli" and name != "holdfast.__main__"
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_the_documented_map_names_every_room() -> None:
-    text = (REPO / "docs" / "design" / "architecture.md").read_text()
-    for name in ROOMS:
-        assert f"  {name}.py " in text or f"  {name}/ " in text, name
+def test_the_house_stays_small_enough_to_overlook() -> None:
+    assert len(MODULES) <= MOST_MODULES
+    files = Counter(path.parent.relative_to(SOURCE).as_posix() for path in MODULES.values())
+    assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
+    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+    short = {name for name, count in lines.items() if count < FEWEST_LINES and name not in FRONTS}
+    assert {name for name in short if "__main__" not in MODULES[name].read_text()} - {
+        "holdfast.__main__"
+    } == set()
 
 
-def listed() -> dict[str, list[str]]:
-    """By room: the modules that the map in the docs names, as often as it does."""
-    text = (REPO / "docs" / "design" / "architecture.md").read_text()
-    found: dict[str, list[str]] = {}
-    here = ""
-    for line in text.split("```")[1].splitlines():
-        if named := re.match(r"  ([a-z_]+)(/|\.py)", line):
-            here = named[1] if named[2] == "/" and named[1] not in found else ""
-            assert here or named[2] == ".py", f"{named[1]} is there twice"
-        if here:
-            # A row may begin with what its modules are about; the last word before a comma is a name.
-            found.setdefault(here, []).extend(part.split()[-1] for part in line.split(",") if part.strip())
-    return found
-
-
-def test_the_map_in_the_docs_names_every_module_once() -> None:
-    rooms = listed()
-    assert set(rooms) == set(ROOMS) - {"run"}
-    for name in sorted(set(rooms) - {"cli", "drill", "observe"}):  # those are told in words
-        modules = rooms[name]
-        there = {path.stem for path in (SOURCE / name).glob("*.py")} - {"__init__", "__main__"}
-        matching = {module: {one for one in there if fnmatch(one, module)} for module in modules}
-        assert all(matching.values()), f"{name}: {[one for one, found in matching.items() if not found]}"
-        named = sorted(one for found in matching.values() for one in found)
-        assert named == sorted(there), f"{name}: {sorted(there ^ set(named)) or 'one is there twice'}"
+def test_the_page_says_what_must_hold() -> None:
+    text = PAGE.read_text()
+    for most in (MOST_MODULES, MOST_FILES, MOST_LINES, FEWEST_LINES):
+        assert re.search(rf"\| .*\b{most}\b", text.partition("## What must hold")[2]), most

@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from holdfast.base.scope import leavable as leavable
     from holdfast.base.scope import stretch as stretch
     from holdfast.base.scope import to_the_end as to_the_end
-    from holdfast.base.text import MAX_TEXT as MAX_TEXT
     from holdfast.base.text import Rendered as Rendered
     from holdfast.base.text import duration as duration
     from holdfast.base.text import moment as moment

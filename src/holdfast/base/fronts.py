@@ -26,7 +26,8 @@ def offers(package: str) -> Callable[[str], object]:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, there = homes[name]
-        found = getattr(importlib.import_module(module), there)
+        home = importlib.import_module(module)
+        found = getattr(home, there) if there else home
         setattr(sys.modules[package], name, found)  # the next use does not come here
         return found
 
@@ -34,20 +35,24 @@ def offers(package: str) -> Callable[[str], object]:
 
 
 def listed(package: str) -> dict[str, tuple[str, str]]:
-    """Each name that the front of `package` lists: the module it is from, and its name there."""
+    """What the front of `package` lists, by name: the module it is from, and its name there; "" if a module."""
     spec = importlib.util.find_spec(package)
     loader = spec.loader if spec else None
     source = loader.get_source(package) if isinstance(loader, InspectLoader) else None
     if source is None:  # installed without sources: every module is asked
         return _by_looking(package)
     return {
-        alias.asname or alias.name: (node.module, alias.name)
+        alias.asname or alias.name: _home(package, node.module, alias.name)
         for block in ast.parse(source).body
         if isinstance(block, ast.If)
         for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module and node.module != package
+        if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
+
+
+def _home(package: str, module: str, name: str) -> tuple[str, str]:
+    return (f"{package}.{name}", "") if module == package else (module, name)
 
 
 def _by_looking(package: str) -> dict[str, tuple[str, str]]:
