@@ -35,6 +35,7 @@ packages:
 	@sh tests/install_packages.sh
 
 ROOM ?=
+PURE := policy account config journal house
 test: lint packages
 	$(BIN)/python -m pytest -m "not drill" --numprocesses 2 --dist worksteal $(if $(ROOM),tests/$(ROOM))
 

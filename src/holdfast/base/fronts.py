@@ -35,7 +35,7 @@ def offers(package: str) -> Callable[[str], object]:
 
 
 def listed(package: str) -> dict[str, tuple[str, str]]:
-    """What the front of `package` lists, by name: the module it is from, and its name there; "" if a module."""
+    """What the front of `package` lists: each name's module, and its name there, empty for a whole module."""
     spec = importlib.util.find_spec(package)
     loader = spec.loader if spec else None
     source = loader.get_source(package) if isinstance(loader, InspectLoader) else None
