@@ -168,3 +168,68 @@ def test_the_page_says_what_must_hold() -> None:
     text = PAGE.read_text()
     for most in (MOST_MODULES, MOST_FILES, MOST_LINES, FEWEST_LINES):
         assert re.search(rf"\| .*\b{most}\b", text.partition("## What must hold")[2]), most
+
+
+WAYS = {
+    "a synchronous save": 20,
+    "a resume": 20,
+    "from a crash until the ranks run again": 30,
+}
+
+
+def way(name: str) -> list[str]:
+    """The files that a row of the page's table names."""
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} | `")]
+    return re.findall(r"`([a-z_/.]+)`", row)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_way_is_short_and_its_files_exist(name: str) -> None:
+    files = way(name)
+    assert len(files) == len(set(files)) <= WAYS[name]
+    assert [file for file in files if not (SOURCE / file).is_file()] == []
+
+
+def test_a_save_enters_no_other_files_than_the_page_names(tmp_path: Path) -> None:
+    """A real save of a run, traced: whatever of ours it enters is on the way, or beside it."""
+    entered = save_traced(tmp_path)
+    named = (*way("a synchronous save"), *way("beside a save"))
+    strangers = {file for file in entered if not any(file == one or file.startswith(one) for one in named)}
+    assert not strangers
+    assert "checkpoint/commit.py" in entered
+
+
+def save_traced(place: Path) -> set[str]:
+    import sys
+
+    import torch
+    from torch import nn
+
+    import holdfast
+
+    entered: set[str] = set()
+    prefix = f"{SOURCE}/"
+
+    def trace(frame: object, event: str, _: object) -> None:
+        code = frame.f_code  # type: ignore[attr-defined]
+        if event == "call" and code.co_filename.startswith(prefix) and code.co_name != "<module>":
+            entered.add(code.co_filename.removeprefix(prefix))
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    run = holdfast.Run(run_dir=place / "run")
+    run.track(model=model, optimizer=optimizer)
+    run.start()
+    for traced in (False, True):  # the first save of an attempt proves itself, once
+        run.begin_step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        run.end_step()
+        sys.setprofile(trace if traced else None)
+        try:
+            run.save()
+        finally:
+            sys.setprofile(None)
+    run.close()
+    return entered
