@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 from holdfast.journal.events import StepRejected
@@ -100,3 +101,27 @@ def test_a_hostile_account_is_shown_as_text() -> None:
     page = report_html(failed_twice(stopped(what="<script>alert(1)</script>\x1b[2J")).lines, title="t")
     assert "<script>" not in page
     assert "\x1b" not in page
+
+
+def test_a_launch_that_its_node_could_not_begin_answers_the_five_questions(tmp_path: Path) -> None:
+    """The gate keeps the only node out: nothing was started, and there is no attempt to tell of."""
+    (tmp_path / "x.py").touch()
+    launch = holdfast(
+        "run", "--nproc-per-node", "1", "--run-dir", "run", "--set", "launch.node_name=here", "x.py"
+    )
+    refused = finish(["sh", "-c", f"ulimit -n 100; exec {shlex.join(launch)}"], cwd=tmp_path)
+    assert refused.code == 28, refused.text
+    told = finish(holdfast("why", "run"), cwd=tmp_path).out
+    status = finish(holdfast("status", "run"), cwd=tmp_path).out
+    assert told.startswith("a launch that could not begin, 2")
+    assert "  who   node here\n" in told
+    assert "  what  did not take part: its health checks failed\n" in told
+    assert "  why   open files: a limit of 100" in told
+    assert "  done  kept out before anything was started on it\n" in told
+    assert "  next  mend what failed, then run the same command" in told
+    assert "new: no attempt has begun: node here did not take part" in status
+    made = finish(holdfast("journal", "run", "--report", "report.html"), cwd=tmp_path)
+    assert made.code == 0, made.text
+    page = (tmp_path / "report.html").read_text()
+    assert "node here did not take part: its health checks failed" in page
+    assert "mend what failed, then run the same command" in page

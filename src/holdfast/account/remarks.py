@@ -20,6 +20,7 @@ from holdfast.journal import (
     AttemptStarted,
     CopyDrained,
     DrainFailed,
+    HealthFailed,
     Line,
     Resumed,
     RungRejected,
@@ -44,7 +45,7 @@ class Remark:
     """One kind of thing that happened, once or often."""
 
     kind: str
-    """dropped, stop, slow, refused, save, storage, copy or resized."""
+    """dropped, stop, slow, refused, save, storage, copy, resized or unfit."""
     at: float
     """The first time."""
     what: str
@@ -71,6 +72,7 @@ KINDS = {
     "storage": "slow save",
     "copy": "failed upload",
     "resized": "change of the number of ranks",
+    "unfit": "node kept out",
 }
 """What one of each kind is called."""
 
@@ -285,6 +287,8 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
                 "save", line.at, f"a save failed: {why}", next_, who="a save", did="failed", why=why,
                 done="training went on without it", cost="a fault before the next save costs more steps",
             )  # fmt: skip
+        case HealthFailed() if body.kept_out:
+            return _kept_out(body, line)
         case DrainFailed():
             why, where = printable(body.error), printable(body.remote)
             text = f"the copy to {where} could not be made: {why}"
@@ -299,6 +303,18 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
 
 _FULL = ("No space left on device", "Disk quota exceeded")
 """How an error says that there is no room."""
+
+
+def _kept_out(body: HealthFailed, line: Line) -> Remark:
+    """A node whose health checks did not let it take part."""
+    who, why = f"node {printable(body.node)}", "; ".join(printable(text) for text in body.problems)
+    return Remark(
+        "unfit", line.at, f"{who} did not take part: its health checks failed: {why}",
+        "mend what failed, then run the same command; `holdfast doctor` shows every check, and "
+        "health.gate = 'warn' lets the node take part nevertheless",
+        who=who, did="did not take part: its health checks failed", why=why,
+        done="kept out before anything was started on it", cost="no step, and nothing is lost",
+    )  # fmt: skip
 
 
 def _say_which(one: Remark, lines: Sequence[Line]) -> None:

@@ -171,7 +171,11 @@ def why(
         print_json({"incident": _as_json(chosen), "others": [asdict(one) for one in others]})
         return
     stop = next((one for one in others if chosen in asked and _is_of(one, chosen)), None)
-    if stop is not None:  # told with what the stop cost, which no incident knows
+    out = [one for one in others if one.kind == "unfit" and (chosen is None or one.at > chosen.at)]
+    if out and attempt is None:  # the newest of all: nothing ran since
+        stop = out[-1]
+        _show_remark(stop, "a launch that could not begin")
+    elif stop is not None:  # told with what the stop cost, which no incident knows
         _show_remark(stop, "stop on request")
     elif chosen is not None:
         _show(chosen, "stop on request" if chosen in asked else f"incident {chosen.number} of {len(found)}")
@@ -192,7 +196,7 @@ def _is_of(one: Remark, stopped: Incident | None) -> bool:
 def _show_remark(one: Remark, which: str) -> None:
     from holdfast.account import answers_of
 
-    typer.echo(f"{which}, attempt {one.attempt}, {show_time(one.at)}")
+    typer.echo(f"{which}{f', attempt {one.attempt}' if one.attempt else ''}, {show_time(one.at)}")
     for question, text in answers_of(one):
         typer.echo(f"  {question:<5} {text}")
 

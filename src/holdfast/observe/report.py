@@ -365,6 +365,8 @@ def _lead(
     elif state in ("Failed", "Lost", "Ended"):
         style, said = " bad", f"it came to step {steps}"
         left = "run the same command to go on from the newest sound checkpoint"
+    elif state == "Not started" and others:
+        style, said, left = " bad", f"{others[-1].who} {others[-1].did}", others[-1].next
     elif state == "Stopped":
         said, left = f"it came to step {steps}", "run the same command to go on"
     colon = f"<b class='state{style}'>{state.lower()}</b>" + (f": {text(said)}" if said else "")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.account import Incident
+from holdfast.account import Incident, remarks_of
 from holdfast.account import one_line as account_line
 from holdfast.base import duration, number, plural, printable
 from holdfast.checkpoint.choose import still_open
@@ -40,6 +40,7 @@ from holdfast.journal import (
     last_step,
     nodes_started,
     rate,
+    read_journal,
     tails,
 )
 from holdfast.launch import Decided, line_of_record, shown_decision
@@ -307,6 +308,8 @@ def look(control: ControlDirectory) -> Status:
     if held is not None:
         status.lease = tried(lambda: lease_state(control, held, status.at), None)
     status.state, status.detail, status.exit_code = _state(newest, held, status.lease, controls)
+    if status.state == "new":
+        status.detail = tried(lambda: _why_not_begun(control), "") or status.detail
     files: list[str] = tried(lambda: list_names(control.journal), [])
     _take_stop(status, control, files)
     _take_steps(status, control, files, newest.head)
@@ -321,6 +324,12 @@ def look(control: ControlDirectory) -> Status:
 
 
 # --- the state ---------------------------------------------------------------------------------------------
+
+
+def _why_not_begun(control: ControlDirectory) -> str:
+    """Of a run without an attempt: the node that was kept out last, and why."""
+    out = [one for one in remarks_of(read_journal(control.journal)) if one.kind == "unfit"]
+    return f"no attempt has begun: {out[-1].what}" if out else ""
 
 
 def _state(
