@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.journal.events import StepRejected
 from holdfast.journal.subjects import Account
 from holdfast.observe.report import report_html
-from kit.harness import finish, holdfast
+from kit.harness import finish, holdfast, job, wait_until
 from kit.journals import Journal, name_of
 
 
@@ -109,8 +109,10 @@ def test_a_launch_that_its_node_could_not_begin_answers_the_five_questions(tmp_p
     launch = holdfast(
         "run", "--nproc-per-node", "1", "--run-dir", "run", "--set", "launch.node_name=here", "x.py"
     )
-    refused = finish(["sh", "-c", f"ulimit -n 100; exec {shlex.join(launch)}"], cwd=tmp_path)
-    assert refused.code == 28, refused.text
+    with job(["sh", "-c", f"ulimit -n 100; exec {shlex.join(launch)}"], cwd=tmp_path) as running:
+        refused = running.wait(60)
+        assert refused.code == 28, refused.text
+        wait_until(lambda: not running.processes(), 20, "what cleans up after a launch has ended")
     told = finish(holdfast("why", "run"), cwd=tmp_path).out
     status = finish(holdfast("status", "run"), cwd=tmp_path).out
     assert told.startswith("a launch that could not begin, 2")
