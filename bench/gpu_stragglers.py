@@ -16,7 +16,7 @@ from gpu_workload import BLOCK, STEP, build
 from stragglers import untold
 
 from holdfast.config.sections import StragglerSettings
-from holdfast.record.decisions import join_group
+from holdfast.record.group import join_group
 from holdfast.train.stragglers.reports import Actions, Stragglers
 from holdfast.train.stragglers.times import GradientMark
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.config.sections import StragglerSettings
-from holdfast.record.decisions import join_group
+from holdfast.record.group import join_group
 from holdfast.train.stragglers.reports import Actions, Stragglers, event_of, letter_of, read_letter
 from holdfast.train.stragglers.scores import COMPUTE, INPUT, OTHER, Judge, Limits, RankTimes, Span
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.base import install as _install
-from holdfast.base.fronts import offers
+from holdfast.base import offers
 from holdfast.errors import ExitCode, HoldfastError, RunEnded, Stopped
 
 if TYPE_CHECKING:

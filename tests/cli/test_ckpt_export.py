@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.checkpoint import tools as exports
+from holdfast.checkpoint.export import export_weights
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.read_back import unread
-from holdfast.checkpoint.tools import export
 from holdfast.errors import HoldfastError
 from kit.checkpoints import make_checkpoint, save_stock
 from kit.commands import ckpt, ckpt_json
@@ -236,7 +236,7 @@ def test_a_disk_that_takes_no_more_is_one_clear_error(trained: tuple[Path, Outco
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
         with pytest.raises(HoldfastError, match=r"cannot write .*weights: File too large; nothing was left"):
-            export(trained[0], tmp_path / "weights", part="optimizer", form="safetensors")
+            export_weights(trained[0], tmp_path / "weights", part="optimizer", form="safetensors")
 
     assert forked(work) == 0
     assert not list(tmp_path.iterdir())

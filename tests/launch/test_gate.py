@@ -18,8 +18,8 @@ from holdfast.launch import gate as gate_module
 from holdfast.launch.gate import Gate
 from holdfast.launch.nodes.attempt import StopRun
 from holdfast.policy.evidence import DeviceError
+from holdfast.record.attempts import device_errors_of, record_device_errors
 from holdfast.record.directory import ControlDirectory
-from holdfast.record.findings import device_errors_of, record_device_errors
 from holdfast.record.operator import exclude, excluded
 from kit.harness import REPO, finish, holdfast
 from kit.journals import journalled

@@ -21,8 +21,8 @@ from holdfast.journal.events import DataSkipped
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.results import Window
-from holdfast.record.decisions import Group
 from holdfast.record.directory import ControlDirectory
+from holdfast.record.group import Group
 from holdfast.record.lease import Fence, claim
 from holdfast.record.operator import Skip, read_skips, record_skip, skips
 from holdfast.train.data.feed import DataFeed, follow_skips

@@ -23,9 +23,8 @@ from holdfast.checkpoint.choose.inventory import take_inventory
 from holdfast.checkpoint.format.manifest import MANIFEST, CheckpointName, CheckpointRoot, derive_id
 from holdfast.policy.placement import device_of
 from holdfast.policy.results import Kind, RankResult, Rejection, Window
-from holdfast.record.attempts import HeadRecord, write_head
+from holdfast.record.attempts import HeadRecord, record_rejection, write_head
 from holdfast.record.directory import ControlDirectory
-from holdfast.record.findings import record_rejection
 from holdfast.record.launches import LaunchInfo
 from holdfast.record.lease import Fence
 from holdfast.record.lineage import CommitRecord, record_commit, record_done

@@ -24,8 +24,8 @@ from holdfast.errors import DecisionTimeoutError, UsageError
 from holdfast.journal.events import Warned
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
-from holdfast.record.decisions import Group
 from holdfast.record.directory import ControlDirectory
+from holdfast.record.group import Group
 from holdfast.train.membership import Membership
 from holdfast.train.place import LocalPlaces, join_places
 from kit.tiny import checkpoints, train

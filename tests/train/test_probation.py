@@ -17,10 +17,9 @@ from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.results import How, Rerun, Settled, Trial
-from holdfast.record.attempts import HeadRecord, begin_attempt, write_head
-from holdfast.record.decisions import Group
+from holdfast.record.attempts import HeadRecord, begin_attempt, settled_steps, write_head
 from holdfast.record.directory import ControlDirectory
-from holdfast.record.findings import settled_steps
+from holdfast.record.group import Group
 from holdfast.record.launches import LaunchInfo
 from holdfast.record.lease import Fence, claim
 from holdfast.record.lineage import CommitRecord, condemned_with, descendants, record_commit

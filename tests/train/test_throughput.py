@@ -19,8 +19,8 @@ from holdfast.health.compute import ComputeProbe, probe_compute
 from holdfast.journal.events import ThroughputLow
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
-from holdfast.record.decisions import Group, join_group
 from holdfast.record.directory import ControlDirectory
+from holdfast.record.group import Group, join_group
 from holdfast.train import probation
 from holdfast.train.probation import Throughput
 from kit.harness import await_child

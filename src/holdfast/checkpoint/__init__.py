@@ -13,28 +13,12 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint import commit as commit
-    from holdfast.checkpoint.commit import Committed as Committed
-    from holdfast.checkpoint.commit import Owner as Owner
-    from holdfast.checkpoint.commit import open_root as open_root
-    from holdfast.checkpoint.commit import sweep_staging as sweep_staging
-    from holdfast.checkpoint.format.structure import check_structure as check_structure
-    from holdfast.checkpoint.format.structure import verify as verify
-    from holdfast.checkpoint.read_back import ReadBack as ReadBack
-    from holdfast.checkpoint.read_back import gone_since as gone_since
-    from holdfast.checkpoint.read_back import last_read_back as last_read_back
-    from holdfast.checkpoint.read_back import no_such as no_such
-    from holdfast.checkpoint.read_back import reading as reading
-    from holdfast.checkpoint.read_back import removed as removed
-    from holdfast.checkpoint.retention import Item as Item
-    from holdfast.checkpoint.retention import Outcome as Outcome
-    from holdfast.checkpoint.retention import Retainer as Retainer
-    from holdfast.checkpoint.retention import Retention as Retention
-    from holdfast.checkpoint.retention import deletion_event as deletion_event
-    from holdfast.checkpoint.retention import empty as empty
-    from holdfast.checkpoint.tools import Difference as Difference
-    from holdfast.checkpoint.tools import EntryDifference as EntryDifference
-    from holdfast.checkpoint.tools import compare as compare
-    from holdfast.checkpoint.tools import export as export
+    from holdfast.checkpoint import commit
+    from holdfast.checkpoint.commit import Committed, Owner, open_root, sweep_staging
+    from holdfast.checkpoint.difference import Difference, EntryDifference, compare
+    from holdfast.checkpoint.export import export_weights
+    from holdfast.checkpoint.format.structure import check_structure, verify
+    from holdfast.checkpoint.read_back import ReadBack, gone_since, last_read_back, no_such, reading, removed
+    from holdfast.checkpoint.retention import Item, Outcome, Retainer, Retention, deletion_event, empty
 else:
     __getattr__ = offers(__name__)

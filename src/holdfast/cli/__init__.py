@@ -13,6 +13,6 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.cli.app import main as main
+    from holdfast.cli.app import main
 else:
     __getattr__ = offers(__name__)

@@ -249,9 +249,9 @@ def export(
         raise UsageError(no_such(path))
     import msgspec
 
-    from holdfast.checkpoint import export as write
+    from holdfast.checkpoint import export_weights
 
-    done = write(path, out, part=part, form=form, overwrite=overwrite)
+    done = export_weights(path, out, part=part, form=form, overwrite=overwrite)
     if as_json:
         _print_json(msgspec.to_builtins(done))
     else:

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.drill.demo import DemoResult as DemoResult
-    from holdfast.drill.demo import DemoView as DemoView
-    from holdfast.drill.demo import demo_directory as demo_directory
-    from holdfast.drill.demo import run_demo as run_demo
+    from holdfast.drill.demo import DemoResult, DemoView, demo_directory, run_demo
 else:
     __getattr__ = offers(__name__)

@@ -14,20 +14,12 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.launch.alert import EXCLUSION as EXCLUSION
-    from holdfast.launch.alert import INCIDENT as INCIDENT
-    from holdfast.launch.alert import STOP as STOP
-    from holdfast.launch.command import main as main
-    from holdfast.launch.context import LaunchContext as LaunchContext
-    from holdfast.launch.in_place import InProcess as InProcess
-    from holdfast.launch.monitor import Monitor as Monitor
-    from holdfast.launch.monitor import Overdue as Overdue
-    from holdfast.launch.stops import Stopping as Stopping
-    from holdfast.launch.terminal import Decided as Decided
-    from holdfast.launch.terminal import line_of_record as line_of_record
-    from holdfast.launch.terminal import live_line as live_line
-    from holdfast.launch.terminal import next_step as next_step
-    from holdfast.launch.terminal import say as say
-    from holdfast.launch.terminal import shown_decision as shown_decision
+    from holdfast.launch.alert import EXCLUSION, INCIDENT, STOP
+    from holdfast.launch.command import main
+    from holdfast.launch.context import LaunchContext
+    from holdfast.launch.in_place import InProcess
+    from holdfast.launch.monitor import Monitor, Overdue
+    from holdfast.launch.stops import Stopping
+    from holdfast.launch.terminal import Decided, line_of_record, live_line, next_step, say, shown_decision
 else:
     __getattr__ = offers(__name__)

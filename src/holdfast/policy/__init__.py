@@ -14,236 +14,257 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.policy import placement as placement
-    from holdfast.policy.budgets import MAX_REQUEUES as MAX_REQUEUES
-    from holdfast.policy.budgets import PastAttempt as PastAttempt
-    from holdfast.policy.budgets import episode as episode
-    from holdfast.policy.budgets import highest_step as highest_step
-    from holdfast.policy.budgets import launch_refused as launch_refused
-    from holdfast.policy.budgets import may_regroup as may_regroup
-    from holdfast.policy.budgets import restarts_left as restarts_left
-    from holdfast.policy.budgets import restarts_without_progress as restarts_without_progress
-    from holdfast.policy.diagnosis import KERNEL_OOM as KERNEL_OOM
-    from holdfast.policy.diagnosis import Diagnosis as Diagnosis
-    from holdfast.policy.diagnosis import at_import as at_import
-    from holdfast.policy.diagnosis import diagnose as diagnose
-    from holdfast.policy.diagnosis import end_of as end_of
-    from holdfast.policy.diagnosis import is_symptom as is_symptom
-    from holdfast.policy.diagnosis import loss_of_peer as loss_of_peer
-    from holdfast.policy.diagnosis import of_rejection as of_rejection
-    from holdfast.policy.diagnosis import root_cause as root_cause
-    from holdfast.policy.diagnosis import tells as tells
-    from holdfast.policy.evidence import MOST_RAISED as MOST_RAISED
-    from holdfast.policy.evidence import MOST_TOLD as MOST_TOLD
-    from holdfast.policy.evidence import DeviceError as DeviceError
-    from holdfast.policy.evidence import Evidence as Evidence
-    from holdfast.policy.evidence import Fault as Fault
-    from holdfast.policy.evidence import FaultKind as FaultKind
-    from holdfast.policy.evidence import Frame as Frame
-    from holdfast.policy.evidence import Hang as Hang
-    from holdfast.policy.evidence import Loss as Loss
-    from holdfast.policy.evidence import LostNode as LostNode
-    from holdfast.policy.evidence import MemoryKill as MemoryKill
-    from holdfast.policy.evidence import Missing as Missing
-    from holdfast.policy.evidence import Position as Position
-    from holdfast.policy.evidence import Raised as Raised
-    from holdfast.policy.evidence import WorkerEnd as WorkerEnd
-    from holdfast.policy.evidence import blamed as blamed
-    from holdfast.policy.evidence import clipped as clipped
-    from holdfast.policy.evidence import describe_missing as describe_missing
-    from holdfast.policy.evidence import find_missing as find_missing
-    from holdfast.policy.evidence import ranks as ranks
-    from holdfast.policy.evidence import suspects as suspects
-    from holdfast.policy.evidence import told_by_traceback as told_by_traceback
-    from holdfast.policy.evidence import where_of as where_of
-    from holdfast.policy.placement import Cluster as Cluster
-    from holdfast.policy.placement import Exclusion as Exclusion
-    from holdfast.policy.placement import Meeting as Meeting
-    from holdfast.policy.placement import Member as Member
-    from holdfast.policy.placement import NodeDevices as NodeDevices
-    from holdfast.policy.placement import arrange as arrange
-    from holdfast.policy.placement import describe_devices as describe_devices
-    from holdfast.policy.placement import device_of as device_of
-    from holdfast.policy.placement import devices_of as devices_of
-    from holdfast.policy.placement import ranks_of as ranks_of
-    from holdfast.policy.recovery import AT_IMPORT as AT_IMPORT
-    from holdfast.policy.recovery import INSTEAD as INSTEAD
-    from holdfast.policy.recovery import Decision as Decision
-    from holdfast.policy.recovery import Situation as Situation
-    from holdfast.policy.recovery import describe_end as describe_end
-    from holdfast.policy.recovery import recover as recover
-    from holdfast.policy.requests import REPEATED as REPEATED
-    from holdfast.policy.requests import Agreed as Agreed
-    from holdfast.policy.requests import Deadline as Deadline
-    from holdfast.policy.requests import Grace as Grace
-    from holdfast.policy.requests import JobFacts as JobFacts
-    from holdfast.policy.requests import NodeWord as NodeWord
-    from holdfast.policy.requests import RequeueRuling as RequeueRuling
-    from holdfast.policy.requests import Source as Source
-    from holdfast.policy.requests import StopRequest as StopRequest
-    from holdfast.policy.requests import after_stop as after_stop
-    from holdfast.policy.requests import agree as agree
-    from holdfast.policy.requests import by_decision as by_decision
-    from holdfast.policy.requests import closer_by as closer_by
-    from holdfast.policy.requests import deadline as deadline
-    from holdfast.policy.requests import does_not_fit as does_not_fit
-    from holdfast.policy.requests import goes_on as goes_on
-    from holdfast.policy.requests import grace_of as grace_of
-    from holdfast.policy.requests import is_repeated as is_repeated
-    from holdfast.policy.requests import leaves as leaves
-    from holdfast.policy.requests import node_word as node_word
-    from holdfast.policy.requests import say_grace as say_grace
-    from holdfast.policy.requests import sooner as sooner
-    from holdfast.policy.requests import stop_step as stop_step
-    from holdfast.policy.requests import uncounted as uncounted
-    from holdfast.policy.restarts import STAYS as STAYS
-    from holdfast.policy.restarts import Assignment as Assignment
-    from holdfast.policy.restarts import RestartTimeouts as RestartTimeouts
-    from holdfast.policy.restarts import Shortage as Shortage
-    from holdfast.policy.restarts import Sizes as Sizes
-    from holdfast.policy.restarts import after as after
-    from holdfast.policy.restarts import collective_limit as collective_limit
-    from holdfast.policy.restarts import count as count
-    from holdfast.policy.restarts import decide as decide
-    from holdfast.policy.restarts import evidence_of as evidence_of
-    from holdfast.policy.restarts import failed_iteration as failed_iteration
-    from holdfast.policy.restarts import first_barrier as first_barrier
-    from holdfast.policy.restarts import first_step_limit as first_step_limit
-    from holdfast.policy.restarts import impossible as impossible
-    from holdfast.policy.restarts import limits_of as limits_of
-    from holdfast.policy.restarts import out_of_order as out_of_order
-    from holdfast.policy.restarts import over_the_limit as over_the_limit
-    from holdfast.policy.restarts import reassign as reassign
-    from holdfast.policy.results import Act as Act
-    from holdfast.policy.results import CheckRules as CheckRules
-    from holdfast.policy.results import Count as Count
-    from holdfast.policy.results import How as How
-    from holdfast.policy.results import Kind as Kind
-    from holdfast.policy.results import Outcome as Outcome
-    from holdfast.policy.results import Place as Place
-    from holdfast.policy.results import Policy as Policy
-    from holdfast.policy.results import RankResult as RankResult
-    from holdfast.policy.results import Rejection as Rejection
-    from holdfast.policy.results import Rerun as Rerun
-    from holdfast.policy.results import Scale as Scale
-    from holdfast.policy.results import Seen as Seen
-    from holdfast.policy.results import Settled as Settled
-    from holdfast.policy.results import Trial as Trial
-    from holdfast.policy.results import Window as Window
-    from holdfast.policy.results import accuse as accuse
-    from holdfast.policy.results import batch_in_words as batch_in_words
-    from holdfast.policy.results import judge as judge
-    from holdfast.policy.results import not_finite as not_finite
-    from holdfast.policy.results import settled_as as settled_as
-    from holdfast.policy.runbook import BAD as BAD
-    from holdfast.policy.runbook import FRESH as FRESH
-    from holdfast.policy.runbook import LIVE as LIVE
-    from holdfast.policy.runbook import LOCAL as LOCAL
-    from holdfast.policy.runbook import LOWER as LOWER
-    from holdfast.policy.runbook import NO_RUNG as NO_RUNG
-    from holdfast.policy.runbook import REFUSED as REFUSED
-    from holdfast.policy.runbook import USED as USED
-    from holdfast.policy.runbook import Drain as Drain
-    from holdfast.policy.runbook import Facts as Facts
-    from holdfast.policy.runbook import Finding as Finding
-    from holdfast.policy.runbook import Mark as Mark
-    from holdfast.policy.runbook import Offer as Offer
-    from holdfast.policy.runbook import RungOutlook as RungOutlook
-    from holdfast.policy.runbook import Side as Side
-    from holdfast.policy.runbook import Stage as Stage
-    from holdfast.policy.runbook import StopFacts as StopFacts
-    from holdfast.policy.runbook import StorageFacts as StorageFacts
-    from holdfast.policy.runbook import Suspected as Suspected
-    from holdfast.policy.runbook import capacity as capacity
-    from holdfast.policy.runbook import classify as classify
-    from holdfast.policy.runbook import command as command
-    from holdfast.policy.runbook import exit_code as exit_code
-    from holdfast.policy.runbook import nodes_to_drain as nodes_to_drain
-    from holdfast.policy.runbook import nodes_to_start_with as nodes_to_start_with
-    from holdfast.policy.runbook import rung_findings as rung_findings
-    from holdfast.policy.runbook import side_of as side_of
-    from holdfast.policy.runbook import storage as storage
-    from holdfast.policy.runbook import trigger as trigger
-    from holdfast.policy.runbook import why_not_started as why_not_started
-    from holdfast.policy.runbook import world as world
-    from holdfast.policy.saves import AUTO as AUTO
-    from holdfast.policy.saves import DEFAULT_RESTART as DEFAULT_RESTART
-    from holdfast.policy.saves import GROWTH as GROWTH
-    from holdfast.policy.saves import LEAST as LEAST
-    from holdfast.policy.saves import NOTABLE_CHANGE as NOTABLE_CHANGE
-    from holdfast.policy.saves import PROBE_STEPS as PROBE_STEPS
-    from holdfast.policy.saves import WAITS as WAITS
-    from holdfast.policy.saves import Cadence as Cadence
-    from holdfast.policy.saves import Choice as Choice
-    from holdfast.policy.saves import Condition as Condition
-    from holdfast.policy.saves import Costs as Costs
-    from holdfast.policy.saves import RetentionRules as RetentionRules
-    from holdfast.policy.saves import RetentionRuling as RetentionRuling
-    from holdfast.policy.saves import Setting as Setting
-    from holdfast.policy.saves import Stored as Stored
-    from holdfast.policy.saves import Way as Way
-    from holdfast.policy.saves import choose_interval as choose_interval
-    from holdfast.policy.saves import choose_snapshot as choose_snapshot
-    from holdfast.policy.saves import clone_bytes as clone_bytes
-    from holdfast.policy.saves import concerns as concerns
-    from holdfast.policy.saves import is_slow as is_slow
-    from holdfast.policy.saves import mtbf_of as mtbf_of
-    from holdfast.policy.saves import overhead as overhead
-    from holdfast.policy.saves import owned_enough as owned_enough
-    from holdfast.policy.saves import retain as retain
-    from holdfast.policy.signs import LOADER_KILLED as LOADER_KILLED
-    from holdfast.policy.signs import XIDS as XIDS
-    from holdfast.policy.signs import Action as Action
-    from holdfast.policy.signs import Cause as Cause
-    from holdfast.policy.signs import a_collective as a_collective
-    from holdfast.policy.signs import accuses_device as accuses_device
-    from holdfast.policy.signs import activity as activity
-    from holdfast.policy.signs import adapter_to_check as adapter_to_check
-    from holdfast.policy.signs import deed as deed
-    from holdfast.policy.signs import in_words as in_words
-    from holdfast.policy.signs import proves_broken as proves_broken
-    from holdfast.policy.timeouts import BEFORE_TRAINING as BEFORE_TRAINING
-    from holdfast.policy.timeouts import CHECKPOINTING as CHECKPOINTING
-    from holdfast.policy.timeouts import EXITING as EXITING
-    from holdfast.policy.timeouts import HELLO as HELLO
-    from holdfast.policy.timeouts import LOADING as LOADING
-    from holdfast.policy.timeouts import SETUP as SETUP
-    from holdfast.policy.timeouts import STEP as STEP
-    from holdfast.policy.timeouts import Late as Late
-    from holdfast.policy.timeouts import Learned as Learned
-    from holdfast.policy.timeouts import Limits as Limits
-    from holdfast.policy.timeouts import Observed as Observed
-    from holdfast.policy.timeouts import OpenSection as OpenSection
-    from holdfast.policy.timeouts import RankState as RankState
-    from holdfast.policy.timeouts import Ruling as Ruling
-    from holdfast.policy.timeouts import Standing as Standing
-    from holdfast.policy.timeouts import Timeouts as Timeouts
-    from holdfast.policy.timeouts import Value as Value
-    from holdfast.policy.timeouts import apply as apply
-    from holdfast.policy.timeouts import contradictions as contradictions
-    from holdfast.policy.timeouts import hanging as hanging
-    from holdfast.policy.timeouts import hello_limit as hello_limit
-    from holdfast.policy.timeouts import learn as learn
-    from holdfast.policy.timeouts import longest_of as longest_of
-    from holdfast.policy.timeouts import ruling as ruling
-    from holdfast.policy.trial import ENOUGH as ENOUGH
-    from holdfast.policy.trial import FAR_OFF as FAR_OFF
-    from holdfast.policy.trial import IN_DOUBT as IN_DOUBT
-    from holdfast.policy.trial import LOSS_FLOOR as LOSS_FLOOR
-    from holdfast.policy.trial import Series as Series
-    from holdfast.policy.trial import discontinuities as discontinuities
-    from holdfast.policy.trial import mismatches as mismatches
-    from holdfast.policy.trial import slowdown as slowdown
-    from holdfast.policy.trial import slower_node as slower_node
-    from holdfast.policy.verdicts import DEVICE as DEVICE
-    from holdfast.policy.verdicts import FOLLOWS as FOLLOWS
-    from holdfast.policy.verdicts import NO_OTHER_DEVICE as NO_OTHER_DEVICE
-    from holdfast.policy.verdicts import REPRODUCIBLE as REPRODUCIBLE
-    from holdfast.policy.verdicts import ReplayFinding as ReplayFinding
-    from holdfast.policy.verdicts import Settling as Settling
-    from holdfast.policy.verdicts import judge_replay as judge_replay
-    from holdfast.policy.verdicts import open_rerun as open_rerun
-    from holdfast.policy.verdicts import open_trial as open_trial
-    from holdfast.policy.verdicts import settle as settle
+    from holdfast.policy import placement
+    from holdfast.policy.budgets import (
+        MAX_REQUEUES,
+        PastAttempt,
+        episode,
+        highest_step,
+        launch_refused,
+        may_regroup,
+        restarts_left,
+        restarts_without_progress,
+    )
+    from holdfast.policy.diagnosis import (
+        KERNEL_OOM,
+        Diagnosis,
+        at_import,
+        diagnose,
+        end_of,
+        is_symptom,
+        loss_of_peer,
+        of_rejection,
+        root_cause,
+        tells,
+    )
+    from holdfast.policy.evidence import (
+        MOST_RAISED,
+        MOST_TOLD,
+        DeviceError,
+        Evidence,
+        Fault,
+        FaultKind,
+        Frame,
+        Hang,
+        Loss,
+        LostNode,
+        MemoryKill,
+        Missing,
+        Position,
+        Raised,
+        WorkerEnd,
+        blamed,
+        clipped,
+        describe_missing,
+        find_missing,
+        ranks,
+        suspects,
+        told_by_traceback,
+        where_of,
+    )
+    from holdfast.policy.placement import (
+        Cluster,
+        Exclusion,
+        Meeting,
+        Member,
+        NodeDevices,
+        arrange,
+        describe_devices,
+        device_of,
+        devices_of,
+        ranks_of,
+    )
+    from holdfast.policy.recovery import AT_IMPORT, INSTEAD, Decision, Situation, describe_end, recover
+    from holdfast.policy.requests import (
+        REPEATED,
+        Agreed,
+        Deadline,
+        Grace,
+        JobFacts,
+        NodeWord,
+        RequeueRuling,
+        Source,
+        StopRequest,
+        after_stop,
+        agree,
+        by_decision,
+        closer_by,
+        deadline,
+        does_not_fit,
+        goes_on,
+        grace_of,
+        is_repeated,
+        leaves,
+        node_word,
+        say_grace,
+        sooner,
+        stop_step,
+        uncounted,
+    )
+    from holdfast.policy.restarts import (
+        STAYS,
+        Assignment,
+        RestartTimeouts,
+        Shortage,
+        Sizes,
+        after,
+        collective_limit,
+        count,
+        decide,
+        evidence_of,
+        failed_iteration,
+        first_barrier,
+        first_step_limit,
+        impossible,
+        limits_of,
+        out_of_order,
+        over_the_limit,
+        reassign,
+    )
+    from holdfast.policy.results import (
+        Act,
+        CheckRules,
+        Count,
+        How,
+        Kind,
+        Outcome,
+        Place,
+        Policy,
+        RankResult,
+        Rejection,
+        Rerun,
+        Scale,
+        Seen,
+        Settled,
+        Trial,
+        Window,
+        accuse,
+        batch_in_words,
+        judge,
+        not_finite,
+        settled_as,
+    )
+    from holdfast.policy.runbook import (
+        BAD,
+        FRESH,
+        LIVE,
+        LOCAL,
+        LOWER,
+        NO_RUNG,
+        REFUSED,
+        USED,
+        Drain,
+        Facts,
+        Finding,
+        Mark,
+        Offer,
+        RungOutlook,
+        Side,
+        Stage,
+        StopFacts,
+        StorageFacts,
+        Suspected,
+        capacity,
+        classify,
+        command,
+        exit_code,
+        nodes_to_drain,
+        nodes_to_start_with,
+        rung_findings,
+        side_of,
+        storage,
+        trigger,
+        why_not_started,
+        world,
+    )
+    from holdfast.policy.saves import (
+        AUTO,
+        DEFAULT_RESTART,
+        GROWTH,
+        LEAST,
+        NOTABLE_CHANGE,
+        PROBE_STEPS,
+        WAITS,
+        Cadence,
+        Choice,
+        Condition,
+        Costs,
+        RetentionRules,
+        RetentionRuling,
+        Setting,
+        Stored,
+        Way,
+        choose_interval,
+        choose_snapshot,
+        clone_bytes,
+        concerns,
+        is_slow,
+        mtbf_of,
+        overhead,
+        owned_enough,
+        retain,
+    )
+    from holdfast.policy.signs import (
+        LOADER_KILLED,
+        XIDS,
+        Action,
+        Cause,
+        a_collective,
+        accuses_device,
+        activity,
+        adapter_to_check,
+        deed,
+        in_words,
+        proves_broken,
+    )
+    from holdfast.policy.timeouts import (
+        BEFORE_TRAINING,
+        CHECKPOINTING,
+        EXITING,
+        HELLO,
+        LOADING,
+        SETUP,
+        STEP,
+        Late,
+        Learned,
+        Limits,
+        Observed,
+        OpenSection,
+        RankState,
+        Ruling,
+        Standing,
+        Timeouts,
+        Value,
+        apply,
+        contradictions,
+        hanging,
+        hello_limit,
+        learn,
+        longest_of,
+        ruling,
+    )
+    from holdfast.policy.trial import (
+        ENOUGH,
+        FAR_OFF,
+        IN_DOUBT,
+        LOSS_FLOOR,
+        Series,
+        discontinuities,
+        mismatches,
+        slowdown,
+        slower_node,
+    )
+    from holdfast.policy.verdicts import (
+        DEVICE,
+        FOLLOWS,
+        NO_OTHER_DEVICE,
+        REPRODUCIBLE,
+        ReplayFinding,
+        Settling,
+        judge_replay,
+        open_rerun,
+        open_trial,
+        settle,
+    )
 else:
     __getattr__ = offers(__name__)

@@ -1,4 +1,4 @@
-"""One decision for all: fixed once, durable, read by everyone; and the group that acts on it.
+"""One decision for all: fixed once, durable, read by everyone.
 
 Guarantee: for one name within one attempt, every process that returns from `decide` or `await_decision`
 returns the same decision. It is written to the control directory first and then fixed by compare-and-set
@@ -10,22 +10,16 @@ The store is any c10d store; this module needs only a few of its methods and so 
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import msgspec
-import torch
-import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore
 
-from holdfast.base import Bounded, default_store, leavable, stretch
+from holdfast.base import Bounded, stretch
 from holdfast.errors import ControlError, DecisionTimeoutError, UsageError
 from holdfast.record.directory import ControlDirectory, create_record, read_record
 from holdfast.record.lease import Fence
@@ -205,114 +199,3 @@ class Decisions:
                 f"the store's value for the decision {name!r} is not a {kind.__name__}: {error}. "
                 "Something else writes to this store; start the run again"
             ) from error
-
-
-# Who this rank is, and how the ranks reach each other for decisions and saves.
-#
-# The store is for decisions; the process group is for DCP's planning only. It is a group of its own on gloo,
-# because DCP's collectives must never mix with those of training.
-
-
-@dataclass(frozen=True)
-class Group:
-    rank: int
-    world_size: int
-    store: Store
-    process_group: dist.ProcessGroup | None
-    """None when this rank is alone."""
-    backend: str = ""
-    """Of the training group, for the record."""
-
-    @property
-    def is_coordinator(self) -> bool:
-        return self.rank == 0
-
-
-def join_group(timeout: float) -> Group:
-    """The group as it is now. All ranks call this together, after torch's own set-up."""
-    if dist.is_available() and dist.is_initialized():
-        default = default_store()
-        # Every rank starts the same runs in the same order, so its own count keeps their keys apart.
-        number = default.add(f"holdfast/starts/{dist.get_rank()}", 1)
-        store = PrefixStore(f"holdfast/{number}", default)
-        world = dist.get_world_size()
-        group = _new_group(timeout) if world > 1 else None
-        return Group(dist.get_rank(), world, store, group, str(dist.get_backend()))
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise UsageError(
-            f"WORLD_SIZE is {world} but torch.distributed is not initialised. Call "
-            "torch.distributed.init_process_group before the run starts, so that the ranks can agree"
-        )
-    return Group(0, 1, HashStore(), None)
-
-
-def _new_group(timeout: float) -> dist.ProcessGroup:
-    with leavable():  # torch waits for all ranks here; what it leaves behind goes with all other groups
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        return group
-
-
-def leave_group(group: Group) -> Group:
-    """End the group made for saves, on all ranks alike, after the last one; what is left is this rank alone.
-
-    It must not live on until the interpreter ends: the threads of a gloo group that is alive then may need
-    the interpreter once more, and abort the process after all its work is done.
-    """
-    if group.process_group is not None and dist.is_initialized():
-        dist.destroy_process_group(group.process_group)
-    return replace(group, process_group=None)
-
-
-# The few exchanges that a save needs between ranks, over the group made for saves.
-#
-# `add_up` is the one that every save makes: a handful of integers, summed over all ranks. The others run only
-# when something has changed or failed. None of them ever touches a group of the training.
-
-
-T = TypeVar("T")
-
-_WRAP = 1 << 64
-
-
-def add_up(group: Group, numbers: Sequence[int]) -> list[int]:
-    """Each number's sum over all ranks, modulo 2^64, as signed; every rank gets the same."""
-    own = [_signed(number) for number in numbers]
-    if group.process_group is None:
-        return own
-    summed = torch.tensor(own, dtype=torch.int64)
-    dist.all_reduce(summed, group=group.process_group)
-    return cast("list[int]", summed.tolist())
-
-
-def _signed(number: int) -> int:
-    wrapped = number % _WRAP
-    return wrapped - _WRAP if wrapped >= _WRAP // 2 else wrapped
-
-
-def gather(group: Group, value: T) -> list[T] | None:
-    """Every rank's value, on rank 0; None elsewhere."""
-    if group.process_group is None:
-        return [value]
-    found: list[T | None] | None = [None] * group.world_size if group.is_coordinator else None
-    dist.gather_object(value, found, dst=0, group=group.process_group)
-    return cast("list[T] | None", found)
-
-
-def scatter(group: Group, values: list[T] | None) -> T:
-    """This rank's value of those that rank 0 gives."""
-    if group.process_group is None:
-        assert values is not None
-        return values[0]
-    mine: list[T | None] = [None]
-    dist.scatter_object_list(mine, values, src=0, group=group.process_group)
-    return cast("T", mine[0])
-
-
-def share(group: Group, value: T) -> list[T]:
-    """Every rank's value, on every rank."""
-    if group.process_group is None:
-        return [value]
-    found: list[T | None] = [None] * group.world_size
-    dist.all_gather_object(found, value, group=group.process_group)
-    return cast("list[T]", found)

@@ -14,10 +14,9 @@ import msgspec
 
 from holdfast.errors import ExitCode
 from holdfast.policy import Decision, PastAttempt, launch_refused, root_cause
-from holdfast.record.attempts import AttemptRecord, EndRecord, HeadRecord, ends_of, failures_of
+from holdfast.record.attempts import AttemptRecord, EndRecord, HeadRecord, ends_of, failures_of, rejection_of
 from holdfast.record.decisions import RECOVERY, decision_path
 from holdfast.record.directory import ControlDirectory, create_record, read_record
-from holdfast.record.findings import rejection_of
 from holdfast.record.launches import origin_attempts, told_progress
 from holdfast.record.lineage import Saved, saved_by
 from holdfast.record.operator import budget_reset, pin_attempts

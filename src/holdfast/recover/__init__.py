@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.recover.conduct import Wishes as Wishes
-    from holdfast.recover.conduct import conduct_plain as conduct_plain
-    from holdfast.recover.conduct import go_through as go_through
-    from holdfast.recover.examine import open_run as open_run
-    from holdfast.recover.report import Row as Row
-    from holdfast.recover.report import plain as plain
+    from holdfast.recover.conduct import Wishes, conduct_plain, go_through
+    from holdfast.recover.examine import open_run
+    from holdfast.recover.report import Row, plain
 else:
     __getattr__ = offers(__name__)

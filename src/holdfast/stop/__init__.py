@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.stop.agreement import StopOverStore as StopOverStore
-    from holdfast.stop.agreement import Stopping as Stopping
-    from holdfast.stop.handler import ShutdownHandler as ShutdownHandler
-    from holdfast.stop.signals import LoaderSignals as LoaderSignals
-    from holdfast.stop.signals import StopDeadline as StopDeadline
-    from holdfast.stop.signals import StopFile as StopFile
-    from holdfast.stop.signals import StopSignals as StopSignals
-    from holdfast.stop.signals import refuse_stop_file as refuse_stop_file
+    from holdfast.stop.agreement import StopOverStore, Stopping
+    from holdfast.stop.handler import ShutdownHandler
+    from holdfast.stop.signals import LoaderSignals, StopDeadline, StopFile, StopSignals, refuse_stop_file
 else:
     __getattr__ = offers(__name__)

@@ -36,7 +36,7 @@ from holdfast.policy import (
     mtbf_of,
 )
 from holdfast.record import Decisions, Store, read_key, within
-from holdfast.train.meter import Measured
+from holdfast.train.measured import Measured
 
 log = logging.getLogger("holdfast")
 

@@ -38,10 +38,17 @@ from holdfast.policy.results import (
 from holdfast.policy.saves import Condition, RetentionRules
 from holdfast.policy.signs import Action
 from holdfast.record import findings
-from holdfast.record.attempts import HeadRecord, begin_attempt, write_head
+from holdfast.record.attempts import (
+    SETTLED,
+    HeadRecord,
+    begin_attempt,
+    record_rejection,
+    record_settled,
+    settled_steps,
+    write_head,
+)
 from holdfast.record.decisions import RECOVERY, decision_path
 from holdfast.record.directory import ControlDirectory, create_record
-from holdfast.record.findings import SETTLED, record_rejection, record_settled, settled_steps
 from holdfast.record.history import keep_incident, past_attempts
 from holdfast.record.launches import progress_file
 from holdfast.record.lease import Claim, Fence, claim

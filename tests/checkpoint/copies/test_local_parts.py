@@ -12,7 +12,8 @@ import pytest
 import xxhash
 
 from holdfast.account.incidents import observed_costs
-from holdfast.checkpoint.copies.room import FIRST_INDEX, LocalRoom, LocalSlots
+from holdfast.checkpoint.copies.room import LocalRoom
+from holdfast.checkpoint.copies.slots import FIRST_INDEX, LocalSlots
 from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
 from holdfast.checkpoint.format import fingerprint
 from holdfast.checkpoint.format.layout import Item, Layout, Shard

@@ -15,8 +15,8 @@ import holdfast
 from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.copies.server import PeerServer
 from holdfast.checkpoint.copies.tier import LocalTier, RankPlace, Where
+from holdfast.checkpoint.save.handoff import PeerTarget, UsePeers
 from holdfast.checkpoint.save.local import SUPERSEDED, LocalCommit, ReplicaSender
-from holdfast.checkpoint.save.writer import PeerTarget, UsePeers
 from holdfast.journal.events import CopyQuarantined, CopyReplicated, ReplicaFailed, SaveFailed
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.directory import ControlDirectory

@@ -25,8 +25,8 @@ from holdfast.checkpoint.copies.rules import assemble, duties, replicate
 from holdfast.checkpoint.copies.server import PeerServer
 from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
 from holdfast.checkpoint.format.manifest import CheckpointName, encode
+from holdfast.checkpoint.save.handoff import MendCopies
 from holdfast.checkpoint.save.local import Mender
-from holdfast.checkpoint.save.writer import MendCopies
 from holdfast.journal.events import CopyQuarantined, CopyReplaced, Decision, Resumed, Warned
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter

@@ -29,7 +29,7 @@ from holdfast.checkpoint.format.manifest import METADATA, CheckpointName, FileEn
 from holdfast.checkpoint.format.shards import Frames, plain, write_shards
 from holdfast.checkpoint.save.plan import SnapshotPlanner, make_plan, signature_of
 from holdfast.errors import CheckpointError, SaveFailedError
-from holdfast.record.decisions import Group
+from holdfast.record.group import Group
 from kit.checkpoints import list_file, seal
 
 SHARD = "__0_0.distcp"

@@ -21,7 +21,8 @@ import holdfast
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import writer as writer_client
 from holdfast.checkpoint.save import writer_process
-from holdfast.checkpoint.save.writer import Channel, Gone, JobFailed, Start, UseBuffer
+from holdfast.checkpoint.save.handoff import Channel, JobFailed, Start, UseBuffer
+from holdfast.checkpoint.save.writer import Gone
 from holdfast.errors import SaveFailedError
 from holdfast.journal.events import SaveCommitted, SaveFailed
 from holdfast.record.writers import give_up, given_up

@@ -40,9 +40,8 @@ from holdfast.checkpoint.state.tracked import from_blob
 from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import Event
 from holdfast.policy.results import Rejection, Rerun, Trial
-from holdfast.record.attempts import begin_attempt
+from holdfast.record.attempts import begin_attempt, rejection_of
 from holdfast.record.directory import ControlDirectory
-from holdfast.record.findings import rejection_of
 from holdfast.record.launches import VARIABLE, LaunchInfo
 from holdfast.record.lease import Fence, claim
 from kit.harness import await_child

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.policy.results import Place, accuse
-from holdfast.record.decisions import Group, join_group
+from holdfast.record.group import Group, join_group
 from holdfast.train.check.corruption import CorruptionWatch, exchange, pack
 from holdfast.train.check.rerun import Rewind
 from holdfast.train.data.rng import capture_rng

@@ -25,9 +25,17 @@ from holdfast.journal.events import Decision, StepRejected, Verdict, Warned
 from holdfast.policy.results import How, Kind, RankResult, Rejection, Rerun, Trial, Window
 from holdfast.policy.results import Place as Device
 from holdfast.record import operator
-from holdfast.record.attempts import HeadRecord, attempt_numbers, ends_of, read_attempt
+from holdfast.record.attempts import (
+    SETTLED,
+    HeadRecord,
+    attempt_numbers,
+    ends_of,
+    read_attempt,
+    record_settled,
+    settled_steps,
+    transients_of,
+)
 from holdfast.record.directory import read_record
-from holdfast.record.findings import SETTLED, record_settled, settled_steps, transients_of
 from holdfast.record.operator import excluded
 from holdfast.record.standing import Standing, StandingBook
 from holdfast.train import alone

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.config.sections import StragglerSettings
-from holdfast.record.decisions import join_group
+from holdfast.record.group import join_group
 from holdfast.train.stragglers import times as section_times
 from holdfast.train.stragglers.reports import Actions, Stragglers
 from holdfast.train.stragglers.scores import COMPUTE, INPUT, OTHER

@@ -19,8 +19,8 @@ from holdfast.config.sections import StragglerSettings
 from holdfast.config.sources import load
 from holdfast.journal.subjects import StragglerFound, StragglersReported
 from holdfast.journal.writer import JournalWriter
-from holdfast.record.decisions import join_group
 from holdfast.record.directory import ControlDirectory
+from holdfast.record.group import join_group
 from holdfast.record.launches import LaunchInfo
 from holdfast.record.lease import Fence, claim
 from holdfast.train.membership import Membership

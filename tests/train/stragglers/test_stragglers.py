@@ -23,8 +23,8 @@ from holdfast.journal.events import Resumed, Warned
 from holdfast.journal.subjects import StopAsked, StopSaved, StragglerFound, StragglersReported
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.attempts import begin_attempt
-from holdfast.record.decisions import join_group
 from holdfast.record.directory import ControlDirectory
+from holdfast.record.group import join_group
 from holdfast.record.launches import LaunchInfo
 from holdfast.record.lease import Fence, claim
 from holdfast.record.operator import excluded

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.remote.copies import Remote as Remote
-    from holdfast.checkpoint.remote.copies import open_remote as open_remote
-    from holdfast.checkpoint.remote.copies import pull as pull
-    from holdfast.checkpoint.remote.copies import pull_named as pull_named
-    from holdfast.checkpoint.remote.copies import pull_standing_of as pull_standing_of
-    from holdfast.checkpoint.remote.copies import split_copy_url as split_copy_url
-    from holdfast.checkpoint.remote.drain import Drain as Drain
-    from holdfast.checkpoint.remote.store import BadCopyError as BadCopyError
-    from holdfast.checkpoint.remote.store import RemoteError as RemoteError
-    from holdfast.checkpoint.remote.store import RemoteUnavailableError as RemoteUnavailableError
+    from holdfast.checkpoint.remote.copies import (
+        Remote,
+        open_remote,
+        pull,
+        pull_named,
+        pull_standing_of,
+        split_copy_url,
+    )
+    from holdfast.checkpoint.remote.drain import Drain
+    from holdfast.checkpoint.remote.store import BadCopyError, RemoteError, RemoteUnavailableError
 else:
     __getattr__ = offers(__name__)

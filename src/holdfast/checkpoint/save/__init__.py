@@ -13,22 +13,13 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.save.background import BackgroundSaver as BackgroundSaver
-    from holdfast.checkpoint.save.background import Ended as Ended
-    from holdfast.checkpoint.save.background import LocalSaving as LocalSaving
-    from holdfast.checkpoint.save.device import Pinned as Pinned
-    from holdfast.checkpoint.save.device import pin as pin
-    from holdfast.checkpoint.save.foreground import SaveContext as SaveContext
-    from holdfast.checkpoint.save.foreground import SaveFacts as SaveFacts
-    from holdfast.checkpoint.save.foreground import Saver as Saver
-    from holdfast.checkpoint.save.image import PR_SET_PDEATHSIG as PR_SET_PDEATHSIG
-    from holdfast.checkpoint.save.plan import Plan as Plan
-    from holdfast.checkpoint.save.plan import own_prefix as own_prefix
-    from holdfast.checkpoint.save.snapshot import Snapshotter as Snapshotter
-    from holdfast.checkpoint.save.staging import Buffer as Buffer
-    from holdfast.checkpoint.save.staging import Stager as Stager
-    from holdfast.checkpoint.save.writer import MendCopies as MendCopies
-    from holdfast.checkpoint.save.writer import PeerTarget as PeerTarget
-    from holdfast.checkpoint.save.writer import UsePeers as UsePeers
+    from holdfast.checkpoint.save.background import BackgroundSaver, Ended, LocalSaving
+    from holdfast.checkpoint.save.device import Pinned, pin
+    from holdfast.checkpoint.save.foreground import SaveContext, SaveFacts, Saver
+    from holdfast.checkpoint.save.handoff import MendCopies, PeerTarget, UsePeers
+    from holdfast.checkpoint.save.image import PR_SET_PDEATHSIG
+    from holdfast.checkpoint.save.plan import Plan, own_prefix
+    from holdfast.checkpoint.save.snapshot import Snapshotter
+    from holdfast.checkpoint.save.staging import Buffer, Stager
 else:
     __getattr__ = offers(__name__)

@@ -29,19 +29,11 @@ from holdfast.base import REWRITTEN, LiveLine, Waiting, stretch
 from holdfast.checkpoint.copies import LocalRoom, LocalSlots, LocalTier, Refusal, Slot
 from holdfast.checkpoint.format import FAILURES, CheckpointName, describe, save_failed
 from holdfast.checkpoint.save.foreground import SaveContext, SaveFacts
+from holdfast.checkpoint.save.handoff import Job, JobFailed, LocalDone, MendCopies, Start, UsePeers
 from holdfast.checkpoint.save.plan import Plan
 from holdfast.checkpoint.save.snapshot import Snapshot, Snapshotter
 from holdfast.checkpoint.save.staging import Buffer, Staged, Stager
-from holdfast.checkpoint.save.writer import (
-    Job,
-    JobFailed,
-    LocalDone,
-    MendCopies,
-    Start,
-    UsePeers,
-    WriterClient,
-    writing_threads,
-)
+from holdfast.checkpoint.save.writer import WriterClient, writing_threads
 from holdfast.checkpoint.state import Tracked
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
 from holdfast.journal import Event

@@ -56,8 +56,8 @@ from holdfast.checkpoint.format import (
     saver_of,
 )
 from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.save.handoff import Job, MendCopies, PeerTarget, Start, UsePeers, UsePlan
 from holdfast.checkpoint.save.image import digest_image
-from holdfast.checkpoint.save.writer import Job, MendCopies, PeerTarget, Start, UsePeers, UsePlan
 from holdfast.errors import AlteredCopyError, CheckpointError, HoldfastError, SaveFailedError
 from holdfast.journal import (
     CopyQuarantined,

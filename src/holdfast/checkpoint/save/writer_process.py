@@ -33,12 +33,9 @@ import msgspec
 from holdfast.checkpoint import commit as commits
 from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.format import PARTS, CheckpointName, CheckpointRoot, FileEntry, Manifest
-from holdfast.checkpoint.save.image import write_image
-from holdfast.checkpoint.save.local import LocalCommit, LocalSaver, ReplicaSender
-from holdfast.checkpoint.save.writer import (
+from holdfast.checkpoint.save.handoff import (
     BufferFree,
     Channel,
-    Gone,
     Job,
     JobDone,
     JobFailed,
@@ -51,6 +48,9 @@ from holdfast.checkpoint.save.writer import (
     UsePeers,
     UsePlan,
 )
+from holdfast.checkpoint.save.image import write_image
+from holdfast.checkpoint.save.local import LocalCommit, LocalSaver, ReplicaSender
+from holdfast.checkpoint.save.writer import Gone
 from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal import CopyQuarantined, JournalWriter, SaveCommitted, Warned, read_journal
 from holdfast.process import leave_stopping_to_the_trainer

@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.launch.nodes.attempt import Announcement as Announcement
-    from holdfast.launch.nodes.attempt import Arrangement as Arrangement
-    from holdfast.launch.nodes.attempt import Attempt as Attempt
-    from holdfast.launch.nodes.attempt import LeaderLostError as LeaderLostError
-    from holdfast.launch.nodes.attempt import Notice as Notice
-    from holdfast.launch.nodes.attempt import Place as Place
-    from holdfast.launch.nodes.attempt import StopRun as StopRun
-    from holdfast.launch.nodes.attempt import agree_on_launch as agree_on_launch
-    from holdfast.launch.nodes.attempt import follow as follow
-    from holdfast.launch.nodes.attempt import lead as lead
-    from holdfast.launch.nodes.attempt import lead_on as lead_on
-    from holdfast.launch.nodes.attempt import refuse as refuse
-    from holdfast.launch.nodes.attempt import usable_devices as usable_devices
-    from holdfast.launch.nodes.attempt import why_unfit as why_unfit
-    from holdfast.launch.nodes.meeting import Endpoints as Endpoints
-    from holdfast.launch.nodes.meeting import MeetingHandler as MeetingHandler
-    from holdfast.launch.nodes.meeting import StoreLostError as StoreLostError
-    from holdfast.launch.nodes.meeting import parse_endpoints as parse_endpoints
-    from holdfast.launch.nodes.watch import Leadership as Leadership
+    from holdfast.launch.nodes.attempt import (
+        Announcement,
+        Arrangement,
+        Attempt,
+        LeaderLostError,
+        Notice,
+        Place,
+        StopRun,
+        agree_on_launch,
+        follow,
+        lead,
+        lead_on,
+        refuse,
+        usable_devices,
+        why_unfit,
+    )
+    from holdfast.launch.nodes.meeting import Endpoints, MeetingHandler, StoreLostError, parse_endpoints
+    from holdfast.launch.nodes.watch import Leadership
 else:
     __getattr__ = offers(__name__)

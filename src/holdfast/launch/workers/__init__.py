@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.launch.workers.orphans import Orphans as Orphans
-    from holdfast.launch.workers.orphans import Workers as Workers
-    from holdfast.launch.workers.preload import RUN_PATH as RUN_PATH
-    from holdfast.launch.workers.preload import PreloadedParent as PreloadedParent
-    from holdfast.launch.workers.preload import choose_format as choose_format
-    from holdfast.launch.workers.preload import insist_on_room as insist_on_room
-    from holdfast.launch.workers.preload import start_early as start_early
-    from holdfast.launch.workers.start import Starter as Starter
-    from holdfast.launch.workers.start import launch_store as launch_store
-    from holdfast.launch.workers.start import make_workers as make_workers
-    from holdfast.launch.workers.start import unshared_store as unshared_store
-    from holdfast.launch.workers.sweeper import Keeper as Keeper
-    from holdfast.launch.workers.sweeper import mark_environment as mark_environment
+    from holdfast.launch.workers.orphans import Orphans, Workers
+    from holdfast.launch.workers.preload import (
+        RUN_PATH,
+        PreloadedParent,
+        choose_format,
+        insist_on_room,
+        start_early,
+    )
+    from holdfast.launch.workers.start import Starter, launch_store, make_workers, unshared_store
+    from holdfast.launch.workers.sweeper import Keeper, mark_environment
 else:
     __getattr__ = offers(__name__)

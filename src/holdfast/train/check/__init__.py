@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.train.check.checks import Agreed as Agreed
-    from holdfast.train.check.checks import Agreement as Agreement
-    from holdfast.train.check.checks import Checks as Checks
-    from holdfast.train.check.checks import Severity as Severity
-    from holdfast.train.check.judgement import Rejecting as Rejecting
-    from holdfast.train.check.nan_detector import NaNDetector as NaNDetector
-    from holdfast.train.check.rerun import RecordedFeed as RecordedFeed
-    from holdfast.train.check.rerun import before_steps as before_steps
-    from holdfast.train.check.validation import Validation as Validation
-    from holdfast.train.check.validation import make_validation as make_validation
-    from holdfast.train.check.validation import refuse_contradictions as refuse_contradictions
+    from holdfast.train.check.checks import Agreed, Agreement, Checks, Severity
+    from holdfast.train.check.judgement import Rejecting
+    from holdfast.train.check.nan_detector import NaNDetector
+    from holdfast.train.check.rerun import RecordedFeed, before_steps
+    from holdfast.train.check.validation import Validation, make_validation, refuse_contradictions
 else:
     __getattr__ = offers(__name__)
