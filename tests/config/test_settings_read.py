@@ -21,7 +21,7 @@ from kit.harness import REPO
 SOURCE = REPO / "src" / "holdfast"
 CLASSES = {kind.__name__: section for section, kind in typing.get_type_hints(Settings).items()}
 SECTIONS = frozenset(CLASSES.values())
-NOT_READERS = ("config.py", "cli/config.py")
+NOT_READERS = ("config/sources.py", "cli/config.py")
 NOT_READING = ("absolute",)
 """The function that makes the paths of a whole tree absolute."""
 

@@ -302,10 +302,10 @@ def test_a_removal_that_is_cut_leaves_nothing_that_looks_like_a_place(old: Local
     code = (
         "import os, shutil\n"
         "from pathlib import Path\n"
-        "from holdfast.checkpoint import local_clean\n"
+        "from holdfast.checkpoint.copies import clean\n"
         "shutil.rmtree = lambda path, **others: os._exit(9)\n"
-        f"(found,) = local_clean.look(Path({str(old.path.parent)!r}))\n"
-        "local_clean.remove(found, local_clean.Rules(0.0))\n"
+        f"(found,) = clean.look(Path({str(old.path.parent)!r}))\n"
+        "clean.remove(found, clean.Rules(0.0))\n"
     )
     assert finish([sys.executable, "-c", code], cwd=tmp_path).code == 9
     assert places_under(old.path.parent) == []

@@ -36,6 +36,7 @@ from holdfast.checkpoint.format import PARTS, CheckpointName, CheckpointRoot, Fi
 from holdfast.checkpoint.save.handoff import (
     BufferFree,
     Channel,
+    Gone,
     Job,
     JobDone,
     JobFailed,
@@ -50,7 +51,6 @@ from holdfast.checkpoint.save.handoff import (
 )
 from holdfast.checkpoint.save.image import write_image
 from holdfast.checkpoint.save.local import LocalCommit, LocalSaver, ReplicaSender
-from holdfast.checkpoint.save.writer import Gone
 from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal import CopyQuarantined, JournalWriter, SaveCommitted, Warned, read_journal
 from holdfast.process import leave_stopping_to_the_trainer
