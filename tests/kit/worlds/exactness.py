@@ -529,7 +529,7 @@ class Zygote:
         }
         env |= {"PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
         self.process = subprocess.Popen(
-            [sys.executable, str(here / "exactness.py"), "plain" if plain else "held"],
+            [sys.executable, str(Path(__file__)), "plain" if plain else "held"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
