@@ -37,14 +37,17 @@ def list_checkpoints(
     ],
     root: ROOT = None,
     copies: Annotated[
-        bool, typer.Option("--copies", "-v", help="Say for each node what it was given, as recorded.")
+        bool,
+        typer.Option(
+            "--copies", "-v", help="Show for each node which copies it was given, according to the records."
+        ),
     ] = False,
     as_json: JSON = False,
 ) -> None:
     """List checkpoints, newest step first. Looks at names and sizes; digests are not read.
 
-    Of a run also those that only the local tier has, and where copies are, as recorded. Exits with 1 if a
-    checkpoint is not whole.
+    For a run, it also lists those that only the local tier has, and where copies are according to the
+    records. Exits with 1 if a checkpoint is incomplete.
     """
     from holdfast.checkpoint import gone_since
     from holdfast.checkpoint.format import STAGING
@@ -79,13 +82,16 @@ def verify_checkpoints(
         list[str],
         typer.Argument(
             metavar="PATH|URL…",
-            help="Checkpoints, or run or checkpoint directories: then all in them. Or URLs of remote copies. "
-            "With --tier: RUN_DIR [STEP|ID|NAME].",
+            help="Checkpoints, or run or checkpoint directories for all checkpoints in them, or URLs of "
+            "remote copies. With --tier: RUN_DIR [STEP|ID|NAME].",
         ),
     ],
     tier: Annotated[
         ckpt_copies.Tier | None,
-        typer.Option(help="A run's copies on this node (local: own, peer: replicas), global ones, or all."),
+        typer.Option(
+            help="Verify a run's copies on this node (local: its own, peer: replicas), the global "
+            "ones, or all."
+        ),
     ] = None,
     local_dir: Annotated[
         Path | None, typer.Option(help="With --tier: this node's local directory, if no --config names it.")
@@ -93,13 +99,13 @@ def verify_checkpoints(
     root: ROOT = None,
     config: CONFIG = None,
     as_json: JSON = False,
-    run: Annotated[str | None, typer.Option(help="The run id that they must be of.")] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="The world size they must be of.")] = None,
+    run: Annotated[str | None, typer.Option(help="The run id that they must have.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="The world size that they must have.")] = None,
 ) -> None:
     """Read every byte of checkpoints and compare digests; name each problem.
 
-    What a live run's retention takes away meanwhile is named, and is no fault. Exits with 0 if all are sound,
-    1 if one is not, 2 if asked for something that cannot be verified.
+    A checkpoint that a live run's retention deletes meanwhile is named, but is not a fault. Exits with 0 if
+    all are sound, 1 if one is not, 2 if the request names something that cannot be verified.
     """
     from holdfast.errors import UsageError
 

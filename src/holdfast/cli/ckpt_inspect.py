@@ -38,18 +38,22 @@ def locate(
         Path, typer.Argument(help="The run's directory (run.dir, --run-dir), or one of checkpoints alone.")
     ],
     root: Annotated[
-        Path | None, typer.Option(help="Its checkpoint root, if not RUN_DIR/checkpoints.")
+        Path | None, typer.Option(help="Its checkpoint root, if that is not RUN_DIR/checkpoints.")
     ] = None,
-    resume_from: Annotated[str, typer.Option(help="auto, fresh, a step or a path: the setting.")] = "auto",
-    force: Annotated[bool, typer.Option("--force", help="As with checkpoint.force.")] = False,
-    world: Annotated[int | None, typer.Option(min=1, help="Say what so many ranks would mean.")] = None,
+    resume_from: Annotated[
+        str, typer.Option(help="Value of the setting: auto, fresh, a step or a path.")
+    ] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Assume checkpoint.force = true.")] = False,
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Say what resuming with this many ranks would mean.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Read every byte, as a resume does.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Say what a resume would use now, and why not each higher rung. Changes nothing.
 
-    What nodes hold is known here only as recorded: where a resume would look at it first, that is said, and
-    what it would use otherwise.
+    What nodes hold is known here only from the records: if a resume would look there first, this is said,
+    together with what it would use otherwise.
 
     Exits with 0 if a checkpoint or a fresh start would be used, 18 if the run would refuse to start.
     """
@@ -142,7 +146,7 @@ def diff(
     a: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
     b: Annotated[Path, typer.Argument(help="Another one.")],
     tolerance: Annotated[
-        float | None, typer.Option(min=0, help="Values no further apart than this count as equal.")
+        float | None, typer.Option(min=0, help="Values that are no further apart than this count as equal.")
     ] = None,
     as_json: JSON = False,
 ) -> None:
@@ -237,9 +241,9 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Write the weights of a checkpoint, whole, to one file. Every byte is verified on the way.
+    """Write the complete weights of a checkpoint to one file. Every byte is verified on the way.
 
-    Exits with 0 if OUT was written, 1 if the checkpoint is not sound, 2 if asked for what cannot be done.
+    Exits with 0 if OUT was written, 1 if the checkpoint is not sound, 2 if the request cannot be carried out.
     """
     from holdfast.errors import UsageError
 
@@ -281,9 +285,9 @@ def condemn(
     yes: YES = False,
     as_json: JSON = False,
 ) -> None:
-    """Condemn a checkpoint, and with it all that was saved from it: no resume uses them any more.
+    """Condemn a checkpoint and everything that was saved from it: no resume uses them any more.
 
-    Exits with 0 if it was recorded, 20 if the run is live, 2 if asked for what cannot be done.
+    Exits with 0 if it was recorded, 20 if the run is live, 2 if the request cannot be carried out.
     """
     from holdfast.record import Standing
 
@@ -300,7 +304,7 @@ def acquit(
 ) -> None:
     """Acquit a condemned or suspect checkpoint, and those that were condemned only with it.
 
-    Exits with 0 if it was recorded, 20 if the run is live, 2 if asked for what cannot be done.
+    Exits with 0 if it was recorded, 20 if the run is live, 2 if the request cannot be carried out.
     """
     from holdfast.record import Standing
 

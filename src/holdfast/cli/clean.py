@@ -30,13 +30,13 @@ def gc(
         bool, typer.Option("--dry-run", help="Say what would be deleted; do nothing.")
     ] = False,
     keep_last: Annotated[
-        int | None, typer.Option(min=2, help="Keep so many of the newest sound ones.")
+        int | None, typer.Option(min=2, help="Keep this many of the newest sound ones.")
     ] = None,
     keep_every_steps: Annotated[
-        int, typer.Option(min=0, help="Also keep the first at or after each multiple of so many steps.")
+        int, typer.Option(min=0, help="Also keep the first at or after each multiple of this many steps.")
     ] = 0,
     keep_every_hours: Annotated[
-        float, typer.Option(min=0.0, help="Also keep the first of each so many hours.")
+        float, typer.Option(min=0.0, help="Also keep the first of each period of this many hours.")
     ] = 0.0,
     broken: Annotated[bool, typer.Option("--broken", help="Delete damaged checkpoints too.")] = False,
     root: Annotated[
@@ -44,9 +44,9 @@ def gc(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Delete old checkpoints of a run that is not running; keep, and explain, all that may be needed.
+    """Delete old checkpoints of a run that is not running; keep all that may be needed, and say why.
 
-    A run's own settings are not read: what to keep is what the options say. Exits with 20 if the run is live,
+    A run's own settings are not read: the options alone say what to keep. Exits with 20 if the run is live,
     except with --dry-run.
     """
     from holdfast.checkpoint import Retention
@@ -170,10 +170,12 @@ def clean(
     config: CONFIG = None,
     runs: Annotated[
         list[str] | None,
-        typer.Option("--run", metavar="ID", help="Only this run's places, of any age; may be repeated."),
+        typer.Option(
+            "--run", metavar="ID", help="Remove only this run's places, of any age; may be repeated."
+        ),
     ] = None,
     older_than: Annotated[
-        float, typer.Option(min=0.0, metavar="HOURS", help="Only what did not change for so long.")
+        float, typer.Option(min=0.0, metavar="HOURS", help="Remove only what has not changed for this long.")
     ] = 24.0,
     keep_resumable: Annotated[
         bool,
@@ -185,7 +187,7 @@ def clean(
     force: Annotated[
         bool,
         typer.Option(
-            "--force/--no-force", help="Also what a run that may be live elsewhere could resume from."
+            "--force/--no-force", help="Also remove what a run that may be live elsewhere could resume from."
         ),
     ] = False,
     dry_run: Annotated[
@@ -194,10 +196,10 @@ def clean(
     yes: YES = False,
     as_json: JSON = False,
 ) -> None:
-    """Remove local copies of runs that no longer need them; never of one in use on this node.
+    """Remove local copies of runs that no longer need them, but never those in use on this node.
 
-    Exits with 0 if all that may go is gone, 1 if something could not be removed or the person asked said no,
-    2 if asked for what cannot be done.
+    Exits with 0 if everything that may be removed is gone, 1 if something could not be removed or the
+    confirmation was declined, 2 if the request cannot be carried out.
     """
     import os
 

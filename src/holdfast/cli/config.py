@@ -33,7 +33,7 @@ def show(
 ) -> None:
     """Print every setting: its value, where that came from, what it does.
 
-    Nothing is read but the file given with --config and the HOLDFAST_* environment.
+    Only the file given with --config and the HOLDFAST_* environment are read.
     """
     import msgspec
 

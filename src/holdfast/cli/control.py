@@ -22,14 +22,14 @@ app = typer.Typer(
     help="Stop a run, pause recovery, reset a budget, pin a checkpoint, exclude nodes.", no_args_is_help=True
 )
 
-_BY = Annotated[str | None, typer.Option(help="Who asks, if not the user at this host.")]
-_NODE = Annotated[str, typer.Argument(help="The node, as the launcher names it.")]
-_DEVICE = Annotated[str | None, typer.Option(help="Only this device of it.")]
+_BY = Annotated[str | None, typer.Option(help="Who makes the request, if not the user at this host.")]
+_NODE = Annotated[str, typer.Argument(help="The node's name, as the launcher shows it.")]
+_DEVICE = Annotated[str | None, typer.Option(help="Only this device of the node.")]
 
 
 @app.command()
 def stop(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
-    """The running launch saves and ends, on all its nodes, with code 31; a later launch is not concerned.
+    """The running launch saves and ends, on all its nodes, with code 31; a later launch is not affected.
 
     Exits with 0 if it was recorded, 2 if no launcher is alive that could act on it.
     """
@@ -45,7 +45,7 @@ def stop(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) ->
 def pause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
     """From now on a failed attempt is not restarted: the launcher waits for `unpause`, without workers.
 
-    A running attempt goes on. Exits with 0 if it was recorded.
+    A running attempt continues. Exits with 0 if it was recorded.
     """
     from holdfast.record import operator
 
@@ -56,7 +56,7 @@ def pause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -
 
 @app.command()
 def unpause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
-    """Recovery goes on, within a second where a launcher waits. Exits with 0 if it was recorded."""
+    """Recovery continues, within a second if a launcher is waiting. Exits with 0 if it was recorded."""
     from holdfast.record import operator
 
     control, why, who = _begin(run_dir, reason, by)
@@ -67,7 +67,7 @@ def unpause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False)
 
 @app.command(name="reset-budget")
 def reset_budget(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
-    """Count from 0 again: restarts up to now no longer stand against launch.max_restarts, nor launches and
+    """Count from 0 again: restarts up to now no longer count against launch.max_restarts, nor launches and
     verdicts against the next launch.
 
     Exits with 0 if it was recorded.
@@ -84,8 +84,10 @@ def pin(
     run_dir: RUN,
     which: WHICH,
     reason: REASON,
-    keep: Annotated[bool, typer.Option("--keep", help="For every resume until `unpin`.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Even if it is suspect or condemned.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Use it for every resume until `unpin`.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Pin it even if it is suspect or condemned.")
+    ] = False,
     root: ROOT = None,
     by: _BY = None,
     yes: YES = False,
@@ -93,8 +95,8 @@ def pin(
 ) -> None:
     """The next resume uses this checkpoint, or refuses to start. What was saved after it is left behind.
 
-    Exits with 0 if it was recorded, 1 if its files are not whole or the person asked said no, 2 if there is
-    no such checkpoint or it is condemned and not forced.
+    Exits with 0 if it was recorded, 1 if its files are incomplete or the confirmation was declined, 2 if
+    there is no such checkpoint or it is condemned and --force was not given.
     """
     from holdfast.record import operator
 
@@ -128,7 +130,7 @@ def exclude(
     by: _BY = None,
     as_json: JSON = False,
 ) -> None:
-    """Keep a node, or one device of it, out of every later attempt. A running attempt is left alone.
+    """Keep a node, or one device of it, out of every later attempt. A running attempt is not affected.
 
     Exits with 0 if it was recorded.
     """

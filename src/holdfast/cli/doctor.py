@@ -22,26 +22,31 @@ def doctor(
     config: CONFIG = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
     all_nodes: Annotated[
-        bool, typer.Option("--all-nodes", help="On every node of the Slurm job that this runs in.")
+        bool, typer.Option("--all-nodes", help="Test every node of the Slurm job in which this runs.")
     ] = False,
     network: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Try the network out with others that are told the same; see --nodes."
+            metavar="HOST:PORT",
+            help="Test the network with other nodes that are given the same option; see --nodes.",
         ),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=2, help="How many nodes --network is given on.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=2, help="On how many nodes --network is given.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Compute nothing on GPUs; driver and kernel log are still asked.")
+        bool,
+        typer.Option(
+            "--quick", help="Compute nothing on GPUs; the driver and the kernel's log are still read."
+        ),
     ] = False,
     lines: Annotated[bool, typer.Option("--lines", hidden=True, help="What --all-nodes asks for.")] = False,
 ) -> None:
-    """Try this node out: memory, space, limits, clock, storage, network, GPUs and the kernel's log.
+    """Test this node: memory, space, limits, clock, storage, network, GPUs and the kernel's log.
 
-    With --all-nodes, or --network on each of them, the nodes try the network between them out too.
+    With --all-nodes, or with --network on each node, the nodes also test the network between them.
 
-    Exits with 0 if all is well, 1 if there are warnings, 2 if something is critical, 3 if all that was looked
-    at is well but something could not be. Changes nothing; what it writes to try storage is removed.
+    Exits with 0 if everything is fine, 1 if there are warnings, 2 if something is critical, 3 if everything
+    that was checked is fine but something could not be checked. Changes nothing; what it writes to test
+    storage is removed.
     """
     from holdfast.cluster import node_name
     from holdfast.config import load

@@ -39,7 +39,7 @@ def plan(
         float | None, typer.Option(metavar="S", help="From the call of a save to its commit.")
     ] = None,
     blocked_seconds: Annotated[
-        float | None, typer.Option(metavar="S", help="For which a save holds training up.")
+        float | None, typer.Option(metavar="S", help="How long a save holds training up.")
     ] = None,
     step_seconds: Annotated[float | None, typer.Option(metavar="S", help="One step of training.")] = None,
     restart_seconds: Annotated[
@@ -54,7 +54,9 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Say how often to save: from a run's journal, from the numbers given, or both (a given one counts)."""
+    """Say how often to save: from a run's journal, from the numbers given, or both (a given number takes
+    precedence).
+    """
     import msgspec
 
     from holdfast.policy import Costs

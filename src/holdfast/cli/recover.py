@@ -19,43 +19,49 @@ def recover(
     run_dir: RUN,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- COMMAND...]", help="What to start it with, if not as the last launch."),
+        typer.Argument(
+            metavar="[-- COMMAND...]", help="The command to start the run with, instead of the last launch's."
+        ),
     ] = None,
     run: Annotated[bool, typer.Option("--run", help="Run the command, in the foreground.")] = False,
     yes: YES = False,
     watch: Annotated[
         bool | None,
-        typer.Option("--watch/--no-watch", help="Judge the resume: of what --run starts, or of a live run."),
+        typer.Option("--watch/--no-watch", help="Judge the resume of what --run starts, or of a live run."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds for which a resume is watched.")] = 3600.0,
     wait: Annotated[
         float, typer.Option(min=0.0, help="Seconds for which --run waits for nodes, if there are too few.")
     ] = 600.0,
     band: Annotated[
-        float, typer.Option(min=0.0, help="By how much longer a step may take than before: 0.1 is 10 %.")
+        float, typer.Option(min=0.0, help="How much longer a step may take than before: 0.1 is 10 %.")
     ] = 0.1,
     mtbf: Annotated[
-        float | None, typer.Option(min=0.0, help="Hours between failures, if not as measured.")
+        float | None, typer.Option(min=0.0, help="Hours between failures, instead of the measured value.")
     ] = None,
     record: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write a record for a ticket.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Of --markdown: replace a file that is no earlier record.")
+        bool,
+        typer.Option("--overwrite", help="With --markdown: replace a file that is not an earlier record."),
     ] = False,
     root: ROOT = None,
-    remote: Annotated[str | None, typer.Option(help="URL of the copies, if not as the last launch.")] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Ranks that a start would have.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Names and sizes only; read no digests.")] = False,
+    remote: Annotated[str | None, typer.Option(help="URL of the copies, if not the last launch's.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Number of ranks that a start would have.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Check names and sizes only; read no digests.")
+    ] = False,
     as_json: JSON = False,
 ) -> None:
-    """Say what stopped a run, whether it can go on and from where; with --run, start it and judge the resume.
+    """Say what stopped a run, whether it can continue and from where; with --run, start it and judge the
+    resume.
 
-    A directory of checkpoints without a run (plain DCP) is looked at as far as that can be. Changes nothing
-    without --run, --yes or an answer. Exits with 0 if it can be, or was, resumed correctly; else with the
-    code that says why: 1 the resume was not correct or the job's error stands, 2 no run there
-    or no command for it, 17 validation failed, 18 no valid rung, 20 alive, 22 budget spent, 23 storage, 24
-    control directory, 25 state does not fit, 26 nothing left to vary, 28 too few nodes; what the command
+    A directory of checkpoints without a run (plain DCP) is examined as far as possible. Changes nothing
+    without --run, --yes or a confirmation. Exits with 0 if the run can be, or was, resumed correctly;
+    otherwise with the code that says why: 1 the resume was not correct or the job's error stands, 2 no run
+    there or no command for it, 17 validation failed, 18 no valid rung, 20 alive, 22 budget spent, 23 storage,
+    24 control directory, 25 state does not fit, 26 nothing left to vary, 28 too few nodes; what the command
     ended with, if it was run and failed.
     """
     from holdfast.cli.control import user

@@ -73,7 +73,8 @@ def demo(
     ranks: Annotated[int, typer.Option(min=2, max=16, help="CPU processes to train on.")] = 2,
     steps: Annotated[int, typer.Option(min=20, max=100_000, help="Steps to train.")] = 160,
     directory: Annotated[
-        Path, typer.Option("--dir", help="Where runs and report go; an earlier demo there is replaced.")
+        Path,
+        typer.Option("--dir", help="Where the runs and the report go; an earlier demo there is replaced."),
     ] = Path("holdfast-demo"),
     open_report: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the report in a browser.")

@@ -14,16 +14,18 @@ from holdfast.errors import UsageError
 if TYPE_CHECKING:
     from holdfast.cluster import JobRecord, SlurmJob
 
-app = typer.Typer(help="Jobs of Slurm: what is known of one, scripts, queueing again.", no_args_is_help=True)
+app = typer.Typer(
+    help="Slurm jobs: show what is known about one, write scripts, queue a job again.", no_args_is_help=True
+)
 
 _COMMAND_AFTER = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 
 @app.command()
 def info(as_json: JSON = False) -> None:
-    """Say what is known of the job that this runs in: nodes, time left, restarts, whether it may come back.
+    """Say what is known about the job in which this runs: nodes, time left, restarts, whether it may return.
 
-    Exits with 0, also outside of Slurm.
+    Exits with 0, even outside of Slurm.
     """
     import time
 
@@ -49,11 +51,14 @@ def script(
     ctx: typer.Context,
     nodes: Annotated[int, typer.Option(help="Nodes that train.")] = 1,
     min_nodes: Annotated[
-        int, typer.Option(help="Go on with as few as these when nodes are lost; 0: never with fewer.")
+        int,
+        typer.Option(
+            help="Continue with as few as this many nodes when nodes are lost; 0: never with fewer."
+        ),
     ] = 0,
-    spares: Annotated[int, typer.Option(help="Nodes on top, which wait to take over.")] = 0,
+    spares: Annotated[int, typer.Option(help="Additional nodes, which wait to take over.")] = 0,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs on each node, one rank for each.")] = 0,
-    nproc_per_node: Annotated[int, typer.Option(help="Ranks on each node, if not one a GPU.")] = 0,
+    nproc_per_node: Annotated[int, typer.Option(help="Ranks on each node, if not one per GPU.")] = 0,
     time: Annotated[
         str, typer.Option(metavar="LIMIT", help="Time limit: MINUTES, HH:MM:SS, D-HH:MM:SS.")
     ] = "",
@@ -61,26 +66,35 @@ def script(
     account: Annotated[str, typer.Option(help="Account.")] = "",
     job_name: Annotated[str, typer.Option(help="Name of the job.")] = "holdfast",
     array: Annotated[
-        str, typer.Option(metavar="TASKS", help="A job array, as 0-7: one run for each task.")
+        str, typer.Option(metavar="TASKS", help="A job array, such as 0-7: one run for each task.")
     ] = "",
     signal_lead: Annotated[
         int,
         typer.Option(metavar="SECONDS", help="How long before the limit Slurm signals the job; 0: never."),
     ] = 180,
     local_tier: Annotated[
-        str, typer.Option(metavar="DIR", help="Keep local copies here on each node, as in /dev/shm.")
+        str,
+        typer.Option(
+            metavar="DIR", help="Keep local copies in this directory on each node, for example in /dev/shm."
+        ),
     ] = "",
     run_dir: Annotated[
-        str, typer.Option(metavar="DIR", help="The run's directory, which all nodes see; else runs/NAME.")
+        str,
+        typer.Option(
+            metavar="DIR", help="The run's directory, which all nodes must see; by default runs/NAME."
+        ),
     ] = "",
     log: Annotated[
         str, typer.Option(metavar="FILE", help="Output of the job, with sbatch's % patterns.")
     ] = "",
     plain: Annotated[
-        bool, typer.Option("--plain", help="One task a rank, without `holdfast run`: no restarts in the job.")
+        bool,
+        typer.Option(
+            "--plain", help="One task per rank, without `holdfast run`: no restarts inside the job."
+        ),
     ] = False,
     rdzv_endpoint: Annotated[
-        str, typer.Option(metavar="HOST:PORT,…", help="Where agents meet, if node names are no host names.")
+        str, typer.Option(metavar="HOST:PORT,…", help="Where agents meet, if node names are not host names.")
     ] = "",
     holdfast: Annotated[
         str, typer.Option(metavar="COMMAND", help="How to call Holdfast on the nodes.")
@@ -90,10 +104,10 @@ def script(
     ] = None,
     setup: Annotated[
         list[str] | None,
-        typer.Option(metavar="LINE", help="A line of shell to run first, as `source env`; repeatable."),
+        typer.Option(metavar="LINE", help="A line of shell to run first, such as `source env`; repeatable."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it there, not to stdout.")
+        Path | None, typer.Option(metavar="FILE", help="Write the script to this file instead of stdout.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> None:
@@ -142,24 +156,28 @@ def script(
 
 @app.command()
 def requeue(
-    reason: Annotated[str, typer.Option(help="Why; goes into the job's comment.")] = "",
+    reason: Annotated[str, typer.Option(help="The reason; goes into the job's comment.")] = "",
     exclude: Annotated[
-        list[str] | None, typer.Option(metavar="NODE", help="A node to do without next time; repeatable.")
+        list[str] | None, typer.Option(metavar="NODE", help="A node to leave out next time; repeatable.")
     ] = None,
     exit_code: Annotated[
         int | None,
-        typer.Option(metavar="CODE", help="How the run ended: asks only if that is a reason to come back."),
+        typer.Option(
+            metavar="CODE",
+            help="The code with which the run ended: asks only if that is a reason to queue it again.",
+        ),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The run's directory; says who asked it to stop.")
+        Path | None,
+        typer.Option(metavar="DIR", help="The run's directory; its records say who asked it to stop."),
     ] = None,
     config: CONFIG = None,
     as_json: JSON = False,
 ) -> None:
-    """Ask Slurm to queue the job again that this runs in; Slurm then ends it.
+    """Ask Slurm to queue again the job in which this runs; Slurm then ends it.
 
-    With --exit-code and --run-dir it does so only if the run would, and not twice: what a batch script calls
-    at its end. Exits with 0 if it was asked or is not called for, 1 if Slurm refused.
+    With --exit-code and --run-dir it does so only if the run would, and not twice; a batch script calls it at
+    its end. Exits with 0 if Slurm was asked or there was no need to ask, 1 if Slurm refused.
     """
     from holdfast.cluster import current_job, identified
 

@@ -31,13 +31,13 @@ def status(
         Path | None, typer.Argument(help="The run's directory; without it, the setting run.dir.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Continue until Ctrl-C.")] = False,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 2.0,
 ) -> None:
-    """Say how a run is: its state, attempt, step and rate, last save and incident, and what is left.
+    """Say how a run is doing: its state, attempt, step and rate, last save and incident, and what is left.
 
-    Exits with 0 if it is alive, has finished or not yet begun, 1 if it failed, was stopped or lost, 2 if
-    there is no run. Changes nothing.
+    Exits with 0 if it is alive, has finished or has not yet begun, 1 if it failed, was stopped or was lost, 2
+    if there is no run. Changes nothing.
     """
     from holdfast.errors import ExitCode
     from holdfast.observe import look
@@ -252,14 +252,18 @@ Pair = tuple["Line", bytes]
 
 def journal(
     run_dir: Annotated[Path, typer.Argument(help="The run's directory (run.dir, --run-dir).")],
-    json: Annotated[bool, typer.Option("--json", help="The lines as they are in the files.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has finished.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the lines as they are in the files.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Continue until the run has finished.")
+    ] = False,
     attempt: Annotated[int | None, typer.Option(min=0, help="Only this attempt.")] = None,
     event: Annotated[list[str] | None, typer.Option(help="Only this event; may be repeated.")] = None,
-    since: Annotated[float | None, typer.Option(min=0, help="Only the last so many seconds.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report there instead.")] = None,
+    since: Annotated[
+        float | None, typer.Option(min=0, metavar="N", help="Only what happened in the last N seconds.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file instead.")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Of --report: replace a file that is no earlier report.")
+        bool, typer.Option("--overwrite", help="With --report: replace a file that is not an earlier report.")
     ] = False,
 ) -> None:
     """Show what happened in a run and why: events, and decisions with their evidence."""

@@ -39,24 +39,25 @@ class StopSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     exit_signal_handler: Annotated[
         bool,
-        "Whether ranks take the signals of exit_signal as a request to save and stop. Turn it off when the "
-        "script handles those signals itself; the launcher still takes its own.",
+        "Whether ranks treat the signals of exit_signal as a request to save and stop. Turn it off when "
+        "the script handles those signals itself; the launcher still handles its own.",
     ] = True
     exit_signal: Annotated[
         str,
         "The signals that ask for a stop, by name with commas between them. Change it when the scheduler "
-        "sends another one.",
+        "sends a different one.",
     ] = "SIGTERM,SIGUSR1,SIGUSR2"
     exit_signal_handler_for_dataloader: Annotated[
         bool,
-        "Whether the processes of a data loader ignore those signals, so that one which reaches the whole "
+        "Whether the processes of a data loader ignore those signals, so that a signal to the whole "
         "process group does not break the last steps. Turn it on where schedulers signal every process.",
     ] = False
     shutdown_timeout_sec: Annotated[
         float,
         Meta(ge=0, le=LONGEST_WAIT),
-        "Seconds from the request until every rank must have saved and ended; who has not is ended with its "
-        "stacks written down. 0 means no limit but the scheduler's. Make it longer than one save takes.",
+        "Seconds from the request until every rank must have saved and ended; a rank that has not is ended "
+        "after its stacks are written down. 0 means no limit except the scheduler's. Make it longer than "
+        "one save takes.",
     ] = 600.0
     stop_file: Annotated[
         str,
@@ -71,8 +72,8 @@ class SlurmSettings(msgspec.Struct, frozen=True, kw_only=True):
     preempt_time: Annotated[
         float,
         Meta(ge=0, le=LONGEST_WAIT),
-        "Seconds before the job's time limit at which the run saves and stops by itself; 0 means that it "
-        "does not. Make it longer than a save and a step together.",
+        "Seconds before the job's time limit at which the run saves and stops by itself; 0 means never. "
+        "Make it longer than a save and a step together.",
     ] = 60.0
     requeue: Annotated[
         Literal["auto", "never"],
@@ -88,14 +89,15 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True):
     gate: Annotated[
         Literal["off", "warn", "refuse"],
         "What is done about a node that fails its health checks before it joins, and between attempts: "
-        "nothing is checked, it is told, or the node is kept out. Use `warn` while a check is wrong about "
-        "your machines.",
+        "nothing is checked, the failure is reported, or the node is kept out. Use `warn` while a check is "
+        "wrong about your machines.",
     ] = "refuse"
     command: Annotated[
         str,
-        "The site's own check of a node, a command for a shell; it is run on every node before it joins, and "
-        "between attempts; empty means none. Exit code 0: the node is fit; 3: it could not tell; any other "
-        "keeps it out, as health.gate says. Its last words are in the journal.",
+        "The site's own check of a node, a command for a shell; it runs on every node before the node "
+        "joins, and between attempts; empty means none. Exit code 0: the node is fit; 3: the check could "
+        "not tell; any other keeps the node out, as health.gate says. The end of its output is in the "
+        "journal.",
     ] = ""
     command_timeout: Annotated[
         float,
@@ -105,19 +107,20 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_uncorrected_errors: Annotated[
         int,
         Meta(ge=0, le=LARGEST_COUNT),
-        "Memory errors beyond correction that a GPU may have counted since its last reset; with more of them "
-        "its node is kept out. Fewer are a warning.",
+        "Memory errors beyond correction that a GPU may have counted since its last reset; with more of "
+        "them its node is kept out. Up to that number there is a warning.",
     ] = 4
     nccl_health_check_interval: Annotated[
         int,
         Meta(ge=0, le=LARGEST_COUNT),
         "Steps between two liveness pings of all ranks, on any backend; 0 means none. Set it where a lost "
-        "peer would otherwise be found by a long timeout only.",
+        "peer would otherwise be found only after a long timeout.",
     ] = 0
     nccl_health_check_timeout: Annotated[
         float,
         Meta(gt=0, le=LONGEST_WAIT),
-        "Seconds that a rank has to answer such a ping. Raise it when ranks may be that far apart in a step.",
+        "Seconds that a rank has to answer such a ping. Raise it when ranks may be further apart than that "
+        "in a step.",
     ] = 10.0
 
 
@@ -134,13 +137,14 @@ class InProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     enabled: Annotated[
         bool,
-        "Whether `holdfast.restartable` restarts its function in place after a fault; otherwise it calls it "
-        "once. Turn it on where starting processes, importing and connecting cost more than a step.",
+        "Whether `holdfast.restartable` restarts its function in place after a fault; otherwise the "
+        "function is called once. Turn it on where starting processes, importing and connecting cost more "
+        "than a step.",
     ] = False
     granularity: Annotated[
         Literal["node", "rank"],
-        "What is lost with a lost rank: its node, or the rank alone. Set rank where ranks of one node may "
-        "train without each other.",
+        "What a lost rank takes with it: its whole node, or only the rank. Set rank where ranks of one "
+        "node may train without each other.",
     ] = "node"
     active_world_size: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_MEMBERS)] | Literal["all"],
@@ -148,13 +152,13 @@ class InProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "all"
     min_world_size: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_MEMBERS)] | Literal["active"],
-        "With how few ranks the function may go on when no reserve is left. `active`: as many as "
-        "active_world_size, or not at all.",
+        "The lowest number of ranks with which the function may continue when no reserve is left. "
+        "`active`: as many as active_world_size, or not at all.",
     ] = "active"
     assign: Annotated[
         str,
-        "The function that says which process trains under which rank, as package.module:function; empty for "
-        "Holdfast's own. Set it where ranks cannot be exchanged freely; see `policy.reassignment`.",
+        "The function that says which process trains under which rank, as package.module:function; empty "
+        "for Holdfast's own. Set it where ranks cannot be exchanged freely; see `holdfast.policy.reassign`.",
     ] = ""
     max_iterations: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)] | Literal["budget"],
@@ -163,20 +167,20 @@ class InProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "budget"
     max_rank_faults: Annotated[
         Annotated[int, Meta(ge=0, le=1_000_000)] | Literal["any"],
-        "How many faults one process may have before it is left out, whatever they were. `any`: there is "
-        "no such limit.",
+        "How many faults of any kind one process may have before it is left out. `any`: there is no such "
+        "limit.",
     ] = "any"
     soft_timeout: Annotated[
         float,
         Meta(gt=0, le=LONGEST_WAIT),
-        "Seconds without progress of a rank's main thread after which all restart. Raise it where one call "
-        "out of Python takes longer, as compiling a model does.",
+        "Seconds without progress of a rank's main thread after which all ranks restart. Raise it where a "
+        "single call outside Python takes longer, such as compiling a model.",
     ] = 60.0
     hard_timeout: Annotated[
         float,
         Meta(gt=0, le=LONGEST_WAIT),
-        "Seconds after which a rank that stands still, or does not leave the function, is ended. Longer than "
-        "soft_timeout.",
+        "Seconds after which a rank that stands still, or does not leave the function, is ended. It must "
+        "be longer than soft_timeout.",
     ] = 90.0
     heartbeat_interval: Annotated[
         float,
@@ -186,20 +190,21 @@ class InProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_timeout: Annotated[
         float,
         Meta(gt=0, le=LONGEST_WAIT),
-        "Seconds without a sign of life after which a node counts as lost. Longer than heartbeat_interval.",
+        "Seconds without a sign of life after which a node counts as lost. It must be longer than "
+        "heartbeat_interval.",
     ] = 60.0
     barrier_timeout: Annotated[
         float,
         Meta(gt=0, le=LONGEST_WAIT),
-        "Seconds for all ranks to come together before the function starts again; who is late is left out. "
-        "To its first start they have monitor.initial_rank_heartbeat_timeout if that is longer. Longer than "
-        "hard_timeout.",
+        "Seconds for all ranks to come together before the function starts again; a rank that is late is "
+        "left out. For the first start they have monitor.initial_rank_heartbeat_timeout if that is longer. "
+        "It must be longer than hard_timeout.",
     ] = 120.0
     completion_timeout: Annotated[
         float,
         Meta(ge=0, le=LONGEST_WAIT),
         "Seconds for the other ranks to return once one has; 0 means as long as they make progress. Set it "
-        "where a rank that returns alone means that something went wrong.",
+        "where a rank that returns alone is a sign that something went wrong.",
     ] = 0.0
     empty_cuda_cache: Annotated[
         bool,
@@ -208,8 +213,8 @@ class InProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     monitor_process_logdir: Annotated[
         str,
-        "Directory for the log of each node's keeper, whether that is a process of its own or part of the "
-        "launcher. They log nothing if it is empty.",
+        "Directory for the log of each node's keeper, whether that is a separate process or part of the "
+        "launcher. Keepers log nothing if it is empty.",
     ] = ""
 
 
@@ -224,19 +229,19 @@ class StragglerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     enabled: Annotated[
         bool,
-        "Measure what each rank spends in its sections, and compare the ranks at every report. Turn it on "
-        "where steps take longer than they should and nobody knows why.",
+        "Measure the time that each rank spends in its sections, and compare the ranks at every report. "
+        "Turn it on when steps take longer than they should and nobody knows why.",
     ] = False
     report_time_interval: Annotated[
         float,
         Meta(gt=0, le=LONGEST_WAIT),
         "Seconds between two reports; a rank is named after two of three reports in a row. Lower it to be "
-        "told sooner, raise it where step times vary much.",
+        "told sooner, raise it where step times vary a lot.",
     ] = 300.0
     calc_relative_gpu_perf: Annotated[
         bool,
-        "Whether a rank is compared with the others. Turn it off where ranks have different work, as the "
-        "stages of a pipeline have.",
+        "Whether a rank is compared with the others. Turn it off where ranks have different work, as in "
+        "the stages of a pipeline.",
     ] = True
     calc_individual_gpu_perf: Annotated[
         bool,
@@ -247,7 +252,7 @@ class StragglerSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(gt=0, le=1),
         "Speed relative to the median of the other ranks below which a rank is slow. Raise it to find "
-        "smaller differences, lower it where ranks differ by nature.",
+        "smaller differences, lower it where ranks differ by design.",
     ] = 0.7
     gpu_individual_perf_threshold: Annotated[
         float,
@@ -263,7 +268,7 @@ class StragglerSettings(msgspec.Struct, frozen=True, kw_only=True):
     profiling_interval: Annotated[
         int,
         Meta(ge=1, le=1_000_000),
-        "Measure every so many steps; 1 means all. Raise it where steps are very short.",
+        "Measure one step in every this many; 1 means all. Raise it where steps are very short.",
     ] = 1
     enable_logging: Annotated[
         bool,
@@ -272,13 +277,13 @@ class StragglerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     stop_if_detected: Annotated[
         bool,
-        "Whether the run saves and stops, as when asked to, once a rank is named. Turn it on where a slow "
-        "run costs more than the time until somebody has replaced the machine.",
+        "Whether the run saves and stops, as on request, once a rank is named. Turn it on where a slow run "
+        "costs more than the time until somebody has replaced the machine.",
     ] = False
     exclude_if_detected: Annotated[
         bool,
-        "Whether the run saves and `holdfast run` goes on without the device, or the node, that is named, if "
-        "a spare can take its place. Turn it on where there are spares.",
+        "Whether the run saves and `holdfast run` continues without the named device or node, if a spare "
+        "can take its place. Turn it on where there are spares.",
     ] = False
 
 
@@ -309,12 +314,13 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "disabled"
     check_for_nan_in_loss: Annotated[
         bool,
-        "Whether a step whose loss is NaN or infinite is rejected. Turn it off only for a loss that may be.",
+        "Whether a step whose loss is NaN or infinite is rejected. Turn it off only for a loss that may "
+        "legitimately be NaN or infinite.",
     ] = True
     check_for_nan_in_grad: Annotated[
         bool,
         "Whether a step whose gradients hold a NaN or an infinity is rejected; a gradient scaler's own "
-        "overflow is not. Turn it off when gradients are sparse and that is normal.",
+        "overflow is not. Turn it off when gradients are sparse and such values are normal.",
     ] = True
     check_for_spiky_loss: Annotated[
         bool,
@@ -324,8 +330,8 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     spiky_loss_factor: Annotated[
         float,
         Meta(gt=1, le=1e6),
-        "How many times the largest loss seen so far counts as a spike. Raise it for a loss that jumps "
-        "honestly.",
+        "How many times the largest loss seen so far counts as a spike. Raise it for a loss that jumps for "
+        "good reasons.",
     ] = 10.0
     check_for_outlier_loss: Annotated[
         bool,
@@ -340,23 +346,24 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     deferred: Annotated[
         bool,
         "Whether checks on a GPU are read some steps later, so that no step waits for the device. A bad "
-        "step is then found after the optimizer used it: it can be rolled back, not re-run, skipped or "
+        "step is then found after the optimizer used it: it can be rolled back, but not re-run, skipped or "
         "dropped.",
     ] = False
     rerun_tolerance: Annotated[
         float,
         Meta(ge=0, le=1),
-        "Relative difference up to which two runs of one step count as equal. Set what "
-        "report_determinism_stats measured where results are not repeatable to the bit.",
+        "Relative difference up to which two runs of one step count as equal. Set it to what "
+        "report_determinism_stats measured, if results are not repeatable to the bit.",
     ] = 0.0
     on_transient: Annotated[
         Literal["accept", "stop"],
-        "What to do with a step that was rejected once and not again: go on with the second result, or stop.",
+        "What to do with a step that was rejected once but not again: continue with the second result, or "
+        "stop.",
     ] = "accept"
     max_transients: Annotated[
         int,
         Meta(ge=1, le=LARGEST_COUNT),
-        "Transient faults after which a device counts as bad. Lower it to be rid of flaky devices sooner.",
+        "Transient faults after which a device counts as bad. Lower it to exclude flaky devices sooner.",
     ] = 3
     nan_policy: Annotated[
         Literal["warn", "skip", "raise", "rollback"],
@@ -384,29 +391,30 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     corruption_watch_interval: Annotated[
         int,
         Meta(ge=0, le=LARGEST_COUNT),
-        "Every so many steps a micro-batch is computed again, on a neighbour rank where there is one, and "
-        "compared; 0 is off. Costs one more forward and backward each time.",
+        "Every this many steps a micro-batch is computed again, on a neighbour rank if there is one, and "
+        "compared; 0 switches it off. It costs one more forward and backward each time.",
     ] = 0
     error_injection_rate: Annotated[
         float,
         Meta(ge=0, le=1),
-        "Share of steps in which a false result is made up, to rehearse; 0 is off. Needs rerun_mode.",
+        "Share of steps in which a false result is injected, as a rehearsal; 0 switches it off. Needs "
+        "rerun_mode.",
     ] = 0.0
     error_injection_type: Annotated[
         Literal["correct_result", "transient_error", "persistent_error"],
-        "What is rehearsed: a bad result that comes from the work itself, one that passes, or one that "
-        "comes from the device.",
+        "What is rehearsed: a bad result that comes from the work itself, one that does not come back, or "
+        "one that comes from the device.",
     ] = "transient_error"
     error_injection_step: Annotated[
         int,
         Meta(ge=0, le=LARGEST_COUNT),
-        "The one step in which a false result is made up, whatever the rate; 0 is none.",
+        "The one step in which a false result is injected, whatever the rate; 0 means none.",
     ] = 0
     error_injection_ranks: Annotated[
         str,
         Meta(max_length=200),
-        "Ranks that get false results, as 0,3; empty means all. With persistent_error it is their devices "
-        "at the first false result that stay bad, unless error_injection_device names one.",
+        "Ranks that get false results, as 0,3; empty means all. With persistent_error, the devices that "
+        "they have at the first false result stay bad, unless error_injection_device names one.",
     ] = ""
     error_injection_device: Annotated[
         str,

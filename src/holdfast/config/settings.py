@@ -54,7 +54,7 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     root: Annotated[
         str,
         "Directory of the checkpoints; empty means `checkpoints` inside run.dir. Set it when checkpoints "
-        "belong on other storage than the run's memory.",
+        "belong on different storage than the run's own records.",
     ] = ""
     remote_root: Annotated[
         str,
@@ -63,21 +63,21 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     read_back: Annotated[
         bool,
-        "Read each committed checkpoint back once, beside training and at the lowest priority, and compare "
-        "every digest; retention then keeps what was read back. Turn it off when the storage has no "
-        "bandwidth to spare.",
+        "Read each committed checkpoint back once, while training continues and at the lowest priority, "
+        "and compare every digest; retention then keeps what was read back. Turn it off when the storage "
+        "has no bandwidth to spare.",
     ] = True
     read_back_rate: Annotated[
         float,
         Meta(ge=0, le=1_000_000),
-        "Megabytes a second that reading back takes at most; 0 means as fast as it can. Lower it when it "
-        "disturbs others, raise it when checkpoints are saved faster than they are read.",
+        "Megabytes a second that reading back takes at most; 0 means no limit. Lower it when it disturbs "
+        "other work, raise it when checkpoints are saved faster than they are read.",
     ] = 200.0
     remote_retry_seconds: Annotated[
         float,
         Meta(gt=0, le=LONGEST_WAIT),
-        "Seconds for which one request to remote_root is tried again before a copy counts as failed. Raise "
-        "it when the store has longer outages.",
+        "Seconds for which one request to remote_root is retried before a copy counts as failed. Raise it "
+        "when the store has longer outages.",
     ] = 120.0
     interval: Annotated[
         Annotated[int, Meta(ge=0, le=LARGEST_COUNT)] | Literal["auto"],
@@ -87,8 +87,8 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     mtbf_hours: Annotated[
         float,
         Meta(ge=0, le=LONGEST_WAIT),
-        "Mean hours between failures of the whole job, for choosing and judging the interval; 0 means as "
-        "observed. Set it when it is known better than this run can have seen.",
+        "Mean hours between failures of the whole job, for choosing and judging the interval; 0 means that "
+        "it is observed. Set it when you know it better than this run can have observed it.",
     ] = 0.0
     save_at_end: Annotated[
         bool,
@@ -97,9 +97,9 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     resume_from: Annotated[
         str,
         Meta(min_length=1),
-        "Where the run begins: `auto` takes the best rung of the ladder, `fresh` starts from nothing, a step "
-        "number, a path or a URL names one checkpoint. It is applied once: later launches with the same "
-        "value go on from where the run is. Change it to go back or to branch off.",
+        "Where the run begins: `auto` takes the best rung of the ladder, `fresh` starts from nothing, a "
+        "step number, a path or a URL names one checkpoint. It is applied once: later launches with the "
+        "same value continue from where the run is. Change it to go back or to branch off.",
     ] = "auto"
     force: Annotated[
         bool,
@@ -108,20 +108,21 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     fresh_parts: Annotated[
         str,
-        "Parts that begin anew where resume_from names what the run begins with: names given to `track`, "
-        "or that only the checkpoint has, and `data` for the position in the data, as `optimizer,data`; "
-        "empty means that each must be in both. Set it to begin from weights alone, or with other data.",
+        "Parts that begin anew when the run begins with what resume_from names: names given to `track`, or "
+        "names that only the checkpoint has, and `data` for the position in the data, as in "
+        "`optimizer,data`; empty means that every part must be in both. Set it to begin from weights "
+        "alone, or with other data.",
     ] = ""
     data_position: Annotated[
         Literal["exact", "trusted"],
-        "`exact` refuses a loader whose position cannot be restored exactly; `trusted` only says so. Set it "
-        "to `trusted` when the order or the contents of the data need not be repeated.",
+        "`exact` refuses a loader whose position cannot be restored exactly; `trusted` only reports it. "
+        "Set it to `trusted` when the order or the contents of the data need not be repeated.",
     ] = "exact"
     max_failed_saves: Annotated[
         int,
         Meta(ge=1, le=LARGEST_COUNT),
-        "Failed saves in a row after which the run stops rather than train on unprotected. Raise it when the "
-        "storage is known to have short outages.",
+        "Failed saves in a row after which the run stops instead of training on unprotected. Raise it when "
+        "the storage is known to have short outages.",
     ] = 3
     timeout: Annotated[
         float,
@@ -131,14 +132,15 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1800.0
     async_save: Annotated[
         bool,
-        "Write checkpoints in a process of their own while training goes on; training waits only until the "
-        "state is copied. Turn it on when the hosts have memory for one or two copies of their ranks' state.",
+        "Write checkpoints in a separate process while training continues; training waits only until the "
+        "state is copied. Turn it on when the hosts have memory for one or two copies of their ranks' "
+        "state.",
     ] = False
     when_busy: Annotated[
         Literal["queue", "skip", "wait"],
-        "When a save is due while the one before is still being written: `queue` takes it into a second "
-        "staging buffer, `skip` leaves it out, `wait` holds training up until the other is done. Use `skip` "
-        "or `wait` when memory is short: they need one buffer.",
+        "What to do when a save is due while the previous one is still being written: `queue` copies it "
+        "into a second staging buffer, `skip` leaves it out, `wait` holds training up until the other is "
+        "done. Use `skip` or `wait` when memory is short: they need one buffer.",
     ] = "queue"
     snapshot: Annotated[
         Literal["auto", "clone", "overlap", "block"],
@@ -149,15 +151,15 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     ckpt_format: Annotated[
         Literal["torch_dist"],
-        "How checkpoints are stored: `torch_dist` is a sharded DCP directory, the one format that can be "
+        "How checkpoints are stored: `torch_dist` is a sharded DCP directory, the only format that can be "
         "saved asynchronously. There is no reason to change it.",
     ] = "torch_dist"
     handover_timeout: Annotated[
         float,
         Meta(ge=0, le=LONGEST_WAIT),
-        "Seconds that a new attempt waits for the last one's writer to commit what was already staged. Raise "
-        "it when writing a checkpoint takes longer and repeating the steps since the one before costs more; "
-        "it counts only up to 0.8 of the time that others wait for a decision.",
+        "Seconds that a new attempt waits for the previous attempt's writer to commit what was already "
+        "staged. Raise it when writing a checkpoint takes longer and repeating the steps since the "
+        "previous one costs more. At most 0.8 of the time that others wait for a decision is used.",
     ] = 120.0
     keep_last: Annotated[
         int,
@@ -168,20 +170,20 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_every_steps: Annotated[
         int,
         Meta(ge=0, le=LARGEST_COUNT),
-        "Also keep the first checkpoint at or after each multiple of so many steps; 0 means none. Set it to "
-        "keep a coarse history.",
+        "Also keep the first checkpoint at or after each multiple of this many steps; 0 means none. Set it "
+        "to keep a coarse history.",
     ] = 0
     keep_every_hours: Annotated[
         float,
         Meta(ge=0, le=LONGEST_WAIT),
-        "Also keep the first checkpoint of each so many hours; 0 means none. Set it to keep a coarse history "
-        "by time.",
+        "Also keep the first checkpoint of each period of this many hours; 0 means none. Set it to keep a "
+        "coarse history by time.",
     ] = 0.0
     non_persistent_ckpt_type: Annotated[
         Literal["none", "local"],
         "`local` also keeps the newest checkpoints on the nodes themselves, with replicas on their peers: "
-        "quick to save and to resume from, and gone with the nodes. Set it to save more often than the "
-        "checkpoint root can take; it needs async_save.",
+        "they are quick to save and to resume from, but are lost with the nodes. Set it to save more often "
+        "than the checkpoint root allows; it needs async_save.",
     ] = "none"
     non_persistent_local_ckpt_dir: Annotated[
         str,
@@ -202,26 +204,27 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     non_persistent_keep_last: Annotated[
         int,
         Meta(ge=2, le=64),
-        "How many checkpoints the local tier keeps. Each more takes a node as much memory as its ranks' "
-        "state, and as much again for every replica it holds.",
+        "How many checkpoints the local tier keeps. Each additional one takes as much of a node's memory "
+        "as its ranks' state, and as much again for every replica that it holds.",
     ] = 2
     non_persistent_max_bytes: Annotated[
         int,
         Meta(ge=0, le=LARGEST_COUNT * 1000),
-        "Bytes that local copies and replicas may take on a node; 0 means what is free. Set it when other "
-        "things need that memory later; what does not fit is not saved locally, and that is said.",
+        "Bytes that local copies and replicas may take on a node; 0 means all that is free. Set it when "
+        "other things need that memory later; what does not fit is not saved locally, and the journal says "
+        "so.",
     ] = 0
     replication_factor: Annotated[
         int,
         Meta(ge=1, le=64),
-        "On how many nodes each local copy lies, its own included; 1 means no replicas. Raise it to survive "
-        "the loss of more nodes at once without falling back to the checkpoint root.",
+        "On how many nodes each local copy is stored, including its own; 1 means no replicas. Raise it to "
+        "survive the loss of more nodes at once without falling back to the checkpoint root.",
     ] = 2
     replication_jump: Annotated[
         int,
         Meta(ge=0, le=LARGEST_COUNT),
-        "Distance in ranks from one holder of a replica to the next; 0 means the ranks of a node. Set it to "
-        "a multiple of those to put replicas into another rack.",
+        "Distance in ranks from one holder of a replica to the next; 0 means the ranks of a node. Set it "
+        "to a multiple of that number to put replicas into another rack.",
     ] = 0
     replication_timeout: Annotated[
         float,
@@ -260,14 +263,15 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     node_name: Annotated[
         str,
         "Name of this node in the journal, in exclusions and among its peers; empty means Slurm's name for "
-        "it (SLURMD_NODENAME), else its host name. Set it when several agents share a host, or when host "
-        "names change with every start.",
+        "it (SLURMD_NODENAME), or otherwise its host name. Set it when several agents share a host, or "
+        "when host names change with every start.",
     ] = ""
     node_timeout: Annotated[
         float,
         Meta(ge=1, le=LONGEST_WAIT),
-        "Seconds of silence after which a node counts as lost; one whose connection closes is known at once. "
-        "Raise it when the network has longer outages that pass; it must be less than control.lease_ttl.",
+        "Seconds of silence after which a node counts as lost; the loss of a node whose connection closes "
+        "is noticed at once. Raise it when the network has longer temporary outages; it must be less than "
+        "control.lease_ttl.",
     ] = 15.0
     stop_grace: Annotated[
         float,
@@ -277,15 +281,15 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_pause: Annotated[
         float,
         Meta(ge=0, le=LONGEST_WAIT),
-        "Seconds for which a failed run whose recovery an operator paused waits to be resumed; then it stops "
-        "with code 29. Raise it when nobody may look for longer than that, lower it when idle machines cost "
-        "more than a new launch.",
+        "Seconds for which a failed run whose recovery an operator paused waits to be resumed; then it "
+        "stops with code 29. Raise it when nobody may be able to look for longer than that, lower it when "
+        "idle machines cost more than a new launch.",
     ] = 86_400.0
     failure_causes: Annotated[
         str,
-        "Messages of failures and their causes, one a line as `cause: regular expression`, looked for before "
-        "Holdfast's own; empty means none. Set it when failures of your storage, network or scheduler are "
-        "taken for the job's.",
+        "Messages of failures and their causes, one per line as `cause: regular expression`, matched "
+        "before Holdfast's own; empty means none. Set it when failures of your storage, network or "
+        "scheduler are mistaken for the job's.",
     ] = ""
     print_saves: Annotated[
         bool,
@@ -295,12 +299,12 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     alert_command: Annotated[
         str,
         "Command that is run at every incident, stop and exclusion, with JSON on its standard input; empty "
-        "means none. Set it to have people told; it must end within 10 seconds.",
+        "means none. Set it to notify people; the command must end within 10 seconds.",
     ] = ""
     alert_url: Annotated[
         str,
-        "URL to which the same JSON is posted; empty means none. Set it where a chat or paging service takes "
-        "such posts.",
+        "URL to which the same JSON is posted; empty means none. Set it where a chat or paging service "
+        "accepts such posts.",
     ] = ""
 
 
@@ -309,8 +313,8 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     enable_ft_package: Annotated[
         bool,
-        "Whether ranks that hang are looked for at all. Turn it off for a run that another program watches; "
-        "single limits are switched off with 0.",
+        "Whether Holdfast looks for ranks that hang at all. Turn it off for a run that another program "
+        "watches; switch off single limits with 0.",
     ] = True
     initial_rank_heartbeat_timeout: Annotated[
         float,
@@ -327,8 +331,9 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     rank_section_timeouts: Annotated[
         str,
         "Seconds that a rank may spend in a section after its first step (`setup` and `loading` also "
-        "before); 0 means no limit. Sections inside it count as well if they have no limit of their own and "
-        "this setting is given. List all that shall have one; raise one that healthy runs come near to.",
+        "before); 0 means no limit. Sections inside it count as well if they have no limit of their own "
+        "and this setting is given. List all sections that should have a limit; raise a limit that healthy "
+        "runs come near.",
     ] = "setup:600,step:180,checkpointing:420"
     rank_out_of_section_timeout: Annotated[
         float,
@@ -345,7 +350,7 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 3600.0
     calc_ft_timeouts: Annotated[
         bool,
-        "Learn the limits of sections from what was seen, for the attempts after this one. Turn it on to "
+        "Learn the limits of sections from measured times, for the attempts after this one. Turn it on to "
         "find hangs sooner, once the run is steady.",
     ] = False
     import_ft_state: Annotated[
@@ -364,13 +369,13 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "random"
     simulated_fault_rank: Annotated[
         Annotated[int, Meta(ge=0, le=LARGEST_COUNT)] | Literal["any"],
-        "The rank that fails; `any` picks one. Set it to rehearse the loss of a certain rank.",
+        "The rank that fails; `any` picks one. Set it to rehearse the loss of a particular rank.",
     ] = "any"
     simulated_fault_base_delay: Annotated[
         float,
         Meta(ge=0, le=LONGEST_WAIT),
         "Seconds from the first completed step to the fault; up to a fifth of it is added at random. Raise "
-        "it to let a checkpoint be saved before.",
+        "it so that a checkpoint is saved before the fault.",
     ] = 0.0
 
 

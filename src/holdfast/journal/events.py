@@ -67,7 +67,7 @@ class LeaseClaimed(Event, tag="lease_claimed"):
 
 
 class LeaseLost(Event, tag="lease_lost"):
-    """The lease is another launch's by now; whoever writes this stops acting."""
+    """Another launch holds the lease by now; the writer of this event stops acting."""
 
     epoch: int
     evidence: str
@@ -92,7 +92,7 @@ class WorkersStarted(Event, tag="workers_started"):
     """Global rank → process id."""
     master: str = ""
     kept: bool = False
-    """Whether they are those of the attempt before, which go on in the same processes."""
+    """Whether they are those of the previous attempt, which continue in the same processes."""
 
 
 class WorkerFailed(Event, tag="worker_failed"):
@@ -108,7 +108,9 @@ class WorkerFailed(Event, tag="worker_failed"):
     error_file: str = ""
     section: str = ""
     left: bool = False
-    """Whether it ended with exit code 0 while others still ran: why they then failed, or just done first."""
+    """Whether it ended with exit code 0 while others still ran: that may be why they then failed, or it
+    had simply finished first.
+    """
 
 
 class AttemptEnded(Event, tag="attempt_ended"):
@@ -126,7 +128,7 @@ class RejectedOption(msgspec.Struct, frozen=True):
 
 
 class Decision(Event, tag="decision"):
-    """Something chosen for the whole group, with what it rests on."""
+    """A choice made for the whole group, with its evidence."""
 
     about: str
     """resume, recovery, …"""
@@ -166,7 +168,7 @@ class SaveStarted(Event, tag="save_started"):
     checkpoint: str
     step: int
     background: bool = False
-    """Whether a process beside the rank writes it, which may outlive the rank."""
+    """Whether a separate process writes it, which may outlive the rank."""
 
 
 class SaveCommitted(Event, tag="save_committed"):
@@ -182,15 +184,19 @@ class SaveCommitted(Event, tag="save_committed"):
     blocked_seconds: float
     """Time for which training stood still."""
     tier: str = "global"
-    """`local`: committed on the nodes. A save to both tiers is told twice, the second without blocking."""
+    """`local`: committed on the nodes. A save to both tiers is recorded twice, the second time without
+    blocking.
+    """
     stored_seconds: float = 0.0
-    """Of `seconds`, what writing and committing the files took on rank 0; 0 if that was not measured."""
+    """Of `seconds`, the time that writing and committing the files took on rank 0; 0 if that was not
+    measured.
+    """
     root: str = ""
     """The directory that it was committed in; empty for the local tier."""
 
 
 class SaveFailed(Event, tag="save_failed"):
-    """A save came to nothing; what was committed before is untouched."""
+    """A save failed; earlier commits are untouched."""
 
     checkpoint: str
     step: int
@@ -199,7 +205,7 @@ class SaveFailed(Event, tag="save_failed"):
 
 
 class SaveSkipped(Event, tag="save_skipped"):
-    """A save was due and left out, on all ranks."""
+    """A save was due but was left out, on all ranks."""
 
     checkpoint: str
     step: int
@@ -207,7 +213,7 @@ class SaveSkipped(Event, tag="save_skipped"):
 
 
 class CheckpointsDeleted(Event, tag="checkpoints_deleted"):
-    """Retention, or `holdfast ckpt gc`, took these away; everything older or newer is untouched."""
+    """Retention, or `holdfast ckpt gc`, deleted these; everything older or newer is untouched."""
 
     names: list[str]
     reasons: list[str]
@@ -226,9 +232,9 @@ class CopyDrained(Event, tag="copy_drained"):
     repeated: int = 0
     """Requests that had to be made again."""
     read_back: int = 0
-    """Files whose bytes the store could not confirm by a checksum of its own."""
+    """Files whose bytes the store could not confirm with its own checksum."""
     waiting: int = 0
-    """Checkpoints that wait to be copied."""
+    """Checkpoints that are still waiting to be copied."""
 
 
 class DrainFailed(Event, tag="drain_failed"):
@@ -241,7 +247,7 @@ class DrainFailed(Event, tag="drain_failed"):
 
 
 class CopyDeleted(Event, tag="copy_deleted"):
-    """The remote copy of a checkpoint that retention had taken away is gone too."""
+    """The remote copy of a checkpoint that retention had deleted is gone too."""
 
     checkpoint: str
     remote: str
@@ -249,7 +255,9 @@ class CopyDeleted(Event, tag="copy_deleted"):
 
 
 class CopyFetched(Event, tag="copy_fetched"):
-    """A resume brought a checkpoint back from the remote, verified, because the local one would not do."""
+    """A resume brought a checkpoint back from the remote, verified, because the local one could not be
+    used.
+    """
 
     checkpoint: str
     step: int
@@ -262,18 +270,20 @@ class CopyFetched(Event, tag="copy_fetched"):
 
 
 class ReplicaFailed(Event, tag="replica_failed"):
-    """A rank's shards could not be copied to a peer; its own copy is untouched, and training goes on."""
+    """A rank's shards could not be copied to a peer; its own copy is untouched, and training continues."""
 
     checkpoint: str
     step: int
     rank: int
     node: str
-    """The peer that was to hold it."""
+    """The peer that should have held it."""
     error: str
 
 
 class CopyReplicated(Event, tag="copy_replicated"):
-    """Rank 0's shards now lie on a peer too, verified there; those of other ranks are not told one by one."""
+    """Rank 0's shards now lie on a peer too, verified there; those of other ranks are not recorded one by
+    one.
+    """
 
     checkpoint: str
     step: int
@@ -281,11 +291,13 @@ class CopyReplicated(Event, tag="copy_replicated"):
     node: str
     """The peer that holds it."""
     seconds: float
-    """That sending took."""
+    """How long sending took."""
 
 
 class CopyReadBack(Event, tag="copy_read_back"):
-    """A committed checkpoint was read from the checkpoint root, beside training: every byte is right."""
+    """A committed checkpoint was read from the checkpoint root while training continued: every byte is
+    right.
+    """
 
     checkpoint: str
     step: int
@@ -309,7 +321,7 @@ class CopyReplaced(Event, tag="copy_replaced"):
     checkpoint: str
     step: int
     rank: int
-    """Whose shards it holds, as it was when they were saved."""
+    """The rank whose shards it holds, as numbered when they were saved."""
     node: str
     kind: str
     """own or replica."""
@@ -320,7 +332,7 @@ class CopyReplaced(Event, tag="copy_replaced"):
 
 
 class CopiesDropped(Event, tag="copies_dropped"):
-    """Local copies that a node gave up for newer ones, or for want of memory."""
+    """Local copies that a node gave up for newer ones, or for lack of memory."""
 
     node: str
     checkpoints: list[str]
@@ -330,12 +342,12 @@ class CopiesDropped(Event, tag="copies_dropped"):
 
 
 class StorageAlarm(Event, tag="storage_alarm"):
-    """Two checkpoints in a row could not be used: the storage itself was tried before going on."""
+    """Two checkpoints in a row could not be used: the storage itself was tested before continuing."""
 
     checkpoints: list[str]
     place: str
     probe: str
-    """What trying it showed; empty if nothing was wrong with it."""
+    """What the test showed; empty if nothing was wrong with it."""
 
 
 class CadenceChosen(Event, tag="cadence_chosen"):
@@ -344,7 +356,7 @@ class CadenceChosen(Event, tag="cadence_chosen"):
     interval: int
     """Steps between saves."""
     seconds: float
-    """The same in time; 0 while no step was measured."""
+    """The same as a time; 0 while no step was measured."""
     overhead: float
     """Expected share of all time lost to saves and failures; 0 while nothing was measured."""
     mtbf: float
@@ -361,9 +373,9 @@ class StepsDone(Event, tag="steps_done"):
     loss: list[float | str | None] = msgspec.field(default_factory=list)
     """Each as `encode_loss` gives it: None is a step whose loss was not recorded."""
     grad_norm: list[float | str | None] = msgspec.field(default_factory=list)
-    """Like `loss`, where the loop gave any."""
+    """Like `loss`, if the loop recorded any."""
     samples: list[str] = msgspec.field(default_factory=list)
-    """Digest of each step's sample ids, where the loop gave them."""
+    """Digest of each step's sample ids, if the loop recorded them."""
 
 
 class StepRejected(Event, tag="step_rejected"):
@@ -372,13 +384,13 @@ class StepRejected(Event, tag="step_rejected"):
     step: int
     reasons: list[str]
     ranks: list[int] = msgspec.field(default_factory=list)
-    """Whose own results, before any reduction, were bad; empty if that is not known."""
+    """The ranks whose own results, before any reduction, were bad; empty if that is not known."""
     then: str = ""
     """What was done: rerun, dropped, stop, restart."""
     batch: str = ""
-    """The data of the step: batch and epoch, and the samples of those ranks as far as they are known."""
+    """The data of the step: batch and epoch, and the samples of those ranks, as far as they are known."""
     in_a_row: int = 0
-    """Steps dropped in a row by now; 0 where that is not to be told."""
+    """Steps dropped in a row by now; 0 where that should not be reported."""
 
 
 class Verdict(Event, tag="verdict"):
@@ -390,7 +402,7 @@ class Verdict(Event, tag="verdict"):
     evidence: list[str]
     node: str = ""
     device: str = ""
-    """Whom it accuses or, for a transient one, where it was counted."""
+    """The device that it accuses or, for a transient fault, the one for which it was counted."""
 
 
 class ProbationEnded(Event, tag="probation_ended"):
@@ -398,14 +410,14 @@ class ProbationEnded(Event, tag="probation_ended"):
 
     checkpoint: str
     outcome: str
-    """passed, breached, or unsettled (the attempt was to end before)."""
+    """passed, breached, or unsettled (the attempt was going to end before that)."""
     first: int
     last: int
     evidence: list[str] = msgspec.field(default_factory=list)
 
 
 class StandingChanged(Event, tag="standing_changed"):
-    """What is known of a checkpoint has changed; the record is durable already."""
+    """What is known about a checkpoint has changed; the record is already durable."""
 
     checkpoint: str
     standing: str
@@ -439,7 +451,7 @@ class DataSkipped(Event, tag="data_skipped"):
 class DeterminismMeasured(Event, tag="determinism_measured"):
     """How much the same step's result differed between two runs of it, relative to its size.
 
-    Of each step that of its worst rank.
+    For each step, the difference of its worst rank counts.
     """
 
     steps: int
@@ -449,9 +461,9 @@ class DeterminismMeasured(Event, tag="determinism_measured"):
     p999: float
     largest: float
     ranks: int = 1
-    """How many were compared; older releases looked at rank 0 alone."""
+    """How many were compared; older releases looked only at rank 0."""
     worst_rank: int = 0
-    """Where the largest was found."""
+    """The rank with the largest difference."""
 
 
 class RunFinished(Event, tag="run_finished"):
@@ -461,11 +473,11 @@ class RunFinished(Event, tag="run_finished"):
     samples: int
     tokens: int
     counts: str = ""
-    """Whose these are, as in a manifest: `job`, or empty for rank 0's."""
+    """Whose totals these are, as in a manifest: `job`, or empty for rank 0's."""
 
 
 class OperatorActed(Event, tag="operator_acted"):
-    """Somebody asked something of the run; the record it speaks of is durable already."""
+    """An operator made a request; the record of it is already durable."""
 
     action: str
     """pause, unpause, reset_budget, pin, unpin, exclude or readmit."""

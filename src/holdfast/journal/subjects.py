@@ -22,18 +22,18 @@ class StopAsked(Event, tag="stop_asked"):
     """In words: which signal, who, why."""
     node: str = ""
     rank: int | None = None
-    """Where it was seen; None if no rank saw it."""
+    """The rank that saw it; None if no rank did."""
     seconds: float | None = None
     """Until the hard deadline; None if there is none."""
     sender: str = ""
-    """Of a signal, as far as the kernel tells; empty if that is not known."""
+    """Who sent a signal, if the kernel provides it; empty if that is not known."""
 
 
 class StopHastened(Event, tag="stop_hastened"):
     """The scheduler ends the job sooner than was known when the stop was asked for."""
 
     seconds: float
-    """Until the hard deadline as it is now."""
+    """Until the present hard deadline."""
     why: str
 
 
@@ -50,27 +50,27 @@ class StopSaved(Event, tag="stop_saved"):
 
     step: int
     checkpoint: str = ""
-    """What holds it; empty if nothing was done yet that could be saved."""
+    """The checkpoint that holds it; empty if there was nothing to save yet."""
     already: bool = False
     """Whether it had been saved before the stop was asked for."""
     seconds: float = 0.0
-    """That the save took."""
+    """How long the save took."""
     after: float = 0.0
     """Seconds since the stop was asked for."""
 
 
 class StopForced(Event, tag="stop_forced"):
-    """A stop did not come to its end by the deadline, or was asked for again: ended as it was."""
+    """A stop was not complete by the deadline, or was asked for again: the process was ended as it was."""
 
     why: str
-    """Says so if the state was saved all the same."""
+    """Says so if the state was saved nevertheless."""
     rank: int | None = None
     stacks: str = ""
     """File with what every thread of the rank was doing."""
 
 
 class JobFound(Event, tag="job_found"):
-    """What the scheduler says of the job that an attempt runs in."""
+    """What the scheduler says about the job in which an attempt runs."""
 
     scheduler: str
     job: str
@@ -103,7 +103,7 @@ class HealthFailed(Event, tag="health_failed"):
     """warning, critical or unknown: the worst of them."""
     problems: list[str]
     kept_out: bool = False
-    """Whether the node may not take part because of it."""
+    """Whether the node is kept out because of it."""
 
 
 class PingFailed(Event, tag="ping_failed"):
@@ -118,7 +118,7 @@ class PingFailed(Event, tag="ping_failed"):
 
 
 class RestartFaulted(Event, tag="restart_faulted"):
-    """What ended an iteration of a restartable function, or befell a process in it."""
+    """What ended an iteration of a restartable function, or what happened to a process in it."""
 
     iteration: int
     member: int
@@ -126,11 +126,11 @@ class RestartFaulted(Event, tag="restart_faulted"):
     kind: str
     """exception, lost, soft_timeout, hard_timeout, silent, late, unfit or asked."""
     rank: int | None = None
-    """Under which it trained; None for a reserve."""
+    """The rank under which it trained; None for a reserve."""
     node: str = ""
     detail: str = ""
     step: int = 0
-    """The last one that it completed, as far as is known."""
+    """The last step that it completed, as far as is known."""
     at: float = 0.0
     """When, in seconds since 1970; the line may be written later."""
     ended: int = 0
@@ -155,13 +155,13 @@ class RestartPlanned(Event, tag="restart_planned"):
 
 
 class RestartHandedOver(Event, tag="restart_handed_over"):
-    """There is no further iteration in these processes; who started them decides what follows."""
+    """There is no further iteration in these processes; whatever started them decides what follows."""
 
     iteration: int
     """The last one."""
     reason: str
     exit_code: int
-    """That the processes end with."""
+    """The exit code of the processes."""
 
 
 class FunctionRestarted(Event, tag="function_restarted"):
@@ -170,38 +170,40 @@ class FunctionRestarted(Event, tag="function_restarted"):
     iteration: int
     rank: int
     seconds: float
-    """Since this process knew that the iteration before had ended."""
+    """Since this process learned that the previous iteration had ended."""
 
 
 # Events of the straggler detector.
 
 
 class StragglersReported(Event, tag="stragglers_reported"):
-    """What the ranks measured since the last report. The lists have one entry a row: a rank, or a node."""
+    """What the ranks measured since the last report. The lists have one entry per row; a row is a rank or
+    a node.
+    """
 
     step: int
     """The last one measured."""
     steps: int
-    """How many were, on the rank with the fewest."""
+    """How many steps were measured, on the rank with the fewest."""
     seconds: float
     """Since the last report."""
     step_seconds: float
-    """Of a step, the median of the ranks."""
+    """Time of a step, the median over the ranks."""
     ranks: list[int]
-    """The rank of each row; of a node its slowest."""
+    """The rank of each row; for a node, its slowest rank."""
     nodes: list[str] = msgspec.field(default_factory=list)
     sections: dict[str, list[float]] = msgspec.field(default_factory=dict)
     """Seconds of an average step by section until the rank arrived."""
     waiting: list[float] = msgspec.field(default_factory=list)
-    """Seconds of it that it is known to have waited for others."""
+    """Seconds of it for which the rank is known to have waited for others."""
     relative: list[float | None] = msgspec.field(default_factory=list)
-    """Speed against the other ranks: 1 is as quick as they are."""
+    """Speed against the other ranks: 1 means as fast as they are."""
     individual: list[float | None] = msgspec.field(default_factory=list)
     """Speed against its own best."""
     by_node: bool = False
     """Whether a row is a node: there are too many ranks to list."""
     group_slower: bool = False
-    """Most ranks lost speed at once, so nobody could be named."""
+    """Most ranks lost speed at once, so none could be named."""
 
     def behind(self, rank: int | None, node: str) -> float:
         """Seconds for which the others waited for that rank (or, without one, for the slowest of that node):
@@ -235,9 +237,9 @@ class StragglerFound(Event, tag="straggler_found"):
     relative: float | None = None
     individual: float | None = None
     seconds: float = 0.0
-    """That a step takes longer because of it."""
+    """How much longer a step takes because of it."""
     then: str = "told"
-    """told, stop (the run saves and stops) or exclude (it goes on without that device)."""
+    """told, stop (the run saves and stops) or exclude (it continues without that device)."""
 
 
 # The account of an incident, as the journal and the attempt's directory keep it.
@@ -247,9 +249,8 @@ FAILURE, STOP = "failure", "stop"
 
 
 class Account(Event, tag="account"):
-    """Five answers about one incident, in plain English. Made once, by whoever decided about it.
-
-    What it cost is not known yet when it is made: that follows from the journal (`account.incidents`).
+    """Five answers about one incident, in plain English. Made once, by the process that decided about it.
+    The cost is not yet known at that time; it follows from the journal (`account.incidents`).
     """
 
     attempt: int
@@ -261,9 +262,9 @@ class Account(Event, tag="account"):
     what: str
     """What it did, as the end of a sentence that begins with `who`."""
     why: list[str] = msgspec.field(default_factory=list)
-    """What that rests on, the strongest first."""
+    """The evidence, the strongest first."""
     done: str = ""
-    """What was decided, with the step that the run goes on from."""
+    """What was decided, with the step from which the run continues."""
     next: str = ""
     """What a person has to do."""
     step: int | None = None
@@ -271,19 +272,23 @@ class Account(Event, tag="account"):
     saved: int | None = None
     """The step of the newest checkpoint that can be used; None if there is none."""
     began: float | None = None
-    """When the run last got on, where that was well before the fault was seen: a rank that stood still."""
+    """When the run last made progress, if that was well before the fault was noticed: a rank that stood
+    still.
+    """
     exit_code: int = 0
-    """What the launch ends with; 0 if it goes on."""
+    """What the launch ends with; 0 if it continues."""
     kind: str = FAILURE
-    """failure, or stop: it was asked for."""
+    """failure, or stop (on request)."""
     files: list[str] = msgspec.field(default_factory=list)
-    """Where the whole of it is kept: error files, last lines, stacks."""
+    """Where the full details are kept: error files, last lines, stacks."""
     suspects: list[str] = msgspec.field(default_factory=list)
-    """Checkpoints that may be the cause; what is found out about them later is told with it."""
+    """Checkpoints that may be the cause; later findings about them are reported with it."""
     undecided: bool = False
-    """A bad result of which the cause is looked for: another incident at the same step may name it."""
+    """A bad result whose cause is still being looked for: another incident at the same step may name it."""
     alone: bool = False
-    """Told by one launch or node that could ask nobody: what was decided about the attempt goes before it."""
+    """Made by a single launch or node that could ask no other: what was decided about the attempt takes
+    precedence.
+    """
 
     @property
     def ends(self) -> bool:
