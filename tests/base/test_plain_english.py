@@ -7,8 +7,6 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recovery_ends import Driver, Fault, drivers, faults
-from test_verdicts import GIVEN, Rejecting, often, rejections
 
 from holdfast.account.answers import answers_about
 from holdfast.account.words import on_the_terminal, one_line
@@ -20,6 +18,7 @@ from holdfast.policy.recovery import Decision, recover
 from holdfast.policy.results import Rejection
 from holdfast.policy.signs import Action, Cause, activity, deed, origin
 from holdfast.record.attempts import FailureRecord
+from kit.worlds.recovery_worlds import GIVEN, Driver, Fault, Rejecting, drivers, faults, often, rejections
 
 JARGON = re.compile(
     r"\b(sections?|group \d+|#\d+ of|rungs?|lower_rung|parked|rendezvous|probation|proven|fenced|lease"

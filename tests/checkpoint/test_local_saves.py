@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import shutil
 import threading
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +15,12 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
-from test_writer_process import nothing_in_staging, steps_of
 from torch import nn
 
 import holdfast
 from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.copies.room import is_in_memory, memory_left
 from holdfast.checkpoint.copies.rules import memory
-from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
 from holdfast.checkpoint.format.manifest import read
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import local as local_save
@@ -41,86 +35,11 @@ from holdfast.journal.events import (
 )
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lineage import read_timeline, was_committed
-from kit.harness import wait_until
-from kit.ranks.writers import forked_writers, holding, killed_at, patched, ranks, told
-from kit.tiny import checkpoints, counting_file_operations, die, forked, train
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A directory in memory, gone afterwards."""
-    path = Path("/dev/shm") / f"holdfast-test-{uuid.uuid4().hex[:12]}"
-    path.mkdir()
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def local(directory: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "checkpoint_async_save": True,
-        "checkpoint_non_persistent_ckpt_type": "local",
-        "checkpoint_non_persistent_local_ckpt_dir": str(directory),
-        "checkpoint_non_persistent_save_interval": 2,
-        "checkpoint_interval": 6,
-        **more,
-    }
-
-
-def settle(run: holdfast.Run) -> None:
-    """Wait until nothing is being saved, in the middle of a step."""
-    run._in_step = False
-    run.wait_for_saves()
-    run._in_step = True
-
-
-def place(directory: Path) -> LocalTier:
-    (path,) = directory.iterdir()
-    return LocalTier.at(path)
-
-
-def is_sound(tier: LocalTier, control: ControlDirectory, record: CopyRecord) -> bool | None:
-    """Whether every digest of a copy is right, under a lease; None if it was taken back before."""
-    with tier.lease(record) as descriptor:
-        if descriptor is None:
-            return None
-        manifest = local_manifest.read(control, record.name, record.manifest)
-        entries = {file.path: file for file in manifest.files}
-        if not record.files:
-            return True
-        with mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
-            for file in record.files:
-                entry = entries[file.path]
-                data = mapped[file.start : file.start + file.size]
-                if xxhash.xxh3_128_hexdigest(data) != entry.digest or entry.digest != file.digest:
-                    return False
-                for chunk in entry.chunks:
-                    piece = data[chunk.offset : chunk.offset + chunk.length]
-                    if xxhash.xxh3_128_hexdigest(piece) != chunk.digest:
-                        return False
-    return True
-
-
-def copies(directory: Path, run_dir: Path) -> dict[int, list[int]]:
-    """Steps → ranks of the copies that a place holds, each of them verified."""
-    tier, control = place(directory), ControlDirectory.open(run_dir)
-    found: dict[int, list[int]] = {}
-    known = set(local_manifest.names(control))
-    for record in tier.records():
-        if record.name not in known:
-            continue  # forgotten, and soon taken back: it can be judged by nothing, so nobody reads it
-        assert is_sound(tier, control, record), record
-        found.setdefault(record.name.step, []).append(record.rank)
-    return found
-
-
-def committed(run_dir: Path) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {"local": [], "global": []}
-    for event in told(run_dir, SaveCommitted):
-        found[event.tier].append(event.step)
-    return {tier: sorted(steps) for tier, steps in found.items()}
-
+from kit.harness import is_alive, wait_until
+from kit.nodes.local_tier import committed, copies, is_sound, local, place, settle
+from kit.ranks.writers import forked_writers, holding, killed_at, nothing_in_staging, patched, ranks
+from kit.runs import events_in
+from kit.tiny import checkpoints, counting_file_operations, die, forked, steps_of, train
 
 # --- two tiers ----------------------------------------------------------------------------------------------
 
@@ -134,9 +53,9 @@ def test_each_tier_has_its_own_interval_and_both_have_the_same_manifest(tmp_path
     assert outcome.losses == reference.losses
     assert committed(run_dir) == {"local": [2, 4, 6, 8, 10, 12, 13], "global": [6, 12, 13]}
     assert steps_of(run_dir) == [13, 12, 6]
-    for event in told(run_dir, SaveCommitted):
+    for event in events_in(run_dir, SaveCommitted):
         assert (event.blocked_seconds > 0) == (event.tier == "local")
-    chain = sorted((e for e in told(run_dir, SaveCommitted) if e.tier == "local"), key=lambda e: e.step)
+    chain = sorted((e for e in events_in(run_dir, SaveCommitted) if e.tier == "local"), key=lambda e: e.step)
     assert [event.parent for event in chain] == [None, *(event.checkpoint[14:] for event in chain[:-1])]
     found = copies(shm, run_dir)
     assert set(found) >= {12, 13}
@@ -151,7 +70,7 @@ def test_each_tier_has_its_own_interval_and_both_have_the_same_manifest(tmp_path
     state = {"model": {"3.bias": torch.zeros(6)}}
     dcp.load({"model.3.bias": state["model"]["3.bias"]}, checkpoint_id=checkpoints(run_dir)[0], no_dist=True)
     assert state["model"]["3.bias"].numpy().tobytes() == outcome.parameters["3.bias"]
-    assert told(run_dir, SaveFailed, SaveSkipped) == []
+    assert events_in(run_dir, SaveFailed, SaveSkipped) == []
     nothing_in_staging(run_dir)
 
 
@@ -334,18 +253,11 @@ def test_a_local_save_that_finds_all_slots_read_is_skipped_or_waits(tmp_path: Pa
         train(run_dir, until=15, at_step=at_step, **settings)
     # One more slot may have been left to make at step 10; at step 12 there is none.
     assert set(committed(run_dir)["local"]) - {10} == {2, 4, 6, 8, 14}
-    (skipped,) = told(run_dir, SaveSkipped)
+    (skipped,) = events_in(run_dir, SaveSkipped)
     assert skipped.step in (10, 12)
 
 
 # --- what dies ----------------------------------------------------------------------------------------------
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
-    except OSError:
-        return True
 
 
 def test_a_snapshot_staged_before_the_trainer_died_is_committed_locally_and_drained(
@@ -381,10 +293,10 @@ def test_a_snapshot_staged_before_the_trainer_died_is_committed_locally_and_drai
 
     assert forked(work) == -9
     writer = int((tmp_path / "writer").read_text())
-    assert not gone(writer)
+    assert is_alive(writer)
     assert 6 not in copies(shm, run_dir)
     gate.touch()
-    wait_until(lambda: gone(writer), 20, "the writer ends when all is done")
+    wait_until(lambda: not is_alive(writer), 20, "the writer ends when all is done")
     assert 6 in copies(shm, run_dir)
     assert steps_of(run_dir) == [6]
     assert train(run_dir, until=12, **local(shm)).started_at == 6
@@ -417,9 +329,9 @@ def test_the_next_attempt_does_not_wait_for_a_drain_and_the_fence_ends_it(tmp_pa
     assert time.monotonic() - started < 15, "it did not wait for the drain"
     run.close()
     gate.touch()
-    wait_until(lambda: gone(writer), 20, "the writer ends")
+    wait_until(lambda: not is_alive(writer), 20, "the writer ends")
     assert steps_of(run_dir) == []
-    assert "step_" not in told(run_dir, LeaseClaimed)[-1].evidence
+    assert "step_" not in events_in(run_dir, LeaseClaimed)[-1].evidence
     assert not list((run_dir / "checkpoints" / ".staging").glob("step_*"))
 
 
@@ -427,7 +339,7 @@ def check_after_kill(run_dir: Path, shm: Path) -> None:
     assert committed(run_dir) == {"local": [2, 4, 6, 7], "global": [6, 7]}
     assert set(copies(shm, run_dir)) >= {6, 7}
     assert all(verify(path).sound for path in checkpoints(run_dir))
-    assert told(run_dir, SaveFailed) == []
+    assert events_in(run_dir, SaveFailed) == []
     nothing_in_staging(run_dir)
 
 
@@ -509,7 +421,7 @@ def test_a_byte_that_changes_in_a_slot_before_the_commit_is_never_committed(
     with forked_writers():
         train(run_dir, until=9, at_step=at_step, **local(shm))
     assert committed(run_dir) == {"local": [2, 4, 8, 9], "global": [9]}
-    (failed,) = told(run_dir, SaveFailed)
+    (failed,) = events_in(run_dir, SaveFailed)
     assert "model.3.weight: its bytes do not match the fingerprint" in failed.error
     assert 6 not in copies(shm, run_dir)
     assert not list((run_dir / "local").glob("step_00000006*"))
@@ -538,7 +450,7 @@ def test_a_copy_that_changes_after_its_commit_is_not_drained_but_quarantined(
     with forked_writers(around):
         train(run_dir, until=9, **local(shm))
     assert committed(run_dir) == {"local": [2, 4, 6, 8, 9], "global": [9]}
-    (event,) = told(run_dir, CopyQuarantined)
+    (event,) = events_in(run_dir, CopyQuarantined)
     assert event.checkpoint.startswith("step_00000006")
     assert 6 not in copies(shm, run_dir)
     assert steps_of(run_dir) == [9]
@@ -561,7 +473,7 @@ def test_a_manifest_that_lists_other_bytes_than_a_rank_holds_makes_no_copy(tmp_p
     with forked_writers(around):
         train(run_dir, until=3, **local(shm, checkpoint_save_at_end=False))
     assert place(shm).records() == []
-    (failed,) = told(run_dir, SaveFailed)
+    (failed,) = events_in(run_dir, SaveFailed)
     assert "the copy does not count" in failed.error
 
 
@@ -591,14 +503,14 @@ def test_a_local_save_that_fails_does_not_fail_the_drain_before_it(tmp_path: Pat
 
         def told_failed(run: holdfast.Run) -> bool:
             run._saving.at_boundary()  # type: ignore[union-attr]
-            return bool(told(run_dir, SaveFailed))
+            return bool(events_in(run_dir, SaveFailed))
 
         with forked_writers(holding(gate, only="step_00000006") if rank == 1 else None):
             train(run_dir, until=11, at_step=at_step, **local(shm, checkpoint_save_at_end=False))
 
     ranks(tmp_path, 2, work)
     assert committed(run_dir) == {"local": [2, 4, 6, 10], "global": [6]}
-    (failed,) = told(run_dir, SaveFailed)
+    (failed,) = events_in(run_dir, SaveFailed)
     assert failed.step == 8
     assert all(verify(path).sound for path in checkpoints(run_dir))
 
@@ -617,8 +529,8 @@ def test_a_local_tier_that_does_not_work_stops_no_run(tmp_path: Path, shm: Path)
         train(run_dir, until=24, at_step=at_step, **local(shm, checkpoint_max_failed_saves=4))
     assert committed(run_dir)["local"] == [2]
     assert 24 in committed(run_dir)["global"]
-    assert told(run_dir, SaveFailed)
-    assert any("no local copy" in event.reason for event in told(run_dir, SaveSkipped))
+    assert events_in(run_dir, SaveFailed)
+    assert any("no local copy" in event.reason for event in events_in(run_dir, SaveSkipped))
 
 
 def test_a_save_that_is_asked_for_goes_to_the_root_alone_if_the_local_tier_fails_it(
@@ -643,7 +555,7 @@ def test_a_save_that_is_asked_for_goes_to_the_root_alone_if_the_local_tier_fails
     ranks(tmp_path, 2, work)
     (path,) = checkpoints(run_dir)
     assert verify(path).sound
-    assert any("to the checkpoint root alone" in event.message for event in told(run_dir, Warned))
+    assert any("to the checkpoint root alone" in event.message for event in events_in(run_dir, Warned))
 
 
 # --- room ---------------------------------------------------------------------------------------------------
@@ -660,7 +572,7 @@ def test_without_room_a_local_save_is_left_out_and_training_goes_on(tmp_path: Pa
         outcome = train(run_dir, until=13, **local(shm, checkpoint_non_persistent_max_bytes=4096))
     assert outcome.losses == train(tmp_path / "reference", until=13).losses
     assert committed(run_dir) == {"local": [], "global": [6, 12, 13]}
-    (skipped,) = told(run_dir, SaveSkipped)
+    (skipped,) = events_in(run_dir, SaveSkipped)
     assert skipped.step == 2
     assert "non_persistent_max_bytes" in skipped.reason
     assert copies(shm, run_dir) == {}
@@ -698,7 +610,7 @@ def test_on_two_ranks_both_skip_when_one_has_no_room(tmp_path: Path, shm: Path) 
 
     ranks(tmp_path, 2, work)
     assert committed(run_dir) == {"local": [], "global": [6, 7]}
-    assert len(told(run_dir, SaveSkipped)) == 1
+    assert len(events_in(run_dir, SaveSkipped)) == 1
 
 
 def test_the_memory_of_the_local_tier_is_within_its_formula(tmp_path: Path, shm: Path) -> None:

@@ -18,7 +18,6 @@ from holdfast.cluster.time_limit import TimeLimit
 from holdfast.config.settings import Settings
 from holdfast.errors import ExitCode, StorageError
 from holdfast.journal.events import Line, SaveCommitted
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import RequeueAsked, StopAgreed, StopAsked
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch import scheduler as launch_scheduler
@@ -37,25 +36,19 @@ from kit.nodes.fake_scontrol import (
     Fake,
     a_run,
     changed,
-    installed,
     limit_in,
 )
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    return installed(tmp_path, monkeypatch)
-
+from kit.runs import events_in
 
 # --- queueing again
 
 
-def test_a_job_at_its_time_limit_is_queued_again_with_the_reason_first(fake: Fake) -> None:
+def test_a_job_at_its_time_limit_is_queued_again_with_the_reason_first(fake_scontrol: Fake) -> None:
     """Lightning#20542: a stop ahead of the time limit comes back."""
     asked = requeue.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=["n2"], stalled=0)
     assert asked.asked
     assert asked.exclude == ["n2"]
-    assert fake.calls == [
+    assert fake_scontrol.calls == [
         "update JobId=1 Comment=lr=3 JobState=FAILED the Requeue=0 one | holdfast: queued again: the time "
         "limit: Slurm ends job 1 in 60 s; without n2",
         "requeue 1",
@@ -63,15 +56,15 @@ def test_a_job_at_its_time_limit_is_queued_again_with_the_reason_first(fake: Fak
     ]
 
 
-def test_a_comment_that_is_refused_is_written_once_the_job_waits_again(fake: Fake) -> None:
-    fake.program(
-        f'[ "$1" != requeue ] || touch "{fake.home}/again"\n'
-        f'case "$*" in *Comment=*) [ -f "{fake.home}/again" ] || exit 1;; esac'
+def test_a_comment_that_is_refused_is_written_once_the_job_waits_again(fake_scontrol: Fake) -> None:
+    fake_scontrol.program(
+        f'[ "$1" != requeue ] || touch "{fake_scontrol.home}/again"\n'
+        f'case "$*" in *Comment=*) [ -f "{fake_scontrol.home}/again" ] || exit 1;; esac'
     )
     asked = requeue.requeue_by_decision(JOB, "auto", "a bad node", exclude=[])
     assert asked.asked
-    assert [call.split("=")[0] for call in fake.calls] == ["requeue 1", "update JobId"]
-    assert "holdfast: queued again: a bad node" in fake.calls[1]
+    assert [call.split("=")[0] for call in fake_scontrol.calls] == ["requeue 1", "update JobId"]
+    assert "holdfast: queued again: a bad node" in fake_scontrol.calls[1]
 
 
 def test_our_part_of_a_comment_is_replaced_and_the_users_is_kept() -> None:
@@ -91,23 +84,25 @@ def test_our_part_of_a_comment_is_replaced_and_the_users_is_kept() -> None:
     ],
 )
 def test_a_node_is_excluded_only_if_the_job_can_start_without(
-    fake: Fake, fields: dict[str, str], exclude: list[str], told: list[str], said: str
+    fake_scontrol: Fake, fields: dict[str, str], exclude: list[str], told: list[str], said: str
 ) -> None:
-    fake.answer(changed(**fields))
+    fake_scontrol.answer(changed(**fields))
     asked = requeue.requeue_by_decision(JOB, "auto", "why", exclude=exclude)
     assert asked.asked
     assert asked.exclude == told
     assert said in asked.reason
-    assert any("ExcNodeList" in call for call in fake.calls) == bool(told)
+    assert any("ExcNodeList" in call for call in fake_scontrol.calls) == bool(told)
 
 
-def test_a_refused_requeue_is_told(fake: Fake) -> None:
-    fake.program('[ "$1" != requeue ] || { echo "Requested operation is presently disabled" >&2; exit 1; }')
+def test_a_refused_requeue_is_told(fake_scontrol: Fake) -> None:
+    fake_scontrol.program(
+        '[ "$1" != requeue ] || { echo "Requested operation is presently disabled" >&2; exit 1; }'
+    )
     asked = requeue.requeue_by_decision(JOB, "auto", "why", exclude=["n1"])
     assert not asked.asked
     assert asked.refused
     assert "presently disabled" in asked.reason
-    assert not any("ExcNodeList" in call for call in fake.calls)
+    assert not any("ExcNodeList" in call for call in fake_scontrol.calls)
 
 
 # As they were seen on a real Slurm 22.05, each just after its SIGTERM.
@@ -147,25 +142,27 @@ TIMED_OUT = changed(JobState="COMPLETING", Reason="TimeLimit", EndTime="2026-11-
     ],
 )
 def test_after_sigterm_a_job_comes_back_only_from_preemption(
-    fake: Fake, record: str, asked: bool, said: str
+    fake_scontrol: Fake, record: str, asked: bool, said: str
 ) -> None:
-    fake.answer(record)
+    fake_scontrol.answer(record)
     found = requeue.requeue_after_stop(JOB, "auto", PREEMPTED, exclude=[], stalled=0)
     assert found.asked == asked
     assert said in found.reason
-    assert ("requeue 1" in fake.calls) == asked
+    assert ("requeue 1" in fake_scontrol.calls) == asked
 
 
 @pytest.mark.parametrize("record", [CANCELLED, CANCELLED_IN_GRACE], ids=["plain", "in grace"])
-def test_a_job_that_is_cancelled_while_it_saves_at_its_limit_stays_cancelled(fake: Fake, record: str) -> None:
+def test_a_job_that_is_cancelled_while_it_saves_at_its_limit_stays_cancelled(
+    fake_scontrol: Fake, record: str
+) -> None:
     """scancel in the middle of the save: Slurm would bring even a cancelled job back."""
-    fake.answer(record)
+    fake_scontrol.answer(record)
     found = requeue.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=[], stalled=0)
     assert not found.asked
-    assert fake.calls == []
+    assert fake_scontrol.calls == []
 
 
-def test_what_a_person_asked_for_is_not_even_asked_of_slurm(fake: Fake) -> None:
+def test_what_a_person_asked_for_is_not_even_asked_of_slurm(fake_scontrol: Fake) -> None:
     for source, name in (
         (Source.STOP_FILE, ""),
         (Source.OPERATOR, ""),
@@ -176,8 +173,8 @@ def test_what_a_person_asked_for_is_not_even_asked_of_slurm(fake: Fake) -> None:
         request = StopRequest(source=source, detail="somebody", signal=name)
         found = requeue.requeue_after_stop(JOB, "auto", request, exclude=[], stalled=0)
         assert not found.asked
-    assert fake.questions == 0
-    assert fake.calls == []
+    assert fake_scontrol.questions == 0
+    assert fake_scontrol.calls == []
 
 
 _SIGNALS = ["", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP", "SIGXCPU"]
@@ -236,9 +233,9 @@ def test_five_requeues_without_progress_are_the_last() -> None:
 # --- the time limit
 
 
-def test_a_stop_is_asked_for_once_the_lead_is_reached(fake: Fake) -> None:
+def test_a_stop_is_asked_for_once_the_lead_is_reached(fake_scontrol: Fake) -> None:
     """E3: preempt_time."""
-    fake.answer(limit_in(100))
+    fake_scontrol.answer(limit_in(100))
     limit = TimeLimit(JOB, 60)
     ends_at = limit.first_answer(10)
     assert ends_at is not None
@@ -254,73 +251,75 @@ def test_a_stop_is_asked_for_once_the_lead_is_reached(fake: Fake) -> None:
 
 
 def test_an_end_that_slurm_does_not_know_at_first_is_asked_for_soon(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
+    fake_scontrol: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time_limit, "SOONEST", 0.05)
-    fake.answer(changed(EndTime="Unknown"))
+    fake_scontrol.answer(changed(EndTime="Unknown"))
     limit = TimeLimit(JOB, 60)
-    wait_until(lambda: fake.questions >= 2, 10, "Slurm is asked again")
-    fake.answer(limit_in(100))
+    wait_until(lambda: fake_scontrol.questions >= 2, 10, "Slurm is asked again")
+    fake_scontrol.answer(limit_in(100))
     wait_until(lambda: limit.ends_at, 10, "the end is known")
     limit.close()
 
 
-def test_a_job_without_end_is_not_asked_about_for_ever(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_end_is_not_asked_about_for_ever(
+    fake_scontrol: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time_limit, "SOONEST", 0.001)
     monkeypatch.setattr(time_limit, "TRIES", 2)
-    fake.answer(changed(EndTime="Unknown"))
+    fake_scontrol.answer(changed(EndTime="Unknown"))
     limit = TimeLimit(JOB, 60)
-    wait_until(lambda: fake.questions >= 2, 10, "Slurm is asked a few times")
+    wait_until(lambda: fake_scontrol.questions >= 2, 10, "Slurm is asked a few times")
     limit._ask.wait(0.3)  # nothing to wait for: that it is not asked again
     limit.close()
-    assert fake.questions == 2
+    assert fake_scontrol.questions == 2
 
 
 def test_the_nearer_the_end_the_sooner_slurm_is_asked_again(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
+    fake_scontrol: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody may move the end of a job nearer: what was learnt a minute ago is then too old."""
     monkeypatch.setattr(time_limit, "SOONEST", 0.05)
-    fake.answer(limit_in(3))
+    fake_scontrol.answer(limit_in(3))
     limit = TimeLimit(JOB, 1)
-    wait_until(lambda: fake.questions >= 3, 10, "Slurm is asked again and again")
+    wait_until(lambda: fake_scontrol.questions >= 3, 10, "Slurm is asked again and again")
     limit.close()
 
 
-def test_a_limit_that_was_extended_meanwhile_does_not_stop_the_run(fake: Fake) -> None:
-    fake.answer(limit_in(100))
+def test_a_limit_that_was_extended_meanwhile_does_not_stop_the_run(fake_scontrol: Fake) -> None:
+    fake_scontrol.answer(limit_in(100))
     limit = TimeLimit(JOB, 60)
     wait_until(lambda: limit.ends_at, 10, "Slurm has answered")
     assert limit.ends_at is not None
     then = limit.ends_at - 50
-    fake.answer(limit_in(5000))
+    fake_scontrol.answer(limit_in(5000))
     assert limit.due(then) is None
-    wait_until(lambda: fake.questions >= 2, 10, "Slurm is asked again before the stop")
+    wait_until(lambda: fake_scontrol.questions >= 2, 10, "Slurm is asked again before the stop")
     wait_until(lambda: limit.ends_at and limit.ends_at > then + 1000, 10, "the new limit is known")
     assert limit.due(then) is None
     limit.close()
 
 
-def test_a_limit_that_was_lifted_meanwhile_does_not_stop_the_run(fake: Fake) -> None:
+def test_a_limit_that_was_lifted_meanwhile_does_not_stop_the_run(fake_scontrol: Fake) -> None:
     """`scontrol update TimeLimit=UNLIMITED`; not the same as an end that Slurm does not tell."""
-    fake.answer(limit_in(100))
+    fake_scontrol.answer(limit_in(100))
     limit = TimeLimit(JOB, 60)
     wait_until(lambda: limit.ends_at, 10, "Slurm has answered")
     assert limit.ends_at is not None
     then = limit.ends_at - 50
-    fake.answer(limit_in(364.9 * 86_400, of=365 * 86_400))
+    fake_scontrol.answer(limit_in(364.9 * 86_400, of=365 * 86_400))
     assert limit.due(then) is None
     wait_until(lambda: limit.ends_at is None, 10, "it is known that there is none any more")
     assert limit.due(then) is None
     limit.close()
 
 
-def test_a_slurm_that_no_longer_answers_does_not_hold_the_stop_up(fake: Fake) -> None:
-    fake.answer(limit_in(100))
+def test_a_slurm_that_no_longer_answers_does_not_hold_the_stop_up(fake_scontrol: Fake) -> None:
+    fake_scontrol.answer(limit_in(100))
     limit = TimeLimit(JOB, 60)
     wait_until(lambda: limit.ends_at, 10, "Slurm has answered")
     assert limit.ends_at is not None
-    fake.program("sleep 60")
+    fake_scontrol.program("sleep 60")
     now = limit.ends_at - 60
     assert limit.due(now) is None
     assert limit.due(now + 4) is None
@@ -332,9 +331,9 @@ def test_a_slurm_that_no_longer_answers_does_not_hold_the_stop_up(fake: Fake) ->
     assert time.monotonic() - began < 5
 
 
-def test_the_lead_takes_at_most_half_of_a_short_job(fake: Fake) -> None:
+def test_the_lead_takes_at_most_half_of_a_short_job(fake_scontrol: Fake) -> None:
     """A job of a minute with a lead of a minute would stop at once, be queued again, and so for ever."""
-    fake.answer(limit_in(59, of=60))
+    fake_scontrol.answer(limit_in(59, of=60))
     limit = TimeLimit(JOB, 60)
     wait_until(lambda: limit.ends_at, 10, "Slurm has answered")
     assert limit.ends_at is not None
@@ -344,18 +343,18 @@ def test_the_lead_takes_at_most_half_of_a_short_job(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("lead", [0.0, 60.0])
-def test_no_lead_or_no_end_is_no_stop(fake: Fake, lead: float) -> None:
-    fake.answer(limit_in(10) if lead == 0 else changed(EndTime="Unknown"))
+def test_no_lead_or_no_end_is_no_stop(fake_scontrol: Fake, lead: float) -> None:
+    fake_scontrol.answer(limit_in(10) if lead == 0 else changed(EndTime="Unknown"))
     limit = TimeLimit(JOB, lead)
-    wait_until(lambda: fake.questions, 10, "Slurm is asked")
+    wait_until(lambda: fake_scontrol.questions, 10, "Slurm is asked")
     assert limit.due(time.time() + 1_000_000) is None
     limit.close()
 
 
-def test_the_times_of_a_jobs_next_life_are_not_taken_for_this_ones(fake: Fake) -> None:
-    fake.answer(limit_in(10).replace("JobState=RUNNING", "JobState=COMPLETING"))
+def test_the_times_of_a_jobs_next_life_are_not_taken_for_this_ones(fake_scontrol: Fake) -> None:
+    fake_scontrol.answer(limit_in(10).replace("JobState=RUNNING", "JobState=COMPLETING"))
     limit = TimeLimit(JOB, 60)
-    wait_until(lambda: fake.questions, 10, "Slurm is asked")
+    wait_until(lambda: fake_scontrol.questions, 10, "Slurm is asked")
     limit.close()
     assert limit.ends_at is None
 
@@ -371,16 +370,18 @@ def test_the_times_of_a_jobs_next_life_are_not_taken_for_this_ones(fake: Fake) -
         changed(JobState="CANCELLED", Reason="None"),
     ],
 )
-def test_a_job_that_slurm_ends_without_grace_has_killwait_and_no_more(fake: Fake, ended: str) -> None:
-    fake.answer(limit_in(600))
-    fake.configure(kill_wait=5)
+def test_a_job_that_slurm_ends_without_grace_has_killwait_and_no_more(
+    fake_scontrol: Fake, ended: str
+) -> None:
+    fake_scontrol.answer(limit_in(600))
+    fake_scontrol.configure(kill_wait=5)
     graces: list[Grace] = []
     left: list[float] = []
     limit = TimeLimit(JOB, 60, on_grace=graces.append, on_ending=left.append)
     limit.first_answer(10)
     assert graces == [Grace(5.0, "KillWait")]
     assert limit.grace == graces[0]
-    fake.answer(ended)
+    fake_scontrol.answer(ended)
     began = time.time()
     limit.ask_again()
     wait_until(lambda: left, 10, "it is told that Slurm ends the job")
@@ -391,15 +392,15 @@ def test_a_job_that_slurm_ends_without_grace_has_killwait_and_no_more(fake: Fake
     limit.close()
 
 
-def test_a_sigterm_that_slurm_did_not_send_leaves_the_time_there_was(fake: Fake) -> None:
-    fake.answer(limit_in(600))
-    fake.configure(kill_wait=5, grace_time=30)
+def test_a_sigterm_that_slurm_did_not_send_leaves_the_time_there_was(fake_scontrol: Fake) -> None:
+    fake_scontrol.answer(limit_in(600))
+    fake_scontrol.configure(kill_wait=5, grace_time=30)
     limit = TimeLimit(JOB, 60, on_ending=lambda seconds: pytest.fail(f"{seconds} s are left"))
     limit.first_answer(10)
     assert limit.grace == Grace(30.0, "GraceTime of partition low")
-    asked = fake.questions
+    asked = fake_scontrol.questions
     limit.ask_again()
-    wait_until(lambda: fake.questions > asked, 10, "Slurm is asked again")
+    wait_until(lambda: fake_scontrol.questions > asked, 10, "Slurm is asked again")
     limit.close()
     assert limit.ends_at is not None
     assert limit.ends_at > time.time() + 500
@@ -411,18 +412,18 @@ def saved(step: int, tier: str = "global") -> SaveCommitted:
     )
 
 
-def test_the_script_asks_for_a_run_that_nobody_asked_for(fake: Fake, tmp_path: Path) -> None:
+def test_the_script_asks_for_a_run_that_nobody_asked_for(fake_scontrol: Fake, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", ASKED, saved(10), saved(30, tier="local"))
     asked = requeue_at_the_end(JOB, "auto", 31, run, [])
     assert asked.asked
-    assert "requeue 1" in fake.calls
-    told = [line.body for line in read_journal(run / "journal") if isinstance(line.body, RequeueAsked)]
-    assert [event.asked for event in told] == [True]
+    assert "requeue 1" in fake_scontrol.calls
+    asked = events_in(run, RequeueAsked)
+    assert [event.asked for event in asked] == [True]
     control = ControlDirectory.open(run)
     assert requeues_without_progress(control, 10) == 1, "the launcher counts it too"
     assert requeues_without_progress(control, 11) == 0
     assert not requeue_at_the_end(JOB, "auto", 31, run, []).asked  # not twice
-    assert fake.calls.count("requeue 1") == 1
+    assert fake_scontrol.calls.count("requeue 1") == 1
 
 
 @pytest.mark.parametrize(
@@ -440,15 +441,17 @@ def test_the_script_asks_for_a_run_that_nobody_asked_for(fake: Fake, tmp_path: P
     ],
 )
 def test_the_script_never_asks_against_what_the_run_decided(
-    fake: Fake, tmp_path: Path, code: int, events: list[object]
+    fake_scontrol: Fake, tmp_path: Path, code: int, events: list[object]
 ) -> None:
     asked = requeue_at_the_end(JOB, "auto", code, a_run(tmp_path / "run", *events), [])
     assert not asked.asked
     assert asked.reason
-    assert fake.calls == []
+    assert fake_scontrol.calls == []
 
 
-def test_the_script_asks_after_the_loss_of_the_store_but_not_for_ever(fake: Fake, tmp_path: Path) -> None:
+def test_the_script_asks_after_the_loss_of_the_store_but_not_for_ever(
+    fake_scontrol: Fake, tmp_path: Path
+) -> None:
     """Whoever asked before: one count of them, which an operator may reset."""
     for code in (30, 31):
         run = a_run(tmp_path / str(code), ASKED, saved(10))
@@ -465,15 +468,15 @@ def test_the_script_asks_after_the_loss_of_the_store_but_not_for_ever(fake: Fake
         journal.write(ASKED)
         journal.close()
         assert requeue_at_the_end(JOB, "auto", code, run, []).asked
-    assert fake.calls.count("requeue 1") == 2
+    assert fake_scontrol.calls.count("requeue 1") == 2
 
 
 def test_a_requeue_that_slurm_did_not_answer_counts(
-    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_scontrol: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy controller may have done it all the same: uncounted, such a job would come back for ever."""
     monkeypatch.setattr(scontrol, "requeue", functools.partial(scontrol.requeue, timeout=0.3))
-    fake.program('[ "$1" != requeue ] || exec sleep 60')
+    fake_scontrol.program('[ "$1" != requeue ] || exec sleep 60')
     run = a_run(tmp_path / "run", ASKED)
     asked = requeue_at_the_end(JOB, "auto", 31, run, [])
     assert not asked.asked
@@ -482,10 +485,12 @@ def test_a_requeue_that_slurm_did_not_answer_counts(
     assert requeues_without_progress(ControlDirectory.open(run), 0) == 1
 
 
-def test_a_script_without_a_run_directory_asks_nothing_after_a_stop(fake: Fake, tmp_path: Path) -> None:
+def test_a_script_without_a_run_directory_asks_nothing_after_a_stop(
+    fake_scontrol: Fake, tmp_path: Path
+) -> None:
     assert not requeue_at_the_end(JOB, "auto", 31, None, []).asked
     assert not requeue_at_the_end(JOB, "auto", 31, tmp_path / "nowhere", []).asked
-    assert fake.calls == []
+    assert fake_scontrol.calls == []
 
 
 def line(attempt: int, body: object) -> Line:
@@ -508,7 +513,7 @@ def full(*args: object, **kwargs: object) -> int:
     raise StorageError("cannot write requeues: No space left on device")
 
 
-def test_a_run_whose_storage_failed_comes_back_but_not_for_ever(fake: Fake, tmp_path: Path) -> None:
+def test_a_run_whose_storage_failed_comes_back_but_not_for_ever(fake_scontrol: Fake, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", saved(10))
     control = ControlDirectory.open(run)
     assert requeue_at_the_end(JOB, "auto", ExitCode.STORAGE_FAILED, run, []).asked
@@ -517,50 +522,52 @@ def test_a_run_whose_storage_failed_comes_back_but_not_for_ever(fake: Fake, tmp_
         record_requeue(control, 1, 10, JOB.label)
     last = a_run(tmp_path / "run", RequeueAsked(job="1", asked=True, reason="before"))
     assert not requeue_at_the_end(JOB, "auto", ExitCode.STORAGE_FAILED, last, []).asked
-    assert fake.calls.count("requeue 1") == 1
+    assert fake_scontrol.calls.count("requeue 1") == 1
 
 
 @pytest.mark.parametrize("restarts", [MAX_REQUEUES - 1, MAX_REQUEUES])
 def test_where_nothing_can_be_counted_slurms_own_count_bounds_it(
-    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
+    fake_scontrol: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
     """On a full disk no record of the requeue can be made: unbounded, the job would come back for ever."""
     job = msgspec.structs.replace(JOB, restarts=restarts)
-    fake.answer(changed(Restarts=str(restarts)))
+    fake_scontrol.answer(changed(Restarts=str(restarts)))
     monkeypatch.setattr(requeue, "record_requeue", full)
     asked = requeue_at_the_end(job, "auto", ExitCode.STORAGE_FAILED, a_run(tmp_path / "run", saved(10)), [])
     assert asked.asked == (restarts < MAX_REQUEUES)
-    assert ("requeue 1" in fake.calls) == asked.asked
+    assert ("requeue 1" in fake_scontrol.calls) == asked.asked
     assert asked.asked or "cannot be counted" in asked.reason
 
 
 @pytest.mark.parametrize("code", [ExitCode.STORAGE_FAILED, ExitCode.STORE_LOST])
 def test_a_run_that_cannot_even_be_read_comes_back_if_that_is_why_it_ended(
-    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: ExitCode
+    fake_scontrol: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: ExitCode
 ) -> None:
     monkeypatch.setattr(requeue, "requeues_without_progress", full)
     asked = requeue_at_the_end(JOB, "auto", code, a_run(tmp_path / "run", saved(10)), [])
     assert asked.asked == (code is ExitCode.STORAGE_FAILED)
 
 
-def test_a_person_who_asked_for_the_stop_is_heard_though_its_save_failed(fake: Fake, tmp_path: Path) -> None:
+def test_a_person_who_asked_for_the_stop_is_heard_though_its_save_failed(
+    fake_scontrol: Fake, tmp_path: Path
+) -> None:
     run = a_run(tmp_path / "run", StopAsked(source="operator", detail="ada: enough"))
     asked = requeue_at_the_end(JOB, "auto", ExitCode.STORAGE_FAILED, run, [])
     assert not asked.asked
-    assert fake.calls == []
+    assert fake_scontrol.calls == []
 
 
 @pytest.mark.parametrize("restarts", [1, MAX_REQUEUES])
 def test_the_agent_asks_at_the_end_of_a_launch_whose_storage_failed(
-    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
+    fake_scontrol: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
-    fake.answer(changed(Restarts=str(restarts)))
+    fake_scontrol.answer(changed(Restarts=str(restarts)))
     control = ControlDirectory.open(a_run(tmp_path / "run", saved(10)))
     scheduler = Scheduler(control, Settings(), msgspec.structs.replace(JOB, restarts=restarts))
     monkeypatch.setattr(launch_scheduler, "requeues_without_progress", full)
     scheduler.storage_failed(1, "cannot write end.json: No space left on device", 10, [])
-    assert fake.calls == [], "only when nothing else is left to do"
+    assert fake_scontrol.calls == [], "only when nothing else is left to do"
     told: list[str] = []
     scheduler.part(told.append)
-    assert ("requeue 1" in fake.calls) == (restarts < MAX_REQUEUES)
+    assert ("requeue 1" in fake_scontrol.calls) == (restarts < MAX_REQUEUES)
     assert ("was not asked" in told[0]) == (restarts >= MAX_REQUEUES)

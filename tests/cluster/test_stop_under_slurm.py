@@ -7,57 +7,16 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from holdfast.errors import ExitCode
 from holdfast.journal.subjects import JobFound, RequeueAsked, StopAsked
 from holdfast.record.lease import current_epoch, read_beat
-from kit.acting import Place, clean_place
+from kit.acting import Place
 from kit.harness import job, wait_until
+from kit.nodes.fake_scontrol import job_environment
 from kit.nodes.nodes import cluster
-
-SCONTROL = """#!/bin/sh
-echo "$@" >> {log}
-[ "$1" = show ] && [ "$2" = job ] && echo "JobId=1234 JobName=train
-   Requeue=1 Restarts=1 BatchFlag=1 JobState=RUNNING Reason=None
-   StartTime={start} EndTime={end} NumNodes=3 Partition=gpu"
-[ "$1" = requeue ] && cat {cwd}/run/lease/*.beat > {cwd}/beats-at-requeue
-exit 0
-"""
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with clean_place(tmp_path) as found:
-        yield found
-
-
-def slurm(place: Place, left: float) -> dict[str, str]:
-    """The environment of a job whose time limit is so far off."""
-    now = time.time()
-    form = "%Y-%m-%dT%H:%M:%S"
-    text = SCONTROL.format(
-        log=place.cwd / "asked",
-        cwd=place.cwd,
-        start=time.strftime(form, time.gmtime(now - 3600)),
-        end=time.strftime(form, time.gmtime(now + left)),
-    )
-    program = place.cwd / "bin" / "scontrol"
-    program.parent.mkdir(exist_ok=True)
-    program.write_text(text)
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    return {
-        "PATH": f"{program.parent}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "1234",
-        "SLURM_JOB_NODELIST": "n[1-3]",
-        "SLURM_RESTART_COUNT": "1",
-        "SLURM_JOB_END_TIME": str(int(now + left)),
-    }
 
 
 def requeues(place: Place) -> list[str]:
@@ -67,7 +26,7 @@ def requeues(place: Place) -> list[str]:
 
 
 def test_a_job_at_its_time_limit_stops_and_is_queued_again_once(place: Place) -> None:
-    env = place.environment(**slurm(place, left=40))
+    env = place.environment(**job_environment(place, left=40))
     with job(place.launch(acts="never?ok"), cwd=place.cwd, env=env) as running:
         result = running.wait(60)
     assert result.code == ExitCode.STOPPED_UNSAVED, "the script has no Run that could save"
@@ -93,7 +52,7 @@ def test_a_job_at_its_time_limit_stops_and_is_queued_again_once(place: Place) ->
 def test_a_signal_of_a_person_queues_nothing_again_and_the_job_is_named_to_who_comes_too(
     place: Place,
 ) -> None:
-    env = place.environment(**slurm(place, left=7200))
+    env = place.environment(**job_environment(place, left=7200))
     command = place.launch(acts="never?ok")
     with job(command, cwd=place.cwd, env=env) as running:
         place.await_workers(running, 1)
@@ -114,7 +73,7 @@ def test_a_signal_of_a_person_queues_nothing_again_and_the_job_is_named_to_who_c
 
 def test_recovery_gives_the_job_back_when_these_nodes_cannot_do_it(place: Place) -> None:
     """Code 27, and the scheduler is asked: excluded nodes are named in the job's comment."""
-    env = place.environment(**slurm(place, left=7200))
+    env = place.environment(**job_environment(place, left=7200))
     command = place.launch("--max-restarts", "20", acts="kill", name="n1")
     with job(command, cwd=place.cwd, env=env) as running:
         result = running.wait(90)
@@ -130,7 +89,7 @@ def test_recovery_gives_the_job_back_when_these_nodes_cannot_do_it(place: Place)
 
 @pytest.mark.drill
 def test_a_signal_of_the_scheduler_between_two_attempts_queues_the_job_again(place: Place) -> None:
-    env = place.environment(**slurm(place, left=7200))
+    env = place.environment(**job_environment(place, left=7200))
     with job(place.launch(acts="go?ok;kill"), cwd=place.cwd, env=env) as running:
         (worker,) = place.await_workers(running, 1)
         place.control("pause", "--reason", "why")
@@ -144,7 +103,7 @@ def test_a_signal_of_the_scheduler_between_two_attempts_queues_the_job_again(pla
 
 @pytest.mark.drill
 def test_only_the_leading_agent_asks_to_be_queued_again(place: Place) -> None:
-    words = slurm(place, left=7200)
+    words = job_environment(place, left=7200)
     with cluster(place.cwd, "2") as group:
         for name in "ab":
             group.start(name, acts="wait", wrap=place.wrap(**words))

@@ -187,3 +187,18 @@ def checkpoints(run_dir: Path) -> list[Path]:
     """Committed directories, newest step first."""
     found = [path for path in (run_dir / "checkpoints").glob("step_*") if path.is_dir()]
     return sorted(found, reverse=True)
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [int(path.name[5:13]) for path in checkpoints(run_dir)]
+
+
+class Holds:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state

@@ -18,7 +18,7 @@ import pytest
 from holdfast.launch.workers.forked_worker import brought_along
 from holdfast.launch.workers.preload import ColdStart, Preload, PreloadedParent, Request, Script
 from holdfast.launch.workers.start import Starter
-from kit.harness import REPO, await_child, wait_until
+from kit.harness import REPO, await_child, is_alive, wait_until
 from kit.ranks.forking import DEADLINE, cold, command, fork, streams, text_of, warm, without_torch
 
 WHO = (REPO / "tests" / "scripts" / "who_am_i.py").read_text()
@@ -255,17 +255,6 @@ def test_signals_are_set_as_an_exec_would_leave_them(
 # -- lives and deaths ---------------------------------------------------------------------------------------
 
 
-def state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def alive(pid: int) -> bool:
-    return state(pid) not in ("", "Z", "X")
-
-
 def test_nothing_runs_before_the_word_and_nothing_is_left_without_it(
     parent: PreloadedParent, place: Path, environment: dict[str, str]
 ) -> None:
@@ -277,12 +266,12 @@ def test_nothing_runs_before_the_word_and_nothing_is_left_without_it(
         assert os.getpgid(pid) == os.getsid(pid) == pid
         deadline = time.monotonic() + 1.0  # long enough for a script of one line, were it run
         while time.monotonic() < deadline:
-            assert alive(pid)
+            assert is_alive(pid)
             assert not (place / "mark").exists()
             time.sleep(0.05)
         forked.end()
     assert not (place / "mark").exists()
-    assert state(pid) == "", "it was reaped"
+    assert not Path(f"/proc/{pid}").exists(), "it was reaped"
 
 
 def test_a_parent_that_dies_gives_a_reason_and_leaves_no_worker(
@@ -354,7 +343,7 @@ def test_a_silent_parent_costs_its_deadline_only(
         assert time.monotonic() - began < 20
     finally:
         preloaded.close()
-    assert not alive(preloaded.pid)
+    assert not is_alive(preloaded.pid)
 
 
 # -- what makes a start cold --------------------------------------------------------------------------------

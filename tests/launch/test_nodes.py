@@ -14,34 +14,12 @@ from holdfast.errors import ExitCode
 from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 from holdfast.policy.budgets import restarts_without_progress
-from holdfast.record.attempts import ends_of
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.history import past_attempts
 from kit.acting import ACTS
-from kit.harness import Job, finish, holdfast, wait_until
-from kit.journals import journalled
-from kit.nodes.nodes import STEP, Cluster, cluster, free_endpoint
-
-
-def outcomes(cwd: Path) -> list[str]:
-    return [end.outcome if end else "none" for _, end in ends_of(ControlDirectory.open(cwd / "run"))]
-
-
-def workers_of(agent: Job) -> list[int]:
-    return [pid for pid, line in agent.processes().items() if "launch_step.py" in line and pid != agent.pid]
-
-
-def leads(cwd: Path) -> str:
-    """The node whose agent began the newest attempt."""
-    found = [line.who for line in read_journal(cwd / "run" / "journal")
-             if isinstance(line.body, events.AttemptStarted)]  # fmt: skip
-    return found[-1].removeprefix("agent-")
-
-
-def finish_all(group: Cluster, names: str, code: int = 0, timeout: float = 60) -> None:
-    for name in names.split():
-        result = group.agents[name].wait(timeout)
-        assert result.code == code, f"{name}: {result.text}"
+from kit.harness import finish, holdfast, wait_until
+from kit.nodes.nodes import STEP, Cluster, cluster, finish_all, free_endpoint, workers_of
+from kit.runs import journalled, leads, outcomes
 
 
 def test_a_killed_agent_is_noticed_at_once_and_the_others_go_on(tmp_path: Path) -> None:

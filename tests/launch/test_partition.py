@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_nodes import finish_all, leads, outcomes
 
 from holdfast.errors import ExitCode
 from holdfast.journal import events
 from kit.harness import wait_until
-from kit.journals import journalled
 from kit.nodes.namespaces import PORT, Network, missing, network
-from kit.nodes.nodes import cluster
+from kit.nodes.nodes import cluster, finish_all
+from kit.runs import journalled, leads, outcomes
 
 WHY = missing()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)

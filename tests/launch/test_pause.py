@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,6 @@ from holdfast.launch.incident import storage
 from holdfast.launch.incident.storage import wait_while_paused
 from holdfast.record import operator
 from holdfast.record.directory import ControlDirectory
-
-
-@pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    return ControlDirectory.open_or_create(tmp_path / "run")[0]
 
 
 class StoppedError(Exception):

@@ -20,7 +20,6 @@ from holdfast.cluster.slurm import SlurmJob
 from holdfast.config.sections import SlurmSettings
 from holdfast.config.settings import Settings
 from holdfast.errors import ExitCode
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import StopAsked, StopForced, StopHastened
 from holdfast.launch.context import StopSignals
 from holdfast.launch.incident import hang as rolls
@@ -35,7 +34,8 @@ from holdfast.record.directory import ControlDirectory
 from holdfast.record.secret import SealedStore, run_secret
 from holdfast.train.beats import Halted, Prepare, Promise, State, StopAt
 from kit.harness import wait_until
-from kit.nodes.fake_scontrol import JOB, Fake, installed, limit_in
+from kit.nodes.fake_scontrol import JOB, Fake, limit_in
+from kit.runs import journalled
 from kit.watching import Rank, watching
 
 LIMIT = 30.0
@@ -106,28 +106,19 @@ def nodes(home: Path, count: int, job: SlurmJob | None = None) -> Iterator[list[
         yield found
 
 
-def journalled(home: Path, kind: type[Any]) -> list[Any]:
-    return [line.body for line in read_journal(home / "run" / "journal") if isinstance(line.body, kind)]
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    return installed(tmp_path, monkeypatch)
-
-
 def test_whoever_asks_the_deadline_is_the_one_that_the_leading_agent_learns_from_the_scheduler(
-    tmp_path: Path, fake: Fake
+    tmp_path: Path, fake_scontrol: Fake
 ) -> None:
     """E1: min(shutdown_timeout_sec, lead − margin), also if a node asks that knows of no limit.
 
     And a job that is preempted learns only after the signal that its end has come closer. The end in the
     environment is over: somebody has extended the limit since.
     """
-    fake.answer(limit_in(7200, of=10_000))
+    fake_scontrol.answer(limit_in(7200, of=10_000))
     with nodes(tmp_path, 2, msgspec.structs.replace(JOB, ends_at=1.0)) as (leader, other):
         assert leader.scheduler.due() is None
         wait_until(lambda: (leader.scheduler.ends_at or 0.0) > 1.0, LIMIT, "Slurm has answered")
-        fake.answer(limit_in(70, of=10_000))
+        fake_scontrol.answer(limit_in(70, of=10_000))
         other.signals.received = signal.SIGUSR1
         for node in (other, leader):
             wait_until(lambda node=node: node.look() or node.stopping.request, LIMIT, "it knows")

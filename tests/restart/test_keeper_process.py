@@ -39,8 +39,8 @@ from holdfast.restart.messages import (
     ready_key,
     text,
 )
-from kit.harness import wait_until
-from kit.keeping import is_alive, read_end, read_next, settings
+from kit.harness import is_alive, wait_until
+from kit.keeping import read_end, read_next, settings
 from kit.ranks.stopping_ranks import Ranks as Forked
 from kit.ranks.stopping_ranks import ranks
 

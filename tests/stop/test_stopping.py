@@ -20,7 +20,7 @@ from holdfast.journal.events import AttemptEnded, RunFinished, SaveStarted
 from holdfast.journal.subjects import JobFound, StopAgreed, StopAsked, StopForced, StopSaved
 from holdfast.stop import signals
 from kit.harness import REPO, Job, free_port, job, python, wait_until
-from kit.ranks.local_ranks import memory
+from kit.nodes.local_tier import memory
 from kit.ranks.stopping_ranks import LIMIT, Ranks, events, gate, hold, ranks, reasons
 from kit.tiny import checkpoints, forked
 from kit.tiny import train as train_alone

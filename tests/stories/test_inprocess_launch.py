@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-from test_end_to_end import record
 
 from holdfast.errors import ExitCode
 from holdfast.journal import events
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import RestartHandedOver, RestartPlanned, StopAgreed, StopAsked
 from holdfast.observe.status import look
-from holdfast.record.attempts import ends_of, failures_of
+from holdfast.record.attempts import failures_of
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, Result, finish, holdfast, job, wait_until
+from kit.nodes.local_tier import memory
+from kit.nodes.nodes import Cluster, cluster
+from kit.ranks.local_ranks import await_replicas
+from kit.runs import control_of, end_records, journalled, record
 
 SCRIPT = str(REPO / "tests" / "scripts" / "train_restarting.py")
 QUICK = {
@@ -37,16 +39,8 @@ def launch(ranks: int = 2, flags: tuple[str, ...] = (), **settings: str) -> list
     return holdfast("run", *where, *given, *flags, SCRIPT)
 
 
-def control(cwd: Path) -> ControlDirectory:
-    return ControlDirectory.open(cwd / "run")
-
-
-def journalled(cwd: Path, kind: type[Any]) -> list[Any]:
-    return [line.body for line in read_journal(cwd / "run" / "journal") if isinstance(line.body, kind)]
-
-
 def ends(cwd: Path) -> list[tuple[str, int, str] | None]:
-    return [end and (end.outcome, end.exit_code, end.cause) for _, end in ends_of(control(cwd))]
+    return [end and (end.outcome, end.exit_code, end.cause) for end in end_records(cwd)]
 
 
 def decided(cwd: Path) -> list[tuple[str, int]]:
@@ -86,7 +80,7 @@ def test_after_an_exception_the_same_processes_go_on_as_the_next_attempt(
     started = journalled(tmp_path, events.WorkersStarted)
     assert [one.kept for one in started] == [False, True]
     assert started[0].pids == started[1].pids
-    failed = {one.rank: one for one in failures_of(control(tmp_path), 1)}
+    failed = {one.rank: one for one in failures_of(control_of(tmp_path), 1)}
     assert failed[1].message == "ValueError: told to fail"
     assert failed[1].pid == started[0].pids[1]
     assert not journalled(tmp_path, events.WorkerFailed), "nobody's process has ended"
@@ -94,7 +88,7 @@ def test_after_an_exception_the_same_processes_go_on_as_the_next_attempt(
     assert (planned.iteration, planned.world_size, planned.promoted, planned.ended) == (1, 2, [], 1)
     epochs = [one.epoch for one in journalled(tmp_path, events.AttemptStarted)]
     assert epochs == sorted(set(epochs))
-    status = look(control(tmp_path))
+    status = look(control_of(tmp_path))
     assert (status.state, status.attempt, status.step, status.problems) == ("finished", 2, 9, [])
     assert list(status.nodes.values()) == [[0, 1]]
     assert status.incident is not None
@@ -171,7 +165,7 @@ def test_a_stop_between_two_calls_is_honoured(tmp_path: Path, whom: str) -> None
     assert result.code == ExitCode.STOPPED, result.text
     assert ends(tmp_path) == [("stopped", int(ExitCode.STOPPED), "")]
     assert not decided(tmp_path)
-    assert look(control(tmp_path)).state == "stopped"
+    assert look(control_of(tmp_path)).state == "stopped"
 
 
 @pytest.mark.drill
@@ -201,3 +195,88 @@ def test_a_rank_that_stands_still_is_ended_and_replaced(tmp_path: Path, referenc
     assert decided(tmp_path) == [("restart", 2)]
     before, after = journalled(tmp_path, events.WorkersStarted)
     assert after.pids == {0: before.pids[0], 1: before.pids[2]}
+
+
+# --- several nodes -----------------------------------------------------------------------------------------
+
+
+LOCAL = {
+    "checkpoint.async_save": "true", "checkpoint.save_at_end": "false",
+    "checkpoint.non_persistent_ckpt_type": "local", "checkpoint.non_persistent_save_interval": "2",
+}  # fmt: skip
+"""Copies in the nodes' memory, and nowhere else."""
+FLAGS = [word for name, value in QUICK.items() for word in ("--set", f"{name}={value}")]
+
+
+def start_nodes(group: Cluster, memory: Path | None = None) -> None:
+    """`memory`: where each node keeps its local copies, if any."""
+    for name in "abc":
+        local = LOCAL | {"checkpoint.non_persistent_local_ckpt_dir": str(memory / name)} if memory else {}
+        flags = [word for key, value in local.items() for word in ("--set", f"{key}={value}")]
+        group.start_nodes(name, *FLAGS, *flags, "--set", "inprocess.active_world_size=2", script=SCRIPT)
+
+
+def places(cwd: Path) -> dict[int, str]:
+    """Rank → node, as the ranks were started."""
+    started = journalled(cwd, events.WorkersStarted)
+    return {rank: one.node for one in started if not one.kept for rank in one.pids}
+
+
+def finish_nodes(group: Cluster, names: str) -> None:
+    for name in names:
+        result = group.agents[name].wait(LONGEST)
+        assert result.code == 0, result.text
+
+
+@pytest.mark.drill
+def test_all_agents_go_on_with_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESTARTING_DO", "1:5:raise")
+    with cluster(tmp_path, "3") as group:
+        start_nodes(group)
+        finish_nodes(group, "abc")
+    assert ends(tmp_path) == [("failed", 1, "job"), ("finished", 0, "")]
+    assert decided(tmp_path) == [("restart", 2)]
+    started = journalled(tmp_path, events.WorkersStarted)
+    before = {rank: pid for one in started if not one.kept for rank, pid in one.pids.items()}
+    after = {rank: pid for one in started if one.kept for rank, pid in one.pids.items()}
+    assert after == {rank: before[rank] for rank in (0, 1)}
+
+
+@pytest.mark.drill
+def test_a_lost_nodes_rank_is_taken_by_a_reserve_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESTARTING_DO", "1:5:wait")
+    with cluster(tmp_path, "3") as group:
+        start_nodes(group)
+        wait_until((tmp_path / "out" / "waits1").exists, LONGEST, "rank 1 is in step 5")
+        lost = places(tmp_path)[1]
+        group.agents[lost].signal(signal.SIGKILL)
+        finish_nodes(group, "abc".replace(lost, ""))
+    assert [one and one[0] for one in ends(tmp_path)] == ["failed", "finished"]
+    assert decided(tmp_path) == [("restart", 2)]
+    (planned,) = journalled(tmp_path, RestartPlanned)
+    assert (planned.order, planned.promoted) == ([0, 2], [2])
+
+
+@pytest.mark.drill
+def test_a_lost_nodes_state_comes_from_the_memory_of_its_data_parallel_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, object]
+) -> None:
+    """A node and its memory are gone. Its peer is still the same process, and nothing was ever on a disk."""
+    monkeypatch.setenv("RESTARTING_DO", "1:8:wait")
+    monkeypatch.setenv("RESTARTING_INTERVAL", "1000")
+    with memory() as place, cluster(tmp_path, "3") as group:
+        start_nodes(group, place)
+        wait_until((tmp_path / "out" / "waits1").exists, LONGEST, "rank 1 is in step 8")
+        await_replicas(ControlDirectory.open(tmp_path / "run"), 6, 2)
+        lost = places(tmp_path)[1]
+        group.agents[lost].signal(signal.SIGKILL)
+        shutil.rmtree(place / lost)
+        finish_nodes(group, "abc".replace(lost, ""))
+    assert [one and one[0] for one in ends(tmp_path)] == ["failed", "finished"]
+    (planned,) = journalled(tmp_path, RestartPlanned)
+    assert planned.promoted == [2]
+    assert record(tmp_path) == reference
+    assert [one.step for one in journalled(tmp_path, events.Resumed)] == [0, 6]
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))

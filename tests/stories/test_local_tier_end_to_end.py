@@ -12,7 +12,8 @@ from holdfast.checkpoint.copies.tier import LocalTier
 from holdfast.errors import ExitCode
 from holdfast.journal.events import CopyQuarantined, Decision, Resumed, SaveCommitted
 from holdfast.observe.status import look
-from kit.ranks.local_ranks import Nodes, die_when_replicated, memory
+from kit.nodes.local_tier import memory
+from kit.ranks.local_ranks import Nodes, die_when_replicated
 from kit.tiny import checkpoints
 
 NODES = ["a", "b", "c", "d"]

@@ -35,6 +35,7 @@ from holdfast.record.launches import told_progress
 from kit.checkpoints import save_stock
 from kit.harness import finish
 from kit.harness import holdfast as launched
+from kit.runs import events_in
 from kit.tiny import Numbers, build, checkpoints, forked, train
 
 
@@ -114,15 +115,13 @@ def test_the_manifest_says_what_the_checkpoint_holds(tmp_path: Path) -> None:
 
 def test_the_journal_holds_every_step_once(tmp_path: Path) -> None:
     outcome = train(tmp_path / "run", until=7)
-    done = [
-        line.body for line in read_journal(tmp_path / "run" / "journal") if isinstance(line.body, StepsDone)
-    ]
+    done = events_in(tmp_path / "run", StepsDone)
     steps = [event.first + i for event in done for i in range(len(event.seconds))]
     assert steps == list(range(1, 8))
     losses = [loss for event in done for loss in event.loss]
     assert [float(loss).hex() for loss in losses if loss is not None] == list(outcome.losses.values())
     assert all(digest for event in done for digest in event.samples)
-    last = [line.body for line in read_journal(tmp_path / "run" / "journal")]
+    last = events_in(tmp_path / "run")
     assert any(isinstance(body, RunFinished) and body.step == 7 for body in last)
 
 

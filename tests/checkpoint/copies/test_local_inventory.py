@@ -20,9 +20,10 @@ from holdfast.checkpoint.format.manifest import MANIFEST, METADATA, CheckpointNa
 from holdfast.checkpoint.format.structure import StorageWatch
 from holdfast.errors import DecisionTimeoutError
 from holdfast.journal.events import CopyQuarantined, StorageAlarm
-from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
-from kit.nodes.local_places import NAME, LocalRun, flip, local_run, manifest_of
+from kit.damage import flip
+from kit.nodes.local_places import NAME, LocalRun, local_run, manifest_of
+from kit.runs import events_in
 
 
 class Resuming:
@@ -59,7 +60,7 @@ class Resuming:
         return self.ranks[0].gather(number, self.manifest, in_global=False)
 
     def events(self, kind: type[Any]) -> list[Any]:
-        return [line.body for line in read_journal(self.run.control.journal) if isinstance(line.body, kind)]
+        return events_in(self.run.control.path, kind)
 
     def quarantined(self) -> list[Path]:
         return [path for tier in self.run.nodes for path in tier.quarantined.iterdir()]

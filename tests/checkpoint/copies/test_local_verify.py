@@ -16,7 +16,8 @@ from holdfast.checkpoint.copies.inspection import verify_copy
 from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.manifest import CheckpointName, FileEntry, Manifest, Reason
-from kit.nodes.local_places import CHUNKS, NAME, SHARD, SHARDS, flip, keep_copy, manifest_of, place
+from kit.damage import flip
+from kit.nodes.local_places import CHUNKS, NAME, SHARD, SHARDS, keep_copy, manifest_of, place
 
 MANIFEST = manifest_of()
 

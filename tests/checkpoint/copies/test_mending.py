@@ -28,12 +28,14 @@ from holdfast.checkpoint.format.manifest import CheckpointName, encode
 from holdfast.checkpoint.save.local import Mender
 from holdfast.checkpoint.save.writer import MendCopies
 from holdfast.journal.events import CopyQuarantined, CopyReplaced, Decision, Resumed, Warned
-from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.train.place import LocalPlaces
+from kit.damage import flip
 from kit.harness import wait_until
-from kit.nodes.local_places import NAME, SHARD, SHARDS, flip, keep_copy, local_run, manifest_of, shard_bytes
-from kit.ranks.local_ranks import AtStep, Nodes, die_when_replicated, memory
+from kit.nodes.local_places import NAME, SHARD, SHARDS, keep_copy, local_run, manifest_of, shard_bytes
+from kit.nodes.local_tier import memory
+from kit.ranks.local_ranks import AtStep, Nodes, die_when_replicated
+from kit.runs import events_in
 
 PAIR = ["a", "b"]
 LAST, END = 4, 8
@@ -132,7 +134,7 @@ class Mended:
                 (self.directory / f"__{rank}_{shard}.distcp").write_bytes(shard_bytes(rank, shard))
 
     def events(self, kind: type[Any]) -> list[Any]:
-        return [line.body for line in read_journal(self.run.control.journal) if isinstance(line.body, kind)]
+        return events_in(self.run.control.path, kind)
 
     def sound(self, rank: int) -> CopyRecord:
         """The copy here, every byte of it read."""

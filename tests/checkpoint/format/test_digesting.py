@@ -12,10 +12,7 @@ import pytest
 from holdfast.checkpoint.format import layout
 from holdfast.checkpoint.format.layout import SLICE, SMALL, WRITE_BACK, DigestingFile
 from holdfast.checkpoint.format.manifest import digest_bytes
-
-
-def noise(length: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(length)
+from kit.tensors import noise
 
 
 def write_items(path: Path, items: list[list[bytes]]) -> layout.FileEntry:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_reader_writer import DTYPES, bits, same_bits
 
 from holdfast.checkpoint.format.shards import ALIGNMENT, Frames, make_frame
+from kit.tensors import DTYPES, bits, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 SHAPES = [(), (0,), (1,), (7,), (64,), (3, 5), (4, 0, 3), (2, 1, 9), (31, 33), (1, 1, 1, 1, 1), (65_537,)]

@@ -22,6 +22,7 @@ from holdfast.checkpoint.format.manifest import MANIFEST, METADATA, Manifest
 from holdfast.checkpoint.format.structure import Inspection, check_structure, verify
 from holdfast.errors import UsageError
 from kit.checkpoints import ID, RUN, STEP, list_file, make_checkpoint, save_stock, seal, small_state
+from kit.damage import flip
 
 SHARD = "__0_0.distcp"
 NAME = f"step_{STEP:08d}-{ID}"
@@ -46,12 +47,6 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def found(inspection: Inspection) -> list[tuple[str, str]]:
     return [(str(problem.reason), problem.path) for problem in inspection.problems]
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << bit
-    path.write_bytes(data)
 
 
 def cut(path: Path, size: int) -> None:

@@ -18,8 +18,8 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import foreground as saving
 from holdfast.journal.events import SaveFailed
-from holdfast.journal.reader import read_journal
 from kit.harness import wait_until
+from kit.runs import events_in
 from kit.tiny import Numbers, checkpoints, train
 
 
@@ -90,9 +90,7 @@ def test_a_save_with_a_shard_missing_is_not_reported_done(
     assert sorted(path.name[:13] for path in checkpoints(tmp_path / "run")) == [
         "step_00000003", "step_00000009",
     ]  # fmt: skip
-    [failed] = [
-        line.body for line in read_journal(tmp_path / "run" / "journal") if isinstance(line.body, SaveFailed)
-    ]
+    [failed] = events_in(tmp_path / "run", SaveFailed)
     assert failed.step == 6
 
 

@@ -14,8 +14,8 @@ from holdfast.checkpoint.save.snapshot import Snapshot
 from holdfast.checkpoint.save.staging import Buffer, Staged, Stager
 from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.journal.events import SaveCommitted, SaveFailed, Warned
-from holdfast.journal.reader import read_journal
 from kit.harness import wait_until
+from kit.runs import events_in
 
 
 class SlowCopy(Staged):
@@ -75,7 +75,7 @@ def a_step(run: holdfast.Run) -> None:
 
 
 def bodies(tmp_path: Path, kind: type) -> list[Any]:
-    return [line.body for line in read_journal(tmp_path / "run" / "journal") if isinstance(line.body, kind)]
+    return events_in(tmp_path / "run", kind)
 
 
 def test_a_copy_in_flight_does_not_hold_the_loop_and_is_handed_over_when_it_lands(tmp_path: Path) -> None:

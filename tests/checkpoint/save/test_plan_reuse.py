@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from test_reader_writer import same_bits
 from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -32,6 +31,7 @@ from holdfast.checkpoint.save.staging import Buffer, stage_from_host
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.record.decisions import Group
 from kit.ranks.writers import ranks
+from kit.tensors import same_bits
 from kit.tiny import checkpoints, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -31,6 +31,7 @@ from holdfast.checkpoint.save.plan import SnapshotPlanner, make_plan, signature_
 from holdfast.errors import CheckpointError, SaveFailedError
 from holdfast.record.decisions import Group
 from kit.checkpoints import list_file, seal
+from kit.tensors import DTYPES, bits, same_bits
 
 SHARD = "__0_0.distcp"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -65,43 +66,6 @@ WAYS = pytest.mark.parametrize("way", [read, read_straight])
 
 def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    def raw(tensor: torch.Tensor) -> bytes:
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-    return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
-
-
-def bits(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Every bit pattern the dtype has, NaNs of all kinds included."""
-    if dtype is torch.bool:
-        return torch.arange(count) % 3 == 0
-    raw = bytearray(random.Random(seed).randbytes(count * dtype.itemsize))
-    return torch.frombuffer(raw, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
-
-
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.complex128,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-]
 
 
 def of_every_dtype() -> dict[str, torch.Tensor]:

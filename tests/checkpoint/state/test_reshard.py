@@ -68,8 +68,7 @@ def test_on_another_number_of_ranks_every_sample_is_seen_once(
     for name in ("whole", "parts"):  # a step has 12 samples, on however many ranks
         found = [manifests.read(path)[0] for path in checkpoints(tmp_path / name / "run")]
         assert {one.step: one.samples for one in found} == {one.step: 12 * one.step for one in found}
-        finished = [line.body for line in read_journal(tmp_path / name / "run" / "journal")
-                    if isinstance(line.body, RunFinished)]  # fmt: skip
+        finished = told(tmp_path / name / "run", RunFinished)  # fmt: skip
         assert [(one.step, one.samples) for one in finished][-1] == (9, 108)
         assert all(one.samples == 12 * one.step for one in finished)
 

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,10 +27,10 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast.checkpoint.copies import tier
 from holdfast.checkpoint.format.manifest import CheckpointName, parse_name
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import Event
 from holdfast.record.directory import ControlDirectory
 from kit.harness import await_child, wait_until
+from kit.runs import events_in
 from kit.tiny import Numbers
 
 E = TypeVar("E", bound=Event)
@@ -107,7 +106,7 @@ class Nodes:
 
     def events(self, kind: type[E]) -> list[E]:
         """What the journal tells of one kind."""
-        return [line.body for line in read_journal(self.run_dir / "journal") if isinstance(line.body, kind)]
+        return events_in(self.run_dir, kind)
 
     def local(self) -> list[CheckpointName]:
         return tier.names(self.control)
@@ -249,17 +248,6 @@ def await_replicas(control: ControlDirectory, step: int, count: int, timeout: fl
             return
         assert time.monotonic() < deadline, f"{there} of {count} replicas of step {step}"
         time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def memory() -> Iterator[Path]:
-    """A directory in memory, gone afterwards."""
-    path = Path("/dev/shm") / f"holdfast-test-{uuid.uuid4().hex[:8]}"
-    path.mkdir()
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def name_of(path: Path) -> CheckpointName:

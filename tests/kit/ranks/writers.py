@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import writer as writer_client
 from holdfast.checkpoint.save import writer_process
-from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
-from kit.tiny import counting_file_operations, die
+from holdfast.journal.events import SaveCommitted, SaveFailed
+from kit.runs import events_in
+from kit.tiny import checkpoints, counting_file_operations, die, steps_of
 
 Around = Callable[[int], AbstractContextManager[Any]]
 """Given the number of a writer, from 0, what its whole life happens inside."""
@@ -189,6 +190,23 @@ def _fork_rank(store: Path, rank: int, world: int, work: Callable[[int], None]) 
         os._exit(code)
 
 
-def told(run_dir: Path, *kinds: type[Event]) -> list[Any]:
-    """The journal's events of these kinds, oldest first."""
-    return [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, kinds)]
+ASYNC: dict[str, Any] = {"checkpoint_async_save": True}
+
+
+def nothing_in_staging(run_dir: Path) -> None:
+    for below in (".staging", ".trash"):
+        folder = run_dir / "checkpoints" / below
+        left = folder.iterdir() if folder.exists() else ()
+        assert [path.name for path in left if not path.name.startswith(".")] == [], f"left in {below}"
+
+
+def all_committed_once(run_dir: Path, steps: list[int]) -> None:
+    assert steps_of(run_dir) == sorted(steps, reverse=True)
+    for path in checkpoints(run_dir):
+        assert verify(path).sound, verify(path).problems
+    committed = events_in(run_dir, SaveCommitted)
+    assert sorted(event.step for event in committed) == steps
+    chain = sorted(committed, key=lambda event: event.step)
+    assert [event.parent for event in chain] == [None, *(event.checkpoint[14:] for event in chain[:-1])]
+    assert events_in(run_dir, SaveFailed) == []
+    nothing_in_staging(run_dir)

@@ -1,4 +1,4 @@
-"""What the tests of the lease share: claims and beats by hand, and a clock that a test turns."""
+"""A run's control directory: fixtures of it, claims and beats by hand, and a clock that a test turns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from holdfast.base.files import replace_atomic
 from holdfast.process.identity import this_process
 from holdfast.record.directory import ControlDirectory, create_record
-from holdfast.record.lease import Beat, Claim
+from holdfast.record.lease import Beat, Claim, Fence, claim
+from holdfast.record.standing import StandingBook
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> ControlDirectory:
+    """Of a new run."""
+    return ControlDirectory.open_or_create(tmp_path / "run")[0]
+
+
+@pytest.fixture
+def fence(control: ControlDirectory) -> Fence:
+    """Of a launch that holds the lease."""
+    return Fence(control, claim(control, "launch", 5.0).epoch)
+
+
+@pytest.fixture
+def book(control: ControlDirectory) -> StandingBook:
+    return StandingBook(control)
 
 
 def held_elsewhere(control: ControlDirectory, *, epoch: int = 1, ttl: float = 0.4, **holder: object) -> Claim:
