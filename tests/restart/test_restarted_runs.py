@@ -36,7 +36,7 @@ from kit.harness import wait_until
 from kit.leftovers import grown, held
 from kit.nodes.local_tier import memory
 from kit.ranks.restarting import Members, members
-from kit.runs import events_in
+from kit.runs import control_of, events_in
 from kit.tiny import build, checkpoints
 
 UNTIL = 20
@@ -183,10 +183,6 @@ def test_interrupted_50_times(
     tmp_path: Path, undisturbed: dict[int, list[tuple[dict[int, str], Any]]], world: int, background: bool
 ) -> None:
     check_interrupted(tmp_path, undisturbed[world], 50, checkpoint_async_save=background)
-
-
-def control_of(place: Path) -> ControlDirectory:
-    return ControlDirectory.open(place / "run")
 
 
 @pytest.mark.drill

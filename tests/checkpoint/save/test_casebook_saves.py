@@ -20,7 +20,7 @@ from holdfast.checkpoint.save import foreground as saving
 from holdfast.journal.events import SaveFailed
 from kit.harness import wait_until
 from kit.runs import events_in
-from kit.tiny import Numbers, checkpoints, train
+from kit.tiny import Numbers, a_step, checkpoints, train
 
 
 def started(run_dir: Path, **settings: Any) -> tuple[holdfast.Run, torch.nn.Module]:
@@ -29,11 +29,6 @@ def started(run_dir: Path, **settings: Any) -> tuple[holdfast.Run, torch.nn.Modu
     run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0, checkpoint_save_at_end=False, **settings)
     run.track(model=model)
     return run, model
-
-
-def a_step(run: holdfast.Run) -> None:
-    run.begin_step()
-    run.end_step()
 
 
 def test_an_asynchronous_save_moves_the_pointer_and_deletes_only_after_its_commit(tmp_path: Path) -> None:

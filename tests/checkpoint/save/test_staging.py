@@ -16,6 +16,7 @@ from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.journal.events import SaveCommitted, SaveFailed, Warned
 from kit.harness import wait_until
 from kit.runs import events_in
+from kit.tiny import a_step
 
 
 class SlowCopy(Staged):
@@ -67,11 +68,6 @@ def slow(run: holdfast.Run, torn: str = "") -> SlowStager:
     stager = SlowStager(torn)
     run._saving._background._stager = stager
     return stager
-
-
-def a_step(run: holdfast.Run) -> None:
-    run.begin_step()
-    run.end_step()
 
 
 def bodies(tmp_path: Path, kind: type) -> list[Any]:

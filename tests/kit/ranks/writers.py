@@ -22,7 +22,7 @@ from holdfast.checkpoint.save import writer as writer_client
 from holdfast.checkpoint.save import writer_process
 from holdfast.journal.events import SaveCommitted, SaveFailed
 from kit.runs import events_in
-from kit.tiny import checkpoints, counting_file_operations, die, steps_of
+from kit.tiny import checkpoints, counting_file_operations, die, start_fork, steps_of
 
 Around = Callable[[int], AbstractContextManager[Any]]
 """Given the number of a writer, from 0, what its whole life happens inside."""
@@ -168,26 +168,12 @@ def ranks(
 
 
 def _fork_rank(store: Path, rank: int, world: int, work: Callable[[int], None]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 70
-    try:
+    def grouped() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         work(rank)
-        code = 0
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
-    except BaseException as error:  # noqa: BLE001 - the child must end here, whatever happened
-        traceback.print_exc()
-        code = int(getattr(error, "exit_code", 70))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    return start_fork(grouped)
 
 
 ASYNC: dict[str, Any] = {"checkpoint_async_save": True}
