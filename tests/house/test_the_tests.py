@@ -1,12 +1,33 @@
-"""That what is skipped is told at the end."""
+"""The tests themselves: where what they share lives, how long they are, and that what is skipped is told."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from kit.harness import REPO, finish, python
+
+TESTS = REPO / "tests"
+
+
+def test_no_test_imports_from_another_test_file() -> None:
+    """What two of them use is in kit. tests/gpu is run by itself, and is a folder of its own."""
+    imports = re.compile(r"^\s*(from|import) test_", re.MULTILINE)
+    files = [path for path in TESTS.rglob("test_*.py") if "gpu" not in path.parts]
+    assert [str(path) for path in files if imports.search(path.read_text())] == []
+
+
+def test_no_file_is_over_1000_lines() -> None:
+    long = {str(path): len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")}
+    assert {path: lines for path, lines in long.items() if lines > 1000} == {}
+
+
+def test_no_folder_of_kit_has_more_than_15_files() -> None:
+    folders = [path for path in (TESTS / "kit", *(TESTS / "kit").rglob("*")) if path.is_dir()]
+    assert {str(path) for path in folders if len(list(path.glob("*.py"))) > 15} == set()
+
 
 SKIPPING = """
 import pytest
