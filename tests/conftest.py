@@ -10,14 +10,25 @@ import pytest
 import torch
 from hypothesis import settings
 
+from kit.acting import Place, clean_place
+from kit.control import book, control, fence
+from kit.nodes.fake_scontrol import Fake, installed
+from kit.nodes.local_tier import memory
 from kit.nodes.machines import mount_namespaces, slow_io
 from kit.nodes.slurm_cluster import slurm, slurm_session
+from kit.tiny import Outcome, train
 from kit.untested import pytest_terminal_summary
 
-__all__ = ["mount_namespaces", "pytest_terminal_summary", "slow_io", "slurm", "slurm_session"]
-
-# A test may use what another test's file defines, by its name alone: the names are unique.
-sys.path[1:1] = sorted({str(file.parent) for file in Path(__file__).parent.rglob("test_*.py")})
+__all__ = [
+    "book",
+    "control",
+    "fence",
+    "mount_namespaces",
+    "pytest_terminal_summary",
+    "slow_io",
+    "slurm",
+    "slurm_session",
+]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -59,8 +70,6 @@ def _no_holdfast_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 3, 6 and 9. Not to be changed: `run_dir` is a copy that may be."""
-    from kit.tiny import train
-
     run_dir = tmp_path_factory.mktemp("prepared") / "run"
     train(run_dir, until=9)
     return run_dir
@@ -69,6 +78,37 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run_dir(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A run to step 9 that nothing disturbs."""
+    return train(tmp_path_factory.mktemp("reference") / "run", until=9)
+
+
+@pytest.fixture(scope="session")
+def longer_reference(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A run to step 12 that nothing disturbs."""
+    return train(tmp_path_factory.mktemp("reference") / "run", until=12)
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A directory in memory, gone afterwards."""
+    with memory() as path:
+        yield path
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """Where real launchers act, and must leave nothing."""
+    with clean_place(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def fake_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return installed(tmp_path, monkeypatch)
 
 
 @pytest.fixture

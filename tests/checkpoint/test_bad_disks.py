@@ -30,6 +30,7 @@ from holdfast.journal.reader import read_journal
 from kit.harness import REPO, finish, job, wait_until
 from kit.harness import holdfast as holdfast_command
 from kit.nodes.machines import fill, hung_mount, inside_mounts
+from kit.runs import events_in
 from kit.tiny import checkpoints, let_saves_end, train
 
 SCRIPTS = REPO / "tests" / "scripts"
@@ -86,7 +87,7 @@ def test_a_root_that_was_taken_away_is_not_made_anew(tmp_path: Path, background:
         "step_00000003", "step_00000009", "step_00000012",
     ]  # fmt: skip
     assert all(verify(path).sound for path in checkpoints(run_dir))
-    failed = [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, SaveFailed)]
+    failed = events_in(run_dir, SaveFailed)
     assert [body.step for body in failed] == [6]
 
 
@@ -175,7 +176,7 @@ def test_a_run_directory_on_a_full_disk_costs_saves_and_not_the_run(tmp_path: Pa
     found = {path.name[:13]: verify(path).sound for path in checkpoints(tmp_path / "kept")}
     assert found["step_00000040"]
     assert found["step_00000130"]
-    lines = [line.body for line in read_journal(tmp_path / "kept" / "journal")]
+    lines = events_in(tmp_path / "kept")
     assert not any(isinstance(body, LeaseLost) for body in lines)
     assert [body.step for body in lines if isinstance(body, SaveFailed)] or "not saved" in result.text
     assert len({line.attempt for line in read_journal(tmp_path / "kept" / "journal")} - {0}) == 1
@@ -205,7 +206,7 @@ def test_a_run_directory_whose_file_system_stalls_holds_up_nothing(tmp_path: Pat
     assert result.code == 0, result.text
     assert result.err.count("the file system does not answer. Nobody has claimed the run") == 1, result.text
     assert "is renewed again, after" in result.err
-    lines = [line.body for line in read_journal(tmp_path / "run" / "journal")]
+    lines = events_in(tmp_path / "run")
     assert not any(isinstance(body, LeaseLost) for body in lines)
     told = [body.message for body in lines if isinstance(body, Warned) and "the lease of" in body.message]
     assert ["not answer" in told[0], "renewed again" in told[-1]] == [True, True], "journalled afterwards"
@@ -224,7 +225,7 @@ def test_a_save_that_waits_for_storage_which_does_not_answer_is_no_hang(tmp_path
             assert running.process.poll() is None, running.output().text
         result = running.wait(60)
     assert result.code == 0, result.text
-    lines = [line.body for line in read_journal(tmp_path / "run" / "journal")]
+    lines = events_in(tmp_path / "run")
     assert not any(isinstance(body, WorkerFailed) for body in lines)
     assert [body.step for body in lines if isinstance(body, SaveFailed)] == [40]
     assert [path.name[:13] for path in checkpoints(tmp_path / "run")] == ["step_00000090", "step_00000080"]

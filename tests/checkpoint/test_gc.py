@@ -15,7 +15,8 @@ from holdfast.journal.reader import read_journal
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Fence, LeaseKeeper, claim, current_epoch
 from kit.harness import Result, finish, holdfast
-from kit.tiny import checkpoints, train, tree
+from kit.runs import events_in
+from kit.tiny import checkpoints, steps_of, train, tree
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +27,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.fixture
-def run_dir(prepared: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(prepared, tmp_path / "run"))
-
-
 def gc(run_dir: Path, *args: str | Path) -> Result:
     return finish(holdfast("ckpt", "gc", str(run_dir), *map(str, args)), cwd=run_dir.parent)
-
-
-def steps_of(run_dir: Path) -> list[int]:
-    return [int(path.name[5:13]) for path in checkpoints(run_dir)]
 
 
 def test_gc_deletes_says_why_and_the_run_goes_on(run_dir: Path) -> None:
@@ -64,7 +56,7 @@ def test_gc_deletes_says_why_and_the_run_goes_on(run_dir: Path) -> None:
     assert journal[0].who.startswith("gc-")
     assert gc(run_dir, "--keep-last", "2", "--keep-every-steps", "3").out.endswith("0 deleted, 0 B freed\n")
     assert train(run_dir, until=6).started_at == 5
-    claims = [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, LeaseClaimed)]
+    claims = events_in(run_dir, LeaseClaimed)
     assert claims[-1].evidence == "epoch 3 was released", "gc gave the lease back, both times"
 
 

@@ -19,7 +19,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_resume import flip_bit
 
 import holdfast
 from holdfast.checkpoint import read_back
@@ -33,15 +32,25 @@ from holdfast.checkpoint.read_back import ReadBack, last_read_back, reading, unr
 from holdfast.checkpoint.retention import Item, Retention, empty
 from holdfast.errors import LeaseLostError, NoValidRungError, UsageError
 from holdfast.journal.events import CheckpointsDeleted, CopyQuarantined, CopyReadBack, Warned
-from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.saves import Condition, RetentionRules, RetentionRuling, Stored, retain
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Fence, LeaseKeeper, claim
 from holdfast.record.standing import Standing, StandingBook
 from kit.commands import ckpt, ckpt_json, command
-from kit.harness import await_child, wait_until
-from kit.tiny import checkpoints, counting_file_operations, die, end_with, forked, let_saves_end, train
+from kit.damage import flip_shard
+from kit.harness import await_child, is_alive, wait_until
+from kit.runs import events_in
+from kit.tiny import (
+    checkpoints,
+    counting_file_operations,
+    die,
+    end_with,
+    forked,
+    let_saves_end,
+    steps_of,
+    train,
+)
 
 HOUR = 3600.0
 
@@ -254,14 +263,6 @@ def test_damaged_ones_are_evidence_until_a_person_says_otherwise() -> None:
 # --- a run --------------------------------------------------------------------------------------------------
 
 
-def steps_of(run_dir: Path) -> list[int]:
-    return [name.step for name in CheckpointRoot(run_dir / "checkpoints").names()]
-
-
-def events(run_dir: Path, kind: type) -> list[Any]:
-    return [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, kind)]
-
-
 def calm(step: int, run: holdfast.Run) -> None:
     """Let the deletions of the last save end: a pass is left out while they go on."""
     names = lambda: [thread.name for thread in threading.enumerate()]  # noqa: E731
@@ -286,7 +287,7 @@ def test_a_run_deletes_after_each_commit_and_resumes_exactly(tmp_path: Path) -> 
     train(run_dir, until=7, at_step=look, **keep)
     assert seen[4] == [3, 2]
     assert steps_of(run_dir) == [7, 6, 3]
-    deleted = events(run_dir, CheckpointsDeleted)
+    deleted = events_in(run_dir, CheckpointsDeleted)
     assert [parse_name(event.names[0]).step for event in deleted] == [1, 2, 4, 5]  # type: ignore[union-attr]
     assert all(event.bytes > 10_000 and event.reasons == ["older than the last 2"] for event in deleted)
     assert list((run_dir / "checkpoints" / ".trash").iterdir()) == []
@@ -359,10 +360,10 @@ def test_a_retention_that_fails_is_a_warning_and_the_save_stands(
     monkeypatch.setattr(os, "rename", refuse)
     train(run_dir, until=4, checkpoint_interval=1, checkpoint_keep_last=2, checkpoint_read_back=False)
     assert steps_of(run_dir) == [4, 3, 2, 1]
-    warned = [event.message for event in events(run_dir, Warned) if "retention" in event.message]
+    warned = [event.message for event in events_in(run_dir, Warned) if "retention" in event.message]
     assert len(warned) == 2
     assert all("Permission denied" in message for message in warned)
-    assert events(run_dir, CheckpointsDeleted) == []
+    assert events_in(run_dir, CheckpointsDeleted) == []
     monkeypatch.undo()
     train(run_dir, until=5, checkpoint_interval=1, checkpoint_keep_last=2, checkpoint_read_back=False)
     assert steps_of(run_dir) == [5, 4, 3], "the head and its parent stay"
@@ -390,11 +391,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("prepared") / "run"
     train(run_dir, until=5, checkpoint_interval=1)
     return run_dir
-
-
-@pytest.fixture
-def run_dir(prepared: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(prepared, tmp_path / "run"))
 
 
 def open_retention(run_dir: Path, **rules: Any) -> tuple[ControlDirectory, Retention]:
@@ -756,7 +752,7 @@ def test_with_one_bit_flipped_after_each_commit_the_last_good_one_stays(
         let_saves_end(run)
         name = root.names()[0]
         if step > 4:
-            flip_bit(root.committed(name), root.path)
+            flip_shard(root.committed(name))
         assert run._saving is not None
         run._saving.at_boundary()
         wait_until(lambda: last_read_back(root, name) is not None, 20, f"{name} is read back")
@@ -769,17 +765,13 @@ def test_with_one_bit_flipped_after_each_commit_the_last_good_one_stays(
     assert {step: record.sound for step, record in found.items() if record is not None} == {
         3: True, 6: False, 9: False, 12: False, 15: False, 18: False,
     }  # fmt: skip
-    bad = [body.checkpoint for body in events_of(run_dir) if isinstance(body, CopyQuarantined)]
+    bad = [body.checkpoint for body in events_in(run_dir) if isinstance(body, CopyQuarantined)]
     assert bad == [str(name) for name in reversed(root.names()[:-1])]
-    assert [body.step for body in events_of(run_dir) if isinstance(body, CopyReadBack)] == [3]
+    assert [body.step for body in events_in(run_dir) if isinstance(body, CopyReadBack)] == [3]
     rows = {row["step"]: row for row in ckpt_json("ls", run_dir)["checkpoints"]}
     assert (rows[3]["read_back"]["sound"], rows[6]["read_back"]["sound"]) == (True, False)
     assert "altered" in ckpt("ls", run_dir).out
     assert train(run_dir, until=4, checkpoint_save_at_end=False).started_at == 3
-
-
-def events_of(run_dir: Path) -> list[Any]:
-    return [line.body for line in read_journal(run_dir / "journal")]
 
 
 class Trainer:
@@ -817,7 +809,7 @@ def test_reading_back_is_modest_paced_and_over_with_its_trainer(run_dir: Path) -
         wait_until(lambda: os.getpriority(os.PRIO_PROCESS, first) == 19, 10, "it has stepped back")
         assert not trainer.read(), "a few tens of kilobytes take more than a second at this rate"
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: not alive(first), 10, "it is dead")
+        wait_until(lambda: not is_alive(first), 10, "it is dead")
         trainer.reader._order = msgspec.structs.replace(trainer.reader._order, rate=0.0)
         trainer.reader.committed()
         trainer.reader.poll()
@@ -827,19 +819,12 @@ def test_reading_back_is_modest_paced_and_over_with_its_trainer(run_dir: Path) -
     finally:
         trainer.reader.close()
     assert second is not None
-    assert not alive(second)
+    assert not is_alive(second)
     times = [found.at for name in trainer.root.names() if (found := last_read_back(trainer.root, name))]
     assert times == sorted(times), "the newest first"
     copied = CheckpointRoot(run_dir.parent / "copied")
     shutil.copytree(trainer.root.path, copied.path)
     assert last_read_back(copied, trainer.root.names()[0]) is None, "what was read is the other copy"
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_trainer_that_is_killed_takes_its_reader_with_it(run_dir: Path) -> None:
@@ -857,7 +842,7 @@ def test_a_trainer_that_is_killed_takes_its_reader_with_it(run_dir: Path) -> Non
 
     assert forked(work) == -signal.SIGKILL
     pid = int(os.read(told, 32))
-    wait_until(lambda: not alive(pid), 10, "it is gone too")
+    wait_until(lambda: not is_alive(pid), 10, "it is gone too")
 
 
 def test_a_reader_that_keeps_dying_is_given_up_and_told_once(
@@ -872,6 +857,6 @@ def test_a_reader_that_keeps_dying_is_given_up_and_told_once(
         if process is not None:
             process.wait(10)
     assert trainer.reader.pid is None
-    told = [body.message for body in events_of(run_dir) if isinstance(body, Warned)]
+    told = [body.message for body in events_in(run_dir) if isinstance(body, Warned)]
     assert [text for text in told if "reads checkpoints back ended" in text] != []
     assert len([text for text in told if "reads checkpoints back ended" in text]) == 1

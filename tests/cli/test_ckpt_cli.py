@@ -15,14 +15,11 @@ import pytest
 from holdfast.checkpoint.format.manifest import MANIFEST, METADATA
 from holdfast.record.directory import ControlDirectory
 from kit.checkpoints import ID, RUN, STEP, make_checkpoint, save_stock
-from kit.harness import Result, finish, holdfast
+from kit.commands import ckpt_process
+from kit.harness import finish, holdfast
 
 SHARD = "__0_0.distcp"
 NAME = f"step_{STEP:08d}-{ID}"
-
-
-def ckpt(cwd: Path, *args: str | Path) -> Result:
-    return finish(holdfast("ckpt", *map(str, args)), cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +47,7 @@ def damage(directory: Path) -> None:
 
 
 def test_ls_shows_every_kind_of_directory_newest_first(root: Path, tmp_path: Path) -> None:
-    result = ckpt(tmp_path, "ls", root)
+    result = ckpt_process(tmp_path, "ls", root)
     assert result.code == 0, result.text
     lines = result.out.splitlines()
     header = ["step", "id", "parent", "attempt", "created", "size", "files", "world", "state"]
@@ -64,7 +61,7 @@ def test_ls_shows_every_kind_of_directory_newest_first(root: Path, tmp_path: Pat
 
 
 def test_ls_json_says_the_same_for_programs(root: Path, tmp_path: Path) -> None:
-    result = ckpt(tmp_path, "ls", "--json", root)
+    result = ckpt_process(tmp_path, "ls", "--json", root)
     assert result.code == 0, result.text
     listed = json.loads(result.out)
     assert listed["digests_read"] is False
@@ -80,11 +77,13 @@ def test_ls_json_says_the_same_for_programs(root: Path, tmp_path: Path) -> None:
 def test_ls_names_what_is_not_whole_and_exits_1(root: Path, tmp_path: Path) -> None:
     """Scenario 7: a `latest` that names a partial directory is shown for what it is."""
     (root / "step_00000140-aaaaaaaa" / SHARD).unlink()
-    result = ckpt(tmp_path, "ls", root)
+    result = ckpt_process(tmp_path, "ls", root)
     assert result.code == 1, result.text
     assert f"step_00000140-aaaaaaaa: missing: {SHARD}" in result.out
     (root / "latest").write_text("step_00000999-cccccccc")
-    assert "latest names 'step_00000999-cccccccc', which is not here" in ckpt(tmp_path, "ls", root).out
+    assert (
+        "latest names 'step_00000999-cccccccc', which is not here" in ckpt_process(tmp_path, "ls", root).out
+    )
 
 
 def test_ls_of_a_run_directory_shows_standing(root: Path, tmp_path: Path) -> None:
@@ -93,15 +92,15 @@ def test_ls_of_a_run_directory_shows_standing(root: Path, tmp_path: Path) -> Non
     shutil.move(root, run_dir / "checkpoints")
     (control.standing / ID).mkdir(parents=True)
     (control.standing / ID / "000001-verified.json").write_text("{}")
-    result = ckpt(tmp_path, "ls", "--json", run_dir)
+    result = ckpt_process(tmp_path, "ls", "--json", run_dir)
     assert result.code == 0, result.text
     standing = {row["id"]: row.get("standing") for row in json.loads(result.out)["checkpoints"]}
     assert standing == {"aaaaaaaa": "committed", ID: "verified", None: None, "bbbbbbbb": None}
-    assert "verified" in ckpt(tmp_path, "ls", run_dir).out
+    assert "verified" in ckpt_process(tmp_path, "ls", run_dir).out
 
 
 def test_verify_of_sound_checkpoints_exits_0_and_says_how_much_was_read(root: Path, tmp_path: Path) -> None:
-    result = ckpt(tmp_path, "verify", root / NAME, "--run", RUN, "--world", "1")
+    result = ckpt_process(tmp_path, "verify", root / NAME, "--run", RUN, "--world", "1")
     assert result.code == 0, result.text
     assert f"{NAME}: sound, 2 files" in result.out
     assert "1 checkpoint, nothing wrong found" in result.out
@@ -112,7 +111,7 @@ def test_verify_of_sound_checkpoints_exits_0_and_says_how_much_was_read(root: Pa
 def test_verify_names_each_problem_and_file_and_exits_1(root: Path, tmp_path: Path) -> None:
     damage(root / NAME)
     (root / "step_00000140-aaaaaaaa" / METADATA).unlink()
-    result = ckpt(tmp_path, "verify", root)
+    result = ckpt_process(tmp_path, "verify", root)
     assert result.code == 1, result.text
     assert "  altered              __0_0.distcp  expected digest " in result.out
     assert "  missing-metadata     .metadata  expected " in result.out
@@ -121,7 +120,7 @@ def test_verify_names_each_problem_and_file_and_exits_1(root: Path, tmp_path: Pa
 
 def test_verify_json_parses_and_carries_reasons(root: Path, tmp_path: Path) -> None:
     damage(root / NAME)
-    result = ckpt(tmp_path, "verify", "--json", root)
+    result = ckpt_process(tmp_path, "verify", "--json", root)
     assert result.code == 1, result.text
     report = json.loads(result.out)
     assert report["sound"] is False
@@ -133,18 +132,18 @@ def test_verify_json_parses_and_carries_reasons(root: Path, tmp_path: Path) -> N
 
 
 def test_verify_refuses_another_run_or_world(root: Path, tmp_path: Path) -> None:
-    assert ckpt(tmp_path, "verify", root / NAME, "--run", "run-b").code == 1
-    result = ckpt(tmp_path, "verify", root / NAME, "--world", "2")
+    assert ckpt_process(tmp_path, "verify", root / NAME, "--run", "run-b").code == 1
+    result = ckpt_process(tmp_path, "verify", root / NAME, "--world", "2")
     assert result.code == 1
     assert "wrong-world" in result.out
 
 
 def test_a_stock_directory_is_complete_and_plainly_without_digests(root: Path, tmp_path: Path) -> None:
-    result = ckpt(tmp_path, "verify", root / "stock")
+    result = ckpt_process(tmp_path, "verify", root / "stock")
     assert result.code == 0, result.text
     assert "no digests" in result.out
     (root / "stock" / METADATA).unlink()
-    result = ckpt(tmp_path, "verify", root / "stock")
+    result = ckpt_process(tmp_path, "verify", root / "stock")
     assert result.code == 1
     assert "missing-metadata" in result.out
 
@@ -154,7 +153,7 @@ def test_hostile_contents_end_in_a_clear_line_and_1(root: Path, tmp_path: Path) 
     (root / NAME / MANIFEST).write_bytes(b"\0" * 100_000_000)
     (root / "step_00000140-aaaaaaaa" / "\x1b[2Jgone\n").write_text("x")
     for command in ("ls", "verify"):
-        result = ckpt(tmp_path, command, root)
+        result = ckpt_process(tmp_path, command, root)
         assert result.code == 1
         assert "unreadable-manifest" in result.out
         assert "\x1b" not in result.out
@@ -176,14 +175,14 @@ def test_hostile_contents_end_in_a_clear_line_and_1(root: Path, tmp_path: Path) 
 def test_usage_errors_exit_2_and_say_what_is_wrong(args: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
-    result = ckpt(tmp_path, *args)
+    result = ckpt_process(tmp_path, *args)
     assert result.code == 2, result.text
     assert said in result.err
     assert "Traceback" not in result.err
 
 
 def test_ls_of_an_empty_root_is_fine(tmp_path: Path) -> None:
-    result = ckpt(tmp_path, "ls", tmp_path)
+    result = ckpt_process(tmp_path, "ls", tmp_path)
     assert result.code == 0
     assert "no checkpoints" in result.out
 

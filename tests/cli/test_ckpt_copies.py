@@ -14,52 +14,31 @@ from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.copies.inspection import Judge, list_copies
 from holdfast.checkpoint.copies.tier import REPLICAS, WHERE
 from holdfast.checkpoint.format import manifest as manifests
-from holdfast.checkpoint.format.manifest import MANIFEST, METADATA, CheckpointName, Manifest
-from kit.harness import Result, finish, holdfast
+from holdfast.checkpoint.format.manifest import MANIFEST, METADATA, CheckpointName
+from kit.commands import ckpt_process
+from kit.damage import flip
+from kit.harness import Result, finish
 from kit.nodes.local_places import (
     METADATA_BYTES,
     SHARD,
     SHARDS,
     LocalRun,
-    flip,
-    local_run,
     manifest_of,
-    shard_bytes,
+    two_tiers,
 )
 
 BOTH = CheckpointName(100, "aaaaaaaa")
 ONLY_LOCAL = CheckpointName(120, "3fa9c1d2")
 
 
-def ckpt(cwd: Path, *args: str | Path) -> Result:
-    return finish(holdfast("ckpt", *map(str, args)), cwd=cwd)
-
-
-def put_in_root(run: LocalRun, manifest: Manifest) -> Path:
-    directory = run.control.path / "checkpoints" / f"step_{manifest.step:08d}-{manifest.id}"
-    directory.mkdir(parents=True)
-    name = CheckpointName(manifest.step, manifest.id)
-    (directory / METADATA).write_bytes(METADATA_BYTES)
-    for rank in range(manifest.world.size):
-        for n in range(SHARDS):
-            (directory / f"__{rank}_{n}.distcp").write_bytes(shard_bytes(rank, n, name))
-    (directory / MANIFEST).write_bytes(manifests.encode(manifest)[0])
-    return directory
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> LocalRun:
-    """Step 100 in the root and on two nodes, step 120 on two nodes only."""
-    made = local_run(tmp_path)
-    for name in (BOTH, ONLY_LOCAL):
-        made.commit(manifest_of(name=name, run=made.control.run_id))
-    put_in_root(made, manifest_of(name=BOTH, run=made.control.run_id))
-    return made
+    return two_tiers(tmp_path, BOTH, ONLY_LOCAL)
 
 
 def verify(run: LocalRun, tier: str, *more: str | Path, node: int = 0) -> Result:
     local = run.nodes[node].path.parent
-    return ckpt(local.parent, "verify", "--tier", tier, "--local-dir", local, run.control.path, *more)
+    return ckpt_process(local.parent, "verify", "--tier", tier, "--local-dir", local, run.control.path, *more)
 
 
 def copies(result: Result) -> dict[tuple[str, int, str], list[str]]:
@@ -77,7 +56,7 @@ def test_ls_shows_where_each_steps_copies_are_and_those_that_only_nodes_have(
     run: LocalRun, tmp_path: Path
 ) -> None:
     """Issue 5, item 7."""
-    result = ckpt(tmp_path, "ls", run.control.path)
+    result = ckpt_process(tmp_path, "ls", run.control.path)
     assert result.code == 0, result.text
     lines = result.out.splitlines()
     assert lines[0].split()[-2:] == ["standing", "copies"]
@@ -93,7 +72,7 @@ def test_ls_says_for_each_node_what_it_was_given_and_what_it_has_confirmed(
 ) -> None:
     folder = local_manifest.folder(run.control, ONLY_LOCAL)
     (folder / REPLICAS / f"0.{run.nodes[1].place}").unlink()
-    result = ckpt(tmp_path, "ls", "--copies", run.control.path)
+    result = ckpt_process(tmp_path, "ls", "--copies", run.control.path)
     assert result.code == 0, result.text
     assert f"{ONLY_LOCAL}: local on 2 nodes · replicas 1/2" in result.out
     assert f"  node-1  {run.nodes[0].place}  own rank 0; replicas of rank 1, confirmed" in result.out
@@ -101,7 +80,7 @@ def test_ls_says_for_each_node_what_it_was_given_and_what_it_has_confirmed(
 
 
 def test_ls_json_has_all_of_it(run: LocalRun, tmp_path: Path) -> None:
-    result = ckpt(tmp_path, "ls", "--json", run.control.path)
+    result = ckpt_process(tmp_path, "ls", "--json", run.control.path)
     newest, other = json.loads(result.out)["checkpoints"]
     assert (newest["name"], newest["state"], newest["path"]) == (str(ONLY_LOCAL), "local only", None)
     assert newest["world"] == 2
@@ -121,10 +100,10 @@ def test_ls_json_has_all_of_it(run: LocalRun, tmp_path: Path) -> None:
 
 def test_ls_works_where_the_run_has_no_checkpoint_root_yet(run: LocalRun, tmp_path: Path) -> None:
     shutil.move(run.control.path / "checkpoints", tmp_path / "elsewhere")
-    result = ckpt(tmp_path, "ls", run.control.path)
+    result = ckpt_process(tmp_path, "ls", run.control.path)
     assert result.code == 0, result.text
     assert result.out.count("local only") == 2
-    result = ckpt(tmp_path, "ls", "--root", tmp_path / "elsewhere", run.control.path)
+    result = ckpt_process(tmp_path, "ls", "--root", tmp_path / "elsewhere", run.control.path)
     assert result.code == 0, result.text
     assert "global · local on 2 nodes" in result.out
 
@@ -133,11 +112,11 @@ def test_ls_survives_records_that_cannot_be_read(run: LocalRun, tmp_path: Path) 
     folder = local_manifest.folder(run.control, ONLY_LOCAL)
     (folder / WHERE).write_bytes(b"{")
     shutil.rmtree(folder / REPLICAS)
-    result = ckpt(tmp_path, "ls", run.control.path)
+    result = ckpt_process(tmp_path, "ls", run.control.path)
     assert result.code == 0, result.text
     assert "local, not recorded where" in result.out
     (folder / MANIFEST).write_bytes(b"{}\n")
-    result = ckpt(tmp_path, "ls", run.control.path)
+    result = ckpt_process(tmp_path, "ls", run.control.path)
     assert result.code == 1, result.text
     assert f"{ONLY_LOCAL}: unreadable-manifest: local/{ONLY_LOCAL}/holdfast.json: " in result.out
 
@@ -146,7 +125,7 @@ def test_ls_does_not_take_a_manifest_that_was_never_committed_for_a_checkpoint(
     run: LocalRun, tmp_path: Path
 ) -> None:
     next(run.control.attempt(1).glob(f"commits/*-{ONLY_LOCAL.id}.json")).unlink()
-    result = ckpt(tmp_path, "ls", "--json", run.control.path)
+    result = ckpt_process(tmp_path, "ls", "--json", run.control.path)
     assert json.loads(result.out)["checkpoints"][0]["state"] == "not committed"
 
 
@@ -177,13 +156,13 @@ def test_verify_of_a_whole_run_reads_every_tier_and_says_how_much(run: LocalRun)
 
 def test_verify_of_the_global_tier_needs_no_local_directory(run: LocalRun, tmp_path: Path) -> None:
     directory = run.control.path / "checkpoints" / str(BOTH)
-    result = ckpt(tmp_path, "verify", "--tier", "global", "--json", run.control.path)
+    result = ckpt_process(tmp_path, "verify", "--tier", "global", "--json", run.control.path)
     report = json.loads(result.out)
     assert [row["path"] for row in report["checkpoints"]] == [str(directory)]
     # What stands here for DCP's metadata is no pickle, and that is all that is wrong.
     assert [p["reason"] for p in report["checkpoints"][0]["problems"]] == ["unreadable-metadata"]
     (directory / "__0_0.distcp").write_bytes(b"x")
-    result = ckpt(tmp_path, "verify", "--tier", "global", run.control.path, BOTH.id)
+    result = ckpt_process(tmp_path, "verify", "--tier", "global", run.control.path, BOTH.id)
     assert result.code == 1, result.text
     assert "truncated" in result.out
 
@@ -193,7 +172,7 @@ def test_verify_of_the_global_tier_refuses_another_manifest_than_was_committed(
 ) -> None:
     other = manifest_of(name=BOTH, run=run.control.run_id, created=1.0)
     (run.control.path / "checkpoints" / str(BOTH) / MANIFEST).write_bytes(manifests.encode(other)[0])
-    result = ckpt(tmp_path, "verify", "--tier", "global", run.control.path)
+    result = ckpt_process(tmp_path, "verify", "--tier", "global", run.control.path)
     assert result.code == 1, result.text
     assert "was committed under this name" in result.out
 
@@ -334,14 +313,16 @@ def test_usage_errors_exit_2_and_say_what_is_wrong(
     run: LocalRun, args: list[str], said: str, tmp_path: Path
 ) -> None:
     del run
-    result = ckpt(tmp_path, "verify", *args)
+    result = ckpt_process(tmp_path, "verify", *args)
     assert result.code == 2, result.text
     assert said in result.err
     assert "Traceback" not in result.err
 
 
 def test_verify_all_on_a_node_without_copies_reads_the_root(run: LocalRun, tmp_path: Path) -> None:
-    result = ckpt(tmp_path, "verify", "--tier", "all", "--local-dir", tmp_path, "--json", run.control.path)
+    result = ckpt_process(
+        tmp_path, "verify", "--tier", "all", "--local-dir", tmp_path, "--json", run.control.path
+    )
     report = json.loads(result.out)
     assert (len(report["checkpoints"]), report["copies"], report["place"]) == (1, [], None)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import flip_bit
 
 from holdfast.checkpoint import tools
 from holdfast.checkpoint.format.manifest import PartEntry
 from holdfast.checkpoint.read_back import unread
 from kit.checkpoints import make_checkpoint
 from kit.commands import ckpt, ckpt_json
+from kit.damage import flip_shard
 from kit.harness import finish
 from kit.tiny import checkpoints, train, tree
 
@@ -197,7 +197,7 @@ def test_facts_of_both_are_shown(tmp_path: Path) -> None:
 def test_an_unsound_checkpoint_is_refused_and_not_called_different(tmp_path: Path) -> None:
     x = torch.ones(30_000)
     a, b = pair(tmp_path, {"w": x}, {"w": x + 1})
-    flip_bit(b, b)
+    flip_shard(b)
     result = ckpt("diff", a, b)
     assert result.code == 2, result.text
     assert "not sound" in result.err

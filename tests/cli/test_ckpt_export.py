@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from test_resume import flip_bit
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,6 +26,7 @@ from holdfast.checkpoint.read_back import unread
 from holdfast.errors import HoldfastError
 from kit.checkpoints import make_checkpoint, save_stock
 from kit.commands import ckpt, ckpt_json
+from kit.damage import flip_shard
 from kit.tiny import Outcome, build, checkpoints, forked, train, tree
 
 DTYPES = {
@@ -194,7 +194,7 @@ def test_an_existing_file_is_kept_unless_told_otherwise(
     assert "--overwrite" in result.err
     assert out.read_text() == "precious"
     damaged = Path(shutil.copytree(trained[0], tmp_path / trained[0].name))
-    flip_bit(damaged, damaged)
+    flip_shard(damaged)
     assert ckpt("export", damaged, out, "--overwrite").code == 1
     assert out.read_text() == "precious", "a failed export must not cost what was there"
     assert ckpt("export", trained[0], out, "--overwrite").code == 0

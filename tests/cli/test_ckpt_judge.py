@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_resume import flip_bit
 
 from holdfast.cli import ckpt_inspect
 from holdfast.errors import NoValidRungError, UsageError
@@ -19,6 +18,7 @@ from holdfast.record.directory import ControlDirectory, read_record
 from holdfast.record.lease import LeaseKeeper, claim, current_epoch, read_beat
 from holdfast.record.standing import RootBook, StandingBook, StandingRecord
 from kit.commands import ckpt, ckpt_json
+from kit.damage import flip_shard
 from kit.harness import holdfast
 from kit.tiny import checkpoints, train, tree
 
@@ -92,7 +92,7 @@ def test_acquitting_what_came_from_a_condemned_one_says_so(run_dir: Path) -> Non
 def test_abandoned_descendants_go_too_and_a_step_saved_twice_must_be_named_by_id(run_dir: Path) -> None:
     """Scenario 27."""
     nine = checkpoints(run_dir)[0]
-    flip_bit(nine, nine)
+    flip_shard(nine)
     train(run_dir, until=9)
     twice = [path for path in checkpoints(run_dir) if path.name.startswith("step_00000009")]
     assert len(twice) == 2

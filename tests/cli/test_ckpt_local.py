@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_ckpt_copies import put_in_root
 
 from holdfast.checkpoint.copies import tier
 from holdfast.checkpoint.format.manifest import MANIFEST, METADATA, CheckpointName, parse_name
@@ -14,7 +13,8 @@ from holdfast.record.directory import ControlDirectory
 from holdfast.record.operator import pinned
 from holdfast.record.standing import Standing, StandingBook
 from kit.commands import ckpt, ckpt_json, command
-from kit.nodes.local_places import LocalRun, flip, local_run, manifest_of
+from kit.damage import flip
+from kit.nodes.local_places import LocalRun, local_run, manifest_of, two_tiers
 from kit.tiny import checkpoints, train, tree
 
 BOTH, ONLY_LOCAL = CheckpointName(100, "0000aaaa"), CheckpointName(120, "0000bbbb")
@@ -22,12 +22,7 @@ BOTH, ONLY_LOCAL = CheckpointName(100, "0000aaaa"), CheckpointName(120, "0000bbb
 
 @pytest.fixture
 def run(tmp_path: Path) -> LocalRun:
-    """Step 100 in the root and on two nodes, step 120 on two nodes only."""
-    made = local_run(tmp_path)
-    for name in (BOTH, ONLY_LOCAL):
-        made.commit(manifest_of(name=name, run=made.control.run_id))
-    put_in_root(made, manifest_of(name=BOTH, run=made.control.run_id))
-    return made
+    return two_tiers(tmp_path, BOTH, ONLY_LOCAL)
 
 
 def test_locate_says_that_a_resume_looks_at_the_nodes_first(tmp_path: Path) -> None:

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_resume import DAMAGE, flip_bit, rejections
 
 from holdfast.errors import NoValidRungError
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Fence, LeaseKeeper, claim
 from holdfast.record.standing import Standing, StandingBook
 from kit.commands import ckpt, ckpt_json
+from kit.damage import DAMAGE, flip_bit, flip_shard
 from kit.harness import finish
+from kit.runs import rejections
 from kit.tiny import checkpoints, train, tree
 
 
@@ -25,11 +26,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("prepared") / "run"
     train(run_dir, until=6)
     return run_dir
-
-
-@pytest.fixture
-def run_dir(prepared: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(prepared, tmp_path / "run"))
 
 
 def resumed_at(run_dir: Path, **settings: object) -> int | None:
@@ -90,7 +86,7 @@ def test_what_is_sound_is_used_and_the_lower_rung_named(run_dir: Path) -> None:
 
 def test_when_every_rung_is_bad_it_foretells_the_refusal(run_dir: Path) -> None:
     for path in checkpoints(run_dir):
-        flip_bit(path, path)
+        flip_shard(path)
     result = ckpt("locate", run_dir, "--full")
     assert result.code == 18, result.text
     assert result.out.count("altered") == 2
@@ -125,7 +121,7 @@ def test_an_abandoned_one_is_named_and_not_used(run_dir: Path) -> None:
     abandoned, older = checkpoints(run_dir)
     shard = abandoned / "__0_0.distcp"
     good = shard.read_bytes()
-    flip_bit(abandoned, older)
+    flip_shard(abandoned)
     train(run_dir, until=5, checkpoint_save_at_end=False)
     shard.write_bytes(good)
     found = ckpt_json("locate", run_dir, "--full")

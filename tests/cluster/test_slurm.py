@@ -40,16 +40,9 @@ from kit.nodes.fake_scontrol import (
     Fake,
     a_run,
     changed,
-    installed,
     limit_in,
 )
 from kit.nodes.slurm_cluster import SlurmCluster
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    return installed(tmp_path, monkeypatch)
-
 
 # --- names of nodes
 
@@ -165,16 +158,19 @@ def test_a_record_of_another_job_names_nothing() -> None:
 
 
 def test_the_job_itself_is_queued_again_and_not_the_task_it_was_submitted_from(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
+    fake_scontrol: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake.answer(RUNNING.replace("JobId=1 ", "JobId=1240 "))
+    fake_scontrol.answer(RUNNING.replace("JobId=1 ", "JobId=1240 "))
     of_array = {"SLURM_ARRAY_JOB_ID": "1231", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "2"}
     for name, value in {**ENVIRON, **of_array, "SLURM_JOB_ID": "1240"}.items():
         monkeypatch.setenv(name, value)
     done = command("slurm", "requeue", "--reason", "tried")
     assert done.code == 0, done
     assert "1240" in done.err
-    assert [call.split(" Comment=")[0] for call in fake.calls] == ["update JobId=1240", "requeue 1240"]
+    assert [call.split(" Comment=")[0] for call in fake_scontrol.calls] == [
+        "update JobId=1240",
+        "requeue 1240",
+    ]
 
 
 def test_a_heterogeneous_job_is_its_first_component_on_all_nodes() -> None:
@@ -312,12 +308,12 @@ def test_without_scontrol_everything_is_unknown_and_nothing_fails(
 
 
 def test_the_start_says_what_slurm_leaves_and_warns_when_a_save_does_not_fit(
-    fake: Fake, tmp_path: Path
+    fake_scontrol: Fake, tmp_path: Path
 ) -> None:
     control, _ = ControlDirectory.open_or_create(tmp_path / "run")
     fence = Fence(control, claim(control, "one", 60.0).epoch)
-    fake.answer(limit_in(6000))
-    fake.configure(kill_wait=5)
+    fake_scontrol.answer(limit_in(6000))
+    fake_scontrol.configure(kill_wait=5)
     told: list[str] = []
     for number in (1, 2):
         begin_attempt(control, fence, "launch", 1)
@@ -340,7 +336,7 @@ def test_the_start_says_what_slurm_leaves_and_warns_when_a_save_does_not_fit(
     assert "12.0 s: it does not fit" in said[1]
 
 
-def test_outside_of_slurm_nobody_is_asked_anything(fake: Fake, tmp_path: Path) -> None:
+def test_outside_of_slurm_nobody_is_asked_anything(fake_scontrol: Fake, tmp_path: Path) -> None:
     control, _ = ControlDirectory.open_or_create(tmp_path / "run")
     outside = Scheduler(control, Settings(), None)
     told: list[str] = []
@@ -353,75 +349,77 @@ def test_outside_of_slurm_nobody_is_asked_anything(fake: Fake, tmp_path: Path) -
     outside.after_stop(1, AT_THE_LIMIT, 0, [])
     outside.by_decision(1, "why", 0, [])
     outside.part(told.append)
-    assert (told, fake.questions, fake.calls) == ([], 0, [])
+    assert (told, fake_scontrol.questions, fake_scontrol.calls) == ([], 0, [])
     assert not list(read_journal(control.journal))
     assert not (control.path / "requeues").exists()
 
 
-def test_slurm_is_not_asked_about_a_job_that_does_not_come_back_anyway(fake: Fake) -> None:
+def test_slurm_is_not_asked_about_a_job_that_does_not_come_back_anyway(fake_scontrol: Fake) -> None:
     assert not requeue.may_requeue(JOB, "never", 0)
     assert not requeue.may_requeue(JOB, "auto", MAX_REQUEUES)
-    assert fake.questions == 0
+    assert fake_scontrol.questions == 0
     assert requeue.may_requeue(JOB, "auto", MAX_REQUEUES - 1)
 
 
-def test_a_scontrol_that_hangs_is_ended_at_its_deadline_with_all_it_started(fake: Fake) -> None:
-    fake.program(f'echo $$ >"{fake.home}/pid"; sleep 60')
+def test_a_scontrol_that_hangs_is_ended_at_its_deadline_with_all_it_started(fake_scontrol: Fake) -> None:
+    fake_scontrol.program(f'echo $$ >"{fake_scontrol.home}/pid"; sleep 60')
     began = time.monotonic()
     assert scontrol.job_record("1", timeout=0.3) is None
     assert not scontrol.requeue("1", timeout=0.3).ok
     assert time.monotonic() - began < 10
-    pid = int((fake.home / "pid").read_text())
+    pid = int((fake_scontrol.home / "pid").read_text())
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 5, "the hanging scontrol is gone")
-    assert not fake.calls
+    assert not fake_scontrol.calls
 
 
 def test_a_scontrol_that_cannot_even_be_killed_is_not_waited_for(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
+    fake_scontrol: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file server that is gone may keep it in the kernel."""
-    fake.program(f'echo $$ >"{fake.home}/pid"; exec sleep 60')
+    fake_scontrol.program(f'echo $$ >"{fake_scontrol.home}/pid"; exec sleep 60')
     monkeypatch.setattr(scontrol, "END", 0.2)
     killpg = os.killpg
     monkeypatch.setattr(os, "killpg", lambda pid, number: None)
     began = time.monotonic()
     assert scontrol.call("show", "job", "1", timeout=0.5).late
     assert time.monotonic() - began < 20
-    killpg(int((fake.home / "pid").read_text()), signal.SIGKILL)
+    killpg(int((fake_scontrol.home / "pid").read_text()), signal.SIGKILL)
 
 
-def test_an_answer_with_a_failing_code_or_with_noise_beside_it(fake: Fake) -> None:
-    fake.program('echo "JobId=9 JobState=FAILED" >&2')
+def test_an_answer_with_a_failing_code_or_with_noise_beside_it(fake_scontrol: Fake) -> None:
+    fake_scontrol.program('echo "JobId=9 JobState=FAILED" >&2')
     record = scontrol.job_record("1")
     assert record is not None
     assert record.state == "RUNNING"
-    fake.program("echo JobId=9 JobState=FAILED; exit 1")
+    fake_scontrol.program("echo JobId=9 JobState=FAILED; exit 1")
     assert scontrol.job_record("1") is None
 
 
-def test_times_do_not_depend_on_the_zone_of_the_machine(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_do_not_depend_on_the_zone_of_the_machine(
+    fake_scontrol: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    fake.program(f'echo "$TZ $SLURM_TIME_FORMAT" >"{fake.home}/zone"')
+    fake_scontrol.program(f'echo "$TZ $SLURM_TIME_FORMAT" >"{fake_scontrol.home}/zone"')
     record = scontrol.job_record("1")
     assert record is not None
     assert record.ends_at == STARTED + 300
-    assert (fake.home / "zone").read_text() == "UTC standard\n"
+    assert (fake_scontrol.home / "zone").read_text() == "UTC standard\n"
 
 
-def test_a_signal_to_the_job_does_not_end_a_question_that_is_under_way(fake: Fake) -> None:
+def test_a_signal_to_the_job_does_not_end_a_question_that_is_under_way(fake_scontrol: Fake) -> None:
     """Queueing a job again ends it: the process that asks gets SIGTERM before it is done."""
-    fake.program("kill -TERM $$; kill -USR1 $$; kill -INT $$; kill -HUP $$")
+    fake_scontrol.program("kill -TERM $$; kill -USR1 $$; kill -INT $$; kill -HUP $$")
     assert scontrol.requeue("1", {"ExcNodeList": "n1"}).ok
-    assert fake.calls == ["requeue 1", "update JobId=1 ExcNodeList=n1"]
+    assert fake_scontrol.calls == ["requeue 1", "update JobId=1 ExcNodeList=n1"]
     assert scontrol.job_record("1") is not None
 
 
-def test_a_comment_stays_on_one_line(fake: Fake) -> None:
+def test_a_comment_stays_on_one_line(fake_scontrol: Fake) -> None:
     assert scontrol.set_comment("1", "a\nJobState=FAILED\x1b[0m " + "x" * 5000).ok
-    assert len(fake.calls) == 1
-    assert fake.calls[0].startswith("update JobId=1 Comment=a JobState=FAILED [0m xxx")
-    assert len(fake.calls[0]) < 1100
+    assert len(fake_scontrol.calls) == 1
+    assert fake_scontrol.calls[0].startswith("update JobId=1 Comment=a JobState=FAILED [0m xxx")
+    assert len(fake_scontrol.calls[0]) < 1100
 
 
 # --- the command
@@ -438,10 +436,10 @@ def test_info_outside_of_slurm_says_so_and_is_no_error(monkeypatch: pytest.Monke
     assert "not inside a job" in refused.err
 
 
-def test_info_says_what_is_known_of_the_job(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_says_what_is_known_of_the_job(fake_scontrol: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**ENVIRON, "SLURM_RESTART_COUNT": "2"}.items():
         monkeypatch.setenv(name, value)
-    fake.answer(limit_in(3000))
+    fake_scontrol.answer(limit_in(3000))
     told = command("slurm", "info")
     assert told.code == 0, told.text
     assert "job 1234 (gpt) in partition low, queued again 2 times" in told.out
@@ -452,18 +450,20 @@ def test_info_says_what_is_known_of_the_job(fake: Fake, monkeypatch: pytest.Monk
     assert 2900 < found["time_left"] < 3000
     assert found["may_requeue"] is True
     assert found["preempted"] is False
-    fake.program("exit 1")
+    fake_scontrol.program("exit 1")
     assert "could not be asked" in command("slurm", "info").out
     assert json.loads(command("slurm", "info", "--json").out)["may_requeue"] is None
 
 
-def test_a_script_can_ask_for_itself(fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_script_can_ask_for_itself(
+    fake_scontrol: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     told = command("slurm", "requeue", "--reason", "the data is not there yet", "--exclude", "n1")
     assert told.code == 0
     assert "was asked to queue job 1 again: the data is not there yet" in told.err
-    assert fake.calls[-2:] == ["requeue 1", "update JobId=1 ExcNodeList=n7,n8,n1"]
+    assert fake_scontrol.calls[-2:] == ["requeue 1", "update JobId=1 ExcNodeList=n7,n8,n1"]
     run = a_run(tmp_path / "run", ASKED)
     monkeypatch.setenv("HOLDFAST_SLURM_REQUEUE", "never")
     told = command("slurm", "requeue", "--exit-code", "31", "--run-dir", run, "--json")
@@ -474,7 +474,7 @@ def test_a_script_can_ask_for_itself(fake: Fake, monkeypatch: pytest.MonkeyPatch
         "reason": "slurm.requeue = never",
         "exclude": [],
     }
-    fake.program('[ "$1" != requeue ] || exit 1')
+    fake_scontrol.program('[ "$1" != requeue ] || exit 1')
     assert command("slurm", "requeue", "--reason", "x").code == 1
 
 

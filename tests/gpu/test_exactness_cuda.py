@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kit.worlds.exactness import Case, Kill, Lab
-from kit.worlds.exactness_kinds import KINDS
+from kit.worlds.kinds import KINDS
 
 pytestmark = pytest.mark.gpu
 

@@ -32,9 +32,9 @@ from holdfast.launch.gate import Gate
 from holdfast.record.directory import ControlDirectory
 from kit.commands import command
 from kit.harness import finish, free_port, holdfast, job
-from kit.journals import journalled
 from kit.nodes.namespaces import PORT, missing
 from kit.nodes.namespaces import network as networked
+from kit.runs import journalled
 
 
 @given(st.integers(1, 70))

@@ -22,7 +22,7 @@ from holdfast.journal import events
 from holdfast.journal.subjects import PingFailed
 from kit.harness import REPO, Job, finish, free_port, job, python, wait_until
 from kit.harness import holdfast as holdfast_run
-from kit.journals import journalled
+from kit.runs import journalled
 
 TRAIN = REPO / "tests" / "scripts" / "train_pinged.py"
 SCRIPT = REPO / "tests" / "scripts" / "ping_ranks.py"

@@ -19,8 +19,8 @@ from holdfast.launch.gate import Gate
 from holdfast.record.directory import ControlDirectory
 from kit.commands import command
 from kit.harness import finish, holdfast, wait_until
-from kit.journals import journalled
 from kit.nodes.nodes import STEP, cluster
+from kit.runs import journalled
 
 
 @pytest.mark.parametrize(

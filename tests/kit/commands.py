@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from holdfast.cli.app import app
 from holdfast.errors import HoldfastError
-from kit.harness import Result
+from kit.harness import Result, finish, holdfast
 
 
 def command(*args: str | Path, given: str | None = None) -> Result:
@@ -29,3 +29,8 @@ def ckpt(*args: str | Path, given: str | None = None) -> Result:
 
 def ckpt_json(*args: str | Path) -> Any:
     return json.loads(ckpt(*args, "--json").out)
+
+
+def ckpt_process(cwd: Path, *args: str | Path) -> Result:
+    """`holdfast ckpt …` in a process of its own, as a shell runs it."""
+    return finish(holdfast("ckpt", *map(str, args)), cwd=cwd)

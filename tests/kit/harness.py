@@ -43,6 +43,14 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not reaped does not."""
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    return False
+
+
 def await_child(pid: int, timeout: float) -> int:
     """The exit code of a forked child, as subprocess gives it; fail the test after `timeout` seconds."""
     deadline = time.monotonic() + timeout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -27,7 +26,6 @@ from holdfast.journal.events import (
     WorkersStarted,
     encode_loss,
 )
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import Event
 
 START = 1_763_000_000.0
@@ -41,11 +39,6 @@ def loss_of(step: int) -> float:
 
 def name_of(step: int, attempt: int = 1) -> str:
     return str(CheckpointName(step, derive_id("run", attempt, step, 0)))
-
-
-def journalled(place: Path, *kinds: type[Event]) -> list[Any]:
-    """What the run in `place`/run has written of these kinds, in order."""
-    return [line.body for line in read_journal(place / "run" / "journal") if isinstance(line.body, kinds)]
 
 
 class Journal:

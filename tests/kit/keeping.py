@@ -117,13 +117,5 @@ def read_next(store: Store, iteration: int, timeout: float = 20.0) -> Next:
     return msgspec.json.decode(read(store, plan_key(iteration), timeout), type=Next)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not reaped does not."""
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False
-
-
 def own_fds() -> int:
     return len(os.listdir("/proc/self/fd"))

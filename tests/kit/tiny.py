@@ -87,12 +87,17 @@ def train(
 
 def forked(work: Callable[[], None], timeout: float = 60.0) -> int:
     """Run `work` in a fork of this process; its wait status as from `os.waitstatus_to_exitcode`."""
+    return await_child(start_fork(work), timeout)
+
+
+def start_fork(work: Callable[[], None]) -> int:
+    """The process id of a fork of this process that does this and ends."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         end_with(work)
-    return await_child(pid, timeout)
+    return pid
 
 
 def end_with(work: Callable[[], None]) -> NoReturn:
@@ -109,7 +114,15 @@ def end_with(work: Callable[[], None]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
+
+
+def a_step(run: holdfast.Run) -> None:
+    """A step in which nothing is trained."""
+    run.begin_step()
+    run.end_step()
 
 
 def die() -> None:
@@ -187,3 +200,18 @@ def checkpoints(run_dir: Path) -> list[Path]:
     """Committed directories, newest step first."""
     found = [path for path in (run_dir / "checkpoints").glob("step_*") if path.is_dir()]
     return sorted(found, reverse=True)
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [int(path.name[5:13]) for path in checkpoints(run_dir)]
+
+
+class Holds:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state

@@ -22,9 +22,9 @@ from holdfast.record.attempts import device_errors_of, record_device_errors
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.operator import exclude, excluded
 from kit.harness import REPO, finish, holdfast
-from kit.journals import journalled
 from kit.nodes.machines import SECOND, inside_mounts, nvidia_smi
 from kit.nodes.nodes import STEP, cluster
+from kit.runs import journalled
 
 XID_RANK = str(REPO / "tests" / "scripts" / "xid_rank.py")
 

@@ -35,7 +35,6 @@ from holdfast.record.attempts import (
     FailureRecord,
     begin_attempt,
     end_attempt,
-    ends_of,
     failures_of,
 )
 from holdfast.record.directory import ControlDirectory, create_record
@@ -44,9 +43,9 @@ from holdfast.record.launches import digest_of, told_progress
 from holdfast.record.lease import Claim, Fence, LeaseKeeper, claim, current_epoch, read_beat, read_claim
 from holdfast.record.operator import exclude
 from holdfast.record.secret import HARD_LIMIT, SealedStore, run_secret
-from kit.harness import REPO, Job, finish, holdfast, job, wait_until
-from kit.journals import journalled
+from kit.harness import REPO, Job, finish, holdfast, is_alive, job, wait_until
 from kit.nodes.cgroups import LIMITS, inside_group, memory_group
+from kit.runs import control_of, end_records, journalled
 
 STEP = str(REPO / "tests" / "scripts" / "launch_step.py")
 ENDS = str(REPO / "tests" / "scripts" / "launch_ends.py")
@@ -64,22 +63,6 @@ def launch(
 def lines(path: Path) -> list[list[int]]:
     """What the workers logged: attempt, rank, … as numbers."""
     return [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
-
-
-def control(cwd: Path) -> ControlDirectory:
-    return ControlDirectory.open(cwd / "run")
-
-
-def ends(cwd: Path) -> list[EndRecord | None]:
-    return [end for _, end in ends_of(control(cwd))]
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
 
 
 def ready(running: Job, cwd: Path) -> None:
@@ -115,7 +98,7 @@ def test_the_script_sees_what_torchrun_would_show_it(tmp_path: Path) -> None:
         differ = {name for name in theirs["env"] if theirs["env"][name] != ours["env"][name]}
         # Values that name this very launch; HFTEST_JOB is the harness's.
         assert differ <= {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "HFTEST_JOB"}
-    assert [end and end.outcome for end in ends(tmp_path)] == ["finished"]
+    assert [end and end.outcome for end in end_records(tmp_path)] == ["finished"]
 
 
 @pytest.mark.drill
@@ -127,7 +110,7 @@ def test_gloo_works_after_each_of_three_restarts(tmp_path: Path) -> None:
     assert sorted(line[:4] for line in lines(tmp_path / "log")) == [
         [attempt, rank, 2, attempt - 1] for attempt in (1, 2, 3, 4) for rank in (0, 1)
     ]
-    assert [end and (end.outcome, end.exit_code, end.cause) for end in ends(tmp_path)] == [
+    assert [end and (end.outcome, end.exit_code, end.cause) for end in end_records(tmp_path)] == [
         ("failed", -9, "infrastructure"),
         ("failed", 1, "job"),
         ("failed", -9, "infrastructure"),
@@ -141,7 +124,7 @@ def test_gloo_works_after_each_of_three_restarts(tmp_path: Path) -> None:
     ]
     assert all(len(d.evidence) >= 4 for d in decisions)
     # The error file of the one that raised outlives torch's temporary directory.
-    raised = next(f for f in failures_of(control(tmp_path), 2) if f.rank == 1)
+    raised = next(f for f in failures_of(control_of(tmp_path), 2) if f.rank == 1)
     assert raised.message == "ValueError: bad sample"
     assert "bad sample" in Path(raised.error_file).read_text()
     assert Path(raised.error_file).is_relative_to(tmp_path / "run" / "attempts" / "000002" / "errors")
@@ -154,7 +137,7 @@ def test_a_script_without_run_earns_its_restarts_by_telling_how_far_it_is(tmp_pa
     acts = "tell:3,tell:7,tell:8,tell:8,tell:8"
     result = finish(launch("--max-restarts", "1", args=(acts, "log")), cwd=tmp_path)
     assert result.code == ExitCode.BUDGET_SPENT, result.text
-    assert [end and end.highest_step for end in ends(tmp_path)] == [3, 7, 8, 8]
+    assert [end and end.highest_step for end in end_records(tmp_path)] == [3, 7, 8, 8]
     assert told_progress(tmp_path / "run") == 8
 
 
@@ -171,7 +154,7 @@ def test_launches_that_nobody_watches_end_and_a_changed_script_is_let_in(
     assert f"{MAX_FAILED_LAUNCHES} launches in a row of the same script and settings" in refused.err
     assert "holdfast control reset-budget" in refused.err
     assert not (tmp_path / "log").exists(), "no worker was started"
-    assert len(ends(tmp_path)) == MAX_FAILED_LAUNCHES
+    assert len(end_records(tmp_path)) == MAX_FAILED_LAUNCHES
     assert any("was refused with code 22" in one.message for one in journalled(tmp_path, events.Warned))
     script.write_text(script.read_text() + "# mended\n")
     again = finish(one, cwd=tmp_path)
@@ -238,8 +221,8 @@ def test_the_budget_is_durable_and_refunded_by_progress_only(tmp_path: Path) -> 
     assert len(lines(tmp_path / "log")) == 3 + 1, "the asked-for attempt and no restart"
     third = finish(launch("--max-restarts", "2", args=(acts, "log")), cwd=tmp_path)
     assert third.code == ExitCode.BUDGET_SPENT, third.text
-    assert [end and end.highest_step for end in ends(tmp_path)] == [0, 0, 0, 0, 50, 50, 50]
-    failed: list[FailureRecord] = failures_of(control(tmp_path), 2)
+    assert [end and end.highest_step for end in end_records(tmp_path)] == [0, 0, 0, 0, 50, 50, 50]
+    failed: list[FailureRecord] = failures_of(control_of(tmp_path), 2)
     assert [(f.exit_code, f.message) for f in failed] == [(1, "")], (
         "half an error file costs its message only"
     )
@@ -279,7 +262,7 @@ def test_each_end_is_told_from_the_others_by_what_the_rank_left(tmp_path: Path) 
     flags = ("--nproc-per-node", "2", "--max-restarts", "5")
     result = finish(launch(*flags, script=ENDS, args=("import,abort,errno,ok",)), cwd=tmp_path, timeout=90)
     assert result.code == 0, result.text
-    assert [end and (end.outcome, end.exit_code, end.cause) for end in ends(tmp_path)] == [
+    assert [end and (end.outcome, end.exit_code, end.cause) for end in end_records(tmp_path)] == [
         ("failed", 1, "unknown"),
         ("failed", -signal.SIGABRT, "hang"),
         ("failed", 1, "infrastructure"),
@@ -289,7 +272,7 @@ def test_each_end_is_told_from_the_others_by_what_the_rank_left(tmp_path: Path) 
     assert [(d.chosen, d.details["root_rank"]) for d in decisions] == [("restart", 1)] * 3
     assert "1 of 2 ranks failed in their first lines" in decisions[0].evidence
     assert "on all ranks alike" not in result.err
-    (nowhere,), (aborted,), (wrapped,) = (failures_of(control(tmp_path), number) for number in (1, 2, 3))
+    (nowhere,), (aborted,), (wrapped,) = (failures_of(control_of(tmp_path), number) for number in (1, 2, 3))
     assert nowhere.message == "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'"
     assert "Watchdog caught collective operation timeout" in aborted.message
     assert [(one.types[0], one.errno) for one in wrapped.errors] == [
@@ -307,8 +290,8 @@ def test_each_end_is_told_from_the_others_by_what_the_rank_left(tmp_path: Path) 
 def test_a_rank_that_leaves_with_0_before_its_peers_is_named_and_not_tried_for_long(tmp_path: Path) -> None:
     result = finish(launch("--nproc-per-node", "2", script=ENDS, args=("leave",)), cwd=tmp_path, timeout=90)
     assert result.code == ExitCode.FAILED, result.text
-    assert [end and (end.exit_code, end.cause) for end in ends(tmp_path)] == [(0, "job"), (0, "job")]
-    node = failures_of(control(tmp_path), 1)[0].node
+    assert [end and (end.exit_code, end.cause) for end in end_records(tmp_path)] == [(0, "job"), (0, "job")]
+    node = failures_of(control_of(tmp_path), 1)[0].node
     assert f"rank 1 on {node} left with exit code 0 before its peers were done" in result.err
     assert re.search(r"rank 1 .* left with exit code 0 at [\d:]+ UTC, \d\.\d s before its peers", result.err)
     assert re.search(r"done: stopped: .* \(exit code 1\)", result.err)
@@ -471,17 +454,17 @@ def test_a_second_launcher_is_refused_and_a_dead_ones_run_is_taken_over(tmp_path
         refused = finish(command, cwd=tmp_path)
         assert refused.code == ExitCode.RUN_IS_LIVE, refused.text
         assert f"pid {first.pid}" in refused.err
-        assert all(alive(pid) for pid in pids)
+        assert all(is_alive(pid) for pid in pids)
         assert first.process.poll() is None
         first.signal(signal.SIGKILL)
-        wait_until(lambda: not any(alive(pid) for pid in pids), 2, "workers end with their agent")
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), 2, "workers end with their agent")
         began = time.monotonic()
         second = finish(command, cwd=tmp_path)
     assert second.code == 0, second.text
     assert time.monotonic() - began < 25, "did not wait for the lease of a dead launcher to lapse"
     claimed = journalled(tmp_path, events.LeaseClaimed)[-1]
     assert "is dead" in claimed.evidence
-    assert [end and end.outcome for end in ends(tmp_path)] == [None, "finished"]
+    assert [end and end.outcome for end in end_records(tmp_path)] == [None, "finished"]
 
 
 def test_the_default_run_directory_is_one_scripts_only(tmp_path: Path) -> None:
@@ -530,10 +513,10 @@ def test_sigterm_stops_everything_cleanly_within_the_grace(tmp_path: Path) -> No
         assert "Traceback" not in result.err
         # The worker's own child went with it.
         wait_until(lambda: not running.processes(), 2, "nothing of the job is left")
-    end = ends(tmp_path)[0]
+    end = end_records(tmp_path)[0]
     assert end is not None
     assert (end.outcome, end.exit_code) == ("stopped", ExitCode.STOPPED_UNSAVED)
-    beat = read_beat(control(tmp_path), 1)
+    beat = read_beat(control_of(tmp_path), 1)
     assert beat is not None
     assert beat.released
     assert [e.outcome for e in journalled(tmp_path, events.AttemptEnded)] == ["stopped"]
@@ -546,7 +529,7 @@ def test_a_lost_lease_ends_the_workers_at_once(tmp_path: Path) -> None:
     flags = ["--set", "control.lease_ttl=2", "--set", "launch.stop_grace=30"]
     with job(launch(*flags, args=("wait", "log")), cwd=tmp_path) as running:
         ready(running, tmp_path)
-        run = control(tmp_path)
+        run = control_of(tmp_path)
         held = read_claim(run, current_epoch(run))
         assert held is not None
         newer = msgspec.structs.replace(held, epoch=held.epoch + 1, owner="another launch", evidence="test")
@@ -555,7 +538,7 @@ def test_a_lost_lease_ends_the_workers_at_once(tmp_path: Path) -> None:
         result = running.wait(15)
     assert result.code == ExitCode.LEASE_LOST, result.text
     assert [e.epoch for e in journalled(tmp_path, events.LeaseLost)] == [1]
-    assert ends(tmp_path) == [None], "an attempt that was fenced off writes nothing"
+    assert end_records(tmp_path) == [None], "an attempt that was fenced off writes nothing"
 
 
 @pytest.mark.drill
@@ -576,7 +559,7 @@ def test_two_agents_restart_together_after_a_worker_of_one_is_killed(tmp_path: P
     decisions = journalled(tmp_path, events.Decision)
     assert len(decisions) == 1, "one decision for both"
     assert decisions[0].details["root_rank"] == 1
-    assert [end and (end.outcome, end.exit_code) for end in ends(tmp_path)] == [
+    assert [end and (end.outcome, end.exit_code) for end in end_records(tmp_path)] == [
         ("failed", -9),
         ("finished", 0),
     ]
@@ -623,7 +606,7 @@ def test_garbage_and_a_crowd_at_the_store_do_not_end_a_run(tmp_path: Path) -> No
     assert result.text.count("was not written by this run and is ignored") == 1, result.text
     assert "Traceback" not in result.text, result.text
     assert "Too many open files" not in result.text
-    assert [end and end.outcome for end in ends(tmp_path)] == ["failed", "finished"]
+    assert [end and end.outcome for end in end_records(tmp_path)] == ["failed", "finished"]
 
 
 def test_who_stops_reading_what_the_launcher_says_does_not_fail_the_job(tmp_path: Path) -> None:
@@ -634,7 +617,7 @@ def test_who_stops_reading_what_the_launcher_says_does_not_fail_the_job(tmp_path
     with subprocess.Popen(command, cwd=tmp_path, stdout=writing, stderr=writing) as running:
         os.close(writing)
         assert running.wait(60) == 0
-    assert [end and end.outcome for end in ends(tmp_path)] == ["failed", "finished"]
+    assert [end and end.outcome for end in end_records(tmp_path)] == ["failed", "finished"]
 
 
 USER = 54321
@@ -715,7 +698,7 @@ def test_a_node_that_joins_later_regroups_without_using_up_a_restart(tmp_path: P
             results = [one.wait(60), other.wait(60)]
     assert [result.code for result in results] == [0, 0], "\n".join(result.text for result in results)
     assert sorted(line[:3] for line in lines(tmp_path / "log")) == [[1, 0, 1], [2, 0, 2], [2, 1, 2]]
-    assert [end and (end.outcome, end.exit_code) for end in ends(tmp_path)] == [
+    assert [end and (end.outcome, end.exit_code) for end in end_records(tmp_path)] == [
         ("stopped", 0),
         ("finished", 0),
     ]

@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_stop_under_slurm import slurm
 
 from holdfast.errors import ExitCode
 from holdfast.journal.events import AttemptStarted
@@ -14,11 +13,12 @@ from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import StopAsked
 from holdfast.record.directory import ControlDirectory
 from kit.acting import Place
+from kit.control import held_elsewhere
 from kit.golden import compare
 from kit.harness import REPO, Job, finish, holdfast, job, wait_until
-from kit.journals import journalled
-from kit.leases import held_elsewhere
+from kit.nodes.fake_scontrol import job_environment
 from kit.nodes.nodes import Cluster, cluster, free_endpoint
+from kit.runs import journalled
 
 SCRIPT = REPO / "tests" / "scripts" / "meet_a_cluster_fault.py"
 DIFFERS = [
@@ -156,7 +156,7 @@ def test_what_is_seen_of_a_run_that_another_launch_has_taken_over(tmp_path: Path
 @pytest.mark.drill
 def test_what_is_seen_of_a_time_limit(tmp_path: Path) -> None:
     place = Place(tmp_path, tmp_path)
-    limited = slurm(place, 40.0)
+    limited = job_environment(place, 40.0)
     settings = ("--set", "slurm.preempt_time=30")
     with job(launch("slowly", *settings), cwd=tmp_path, env=limited) as running:
         result = running.wait(PATIENCE)

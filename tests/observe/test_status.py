@@ -38,16 +38,11 @@ from holdfast.record.directory import ControlDirectory, create_record
 from holdfast.record.lease import Fence, LeaseKeeper, claim
 from holdfast.record.lineage import CommitRecord, record_commit, record_done
 from kit.commands import command
+from kit.control import held_elsewhere
 from kit.harness import REPO, finish, holdfast, job, wait_until
-from kit.leases import held_elsewhere
 from kit.tiny import train, tree
 
 TINY = str(REPO / "tests" / "scripts" / "train_tiny.py")
-
-
-@pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    return ControlDirectory.open_or_create(tmp_path / "run")[0]
 
 
 class Launch:

@@ -12,16 +12,26 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recovery_ends import Driver, Fault, calm, drivers, faults, launch_again_and_again
 
 from holdfast.errors import ExitCode
 from holdfast.policy.budgets import MAX_REQUEUES, PastAttempt, most_restarts
 from holdfast.policy.diagnosis import Diagnosis, of_rejection
-from holdfast.policy.placement import MAX_LOWER_RUNGS, Cluster, Exclusion
+from holdfast.policy.placement import Cluster, Exclusion
 from holdfast.policy.recovery import Decision, Situation, recover
 from holdfast.policy.results import How, Kind, Place, RankResult, Rejection, Trial, Window
 from holdfast.policy.signs import Action, Cause
 from holdfast.policy.verdicts import open_rejections, open_rerun, open_trial
+from kit.worlds.recovery_worlds import (
+    GIVEN,
+    Driver,
+    Fault,
+    Rejecting,
+    calm,
+    drivers,
+    launch_again_and_again,
+    often,
+    rejections,
+)
 from kit.worlds.verdict_worlds import Now, Truth, World
 
 ROOMS = {
@@ -647,81 +657,6 @@ def test_a_recorded_rejection_is_the_cause_whatever_else_was_lost_with_it(code: 
 # -- any sequence -------------------------------------------------------------------------------------------
 
 
-class Rejecting(Driver):
-    """The launcher of test_recovery_ends.py, whose faults with code 16 come with what was rejected."""
-
-    nan_policy = "warn"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.drawn: list[Rejection] = []
-        self.suspects: set[str] = set()
-        self.acquitted: set[str] = set()
-
-    @property
-    def usable_rungs(self) -> list[int]:
-        return [one for one in super().usable_rungs if f"step_{one}" not in self.suspects]
-
-    def attempt(self, number: int, fault: Fault) -> PastAttempt:
-        made = super().attempt(number, fault)
-        if fault.exit_code != ExitCode.RERUN_WANTED or not self.drawn:
-            return made
-        rejection = self.drawn[number % len(self.drawn)]
-        found = of_rejection(Diagnosis(cause=Cause.DEVICE, exit_code=16), rejection)
-        none = {"culprit_node": "", "culprit_device": "", "named": False}
-        fields = {"cause": found.cause, "began": True, **none}  # a step that is rejected was begun
-        return msgspec.structs.replace(made, rejection=rejection, last_step=rejection.step - 1, **fields)
-
-    def situation(self, attempt: PastAttempt, waited: float) -> Situation:
-        trial = open_trial(self.history)
-        return msgspec.structs.replace(
-            super().situation(attempt, waited),
-            rungs=[f"step_{step}" for step in self.usable_rungs],
-            together=[attempt.rung] if attempt.rung else [],
-            skip_bad_data=self.can_requeue,
-            nan_policy=self.nan_policy,
-            trial=trial,
-            rerun=open_rerun(self.history),
-        )
-
-    def remember(self, attempt: PastAttempt, decision: Decision) -> None:
-        kept = ("avoid", "verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial")
-        fields = {name: getattr(decision, name) for name in kept}
-        self.history.append(msgspec.structs.replace(attempt, action=str(decision.action), **fields))
-        rejection = attempt.rejection
-        if decision.suspect:
-            assert rejection is not None
-            assert not rejection.finite, "a spike speaks against nothing"
-            assert rejection.in_probation or rejection.kind is Kind.PROBATION
-            assert len(self.usable_rungs) > len(decision.suspect), "only with a rung below"
-        assert set(decision.acquit) <= self.suspects
-        if rejection is not None and decision.action is Action.STOP:
-            codes = {ExitCode.VALIDATION_FAILED, ExitCode.BUDGET_SPENT}
-            if self.gone or self.excluded:
-                codes.add(ExitCode.NO_CAPACITY)  # too few are there to go on with, whatever was rejected
-            assert decision.exit_code in codes
-        self.suspects |= set(decision.suspect)
-        self.suspects -= set(decision.acquit)
-        times = [one for one in self.history if one.suspect and one.highest_step >= self.highest]
-        assert len(times) <= MAX_LOWER_RUNGS
-
-
-rejections = st.builds(
-    Rejection,
-    kind=st.sampled_from([Kind.STEP, Kind.STEP, Kind.STEP, *Kind]),
-    step=st.sampled_from([51, 52, 60]),
-    reasons=st.just(["nan"]),
-    ranks=st.lists(
-        st.builds(RankResult, rank=st.integers(0, 3), reasons=st.sampled_from([[], ["nan"]])), max_size=3
-    ),
-    finite=st.sampled_from([False, False, True]),
-    in_probation=st.booleans(),
-    window=st.none() | st.just(Window(0, 51, 51)),
-    accused=st.none() | st.builds(Place, st.sampled_from(["a", "b", "w"]), st.sampled_from(["", "0", "1"])),
-).map(lambda one: msgspec.structs.replace(one, finite=one.finite and one.kind is Kind.STEP))
-"""Ranks call results finite only of a step that they rejected for them."""
-
-
 def with_policy(one: Driver, policy: str) -> Rejecting:
     driver = Rejecting(**{name: one.__dict__[name] for name in GIVEN})
     driver.nan_policy = policy
@@ -729,9 +664,6 @@ def with_policy(one: Driver, policy: str) -> Rejecting:
 
 
 rejecting = st.builds(with_policy, drivers, st.sampled_from(["warn", "skip", "raise", "rollback"]))
-GIVEN = ("max_restarts", "restarts_chosen", "nodes", "spares", "devices", "workers", "min_nodes",
-         "may_shrink", "can_requeue", "rungs", "random")  # fmt: skip
-often = faults.map(lambda one: Fault(**{**one.__dict__, "exit_code": 16})) | faults
 
 
 @settings(deadline=None)

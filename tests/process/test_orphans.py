@@ -20,7 +20,7 @@ from holdfast.launch.workers.orphans import Left, Orphans, Workers, recognise
 from holdfast.launch.workers.sweeper import REPLACEMENTS, Keeper
 from holdfast.process import identity
 from holdfast.process.identity import AGENT, OUTLIVES, outliving
-from kit.harness import REPO, Job, job, python, wait_until
+from kit.harness import REPO, Job, is_alive, job, python, wait_until
 
 SCRIPT = REPO / "tests" / "scripts" / "agent_of_strays.py"
 BELOW = "setsid sleep 301 & echo $! > below.pid; sleep 302"
@@ -97,11 +97,6 @@ def sleeper(*, apart: bool = True) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def alive(pid: int) -> bool:
-    found = identity.read(pid)
-    return found is not None and not found.ended
-
-
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
     """A process that has nothing to do with any of it."""
@@ -116,9 +111,9 @@ def test_what_workers_started_in_other_sessions_ends_with_them(
     """Lightning#8130: nothing of a worker lives on, wherever it went."""
     with agent(tmp_path, BELOW, DAEMON, SCRUBBED, CRASHED) as running:
         strays = [running.pid_of(name) for name in ("below", "daemon", "scrubbed", "crashed")]
-        assert all(alive(pid) for pid in strays)
+        assert all(is_alive(pid) for pid in strays)
         done = running.stop()
-        assert not any(alive(pid) for pid in strays)
+        assert not any(is_alive(pid) for pid in strays)
         assert (done["dead"], done["left"], done["outliving"]) == (True, [], [])
         assert done["helpers"] == [None, None], "what the agent started itself is not the workers'"
         assert done["zombies"] == [], "what was adopted is reaped"
@@ -164,12 +159,12 @@ def test_a_writer_may_outlive_its_trainer_for_a_while_and_an_impostor_may_not(tm
         done = running.stop()
         assert done["dead"]
         assert done["left"] == []
-        assert not any(alive(pid) for pid in impostors)
+        assert not any(is_alive(pid) for pid in impostors)
         (named,) = done["outliving"]
         assert named.startswith(f"writer process {writer} of trainer {running.workers()['0']} (")
-        assert alive(writer)
+        assert is_alive(writer)
         wait_until(lambda: running.tend() == ([], []), 60, "it is ended after its time, and reaped")
-        assert not alive(writer)
+        assert not is_alive(writer)
         running.end()
 
 
@@ -232,9 +227,9 @@ def test_nothing_outlives_a_killed_agent(tmp_path: Path, bystander: subprocess.P
         theirs = other.pid_of("below")
         os.killpg(running.job.pid, signal.SIGKILL)  # its whole group, as a shell or a scheduler would
         wait_until(lambda: not running.job.processes(), 60, "everything ends, the keeper last")
-        assert not any(alive(pid) for pid in strays)
+        assert not any(is_alive(pid) for pid in strays)
         assert "the launcher is gone; ended" in running.job.output().err
-        assert alive(theirs), "another agent's"
+        assert is_alive(theirs), "another agent's"
         assert other.stop()["dead"]
         other.end()
         wait_until(lambda: not other.job.processes(), 60, "a keeper ends with its agent")
@@ -246,8 +241,8 @@ def test_a_writer_outlives_a_killed_agent_for_its_time_only(tmp_path: Path) -> N
         writer, stray = running.pid_of("writer"), running.pid_of("below")
         os.kill(writer, signal.SIGSTOP)
         os.kill(running.job.pid, signal.SIGKILL)
-        wait_until(lambda: not alive(stray), 60, "the stray ends")
-        assert alive(writer)
+        wait_until(lambda: not is_alive(stray), 60, "the stray ends")
+        assert is_alive(writer)
         wait_until(lambda: not running.job.processes(), 60, "so does the writer, after its time")
 
 
@@ -259,13 +254,13 @@ def test_a_keeper_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None
     assert keeper.check() == (None, "")
     for _ in range(REPLACEMENTS):
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda p=pid: not alive(p), 30, "it is dead")
+        wait_until(lambda p=pid: not is_alive(p), 30, "it is dead")
         replaced, why = keeper.check()
         assert replaced is not None
         assert "was replaced" in why
         pid = replaced
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not alive(pid), 30, "it is dead")
+    wait_until(lambda: not is_alive(pid), 30, "it is dead")
     assert keeper.check() == (
         None,
         f"the keeper process ended {REPLACEMENTS + 1} times (-9) and is not replaced",
@@ -311,7 +306,7 @@ def test_where_orphans_cannot_be_adopted_what_is_below_a_worker_still_ends(tmp_p
         assert Workers({0: process.pid}).stop(0.0)
         below = identity.read(int(path.read_text()))
         try:
-            wait_until(lambda: below is None or not alive(below.pid), 10, "it ends")
+            wait_until(lambda: below is None or not is_alive(below.pid), 10, "it ends")
         finally:
             if below is not None:
                 identity.send(below, signal.SIGKILL)

@@ -36,17 +36,6 @@ from holdfast.record.directory import ControlDirectory, RunRecord, create_record
 from holdfast.record.lease import Fence, claim
 from kit.harness import job, python, wait_until
 
-
-@pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    return ControlDirectory.open_or_create(tmp_path / "run")[0]
-
-
-@pytest.fixture
-def fence(control: ControlDirectory) -> Fence:
-    return Fence(control, claim(control, "launch", 5.0).epoch)
-
-
 # --- the directory and its records ---------------------------------------------------------------------
 
 

@@ -26,15 +26,9 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 @pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    return ControlDirectory.open_or_create(tmp_path / "run")[0]
-
-
-@pytest.fixture
-def fence(control: ControlDirectory) -> Fence:
-    held = Fence(control, claim(control, "launch", 5.0).epoch)
-    begin_attempt(control, held, "launch", 4)
-    return held
+def fence(control: ControlDirectory, fence: Fence) -> Fence:
+    begin_attempt(control, fence, "launch", 4)
+    return fence
 
 
 def durable(control: ControlDirectory, name: str = "resume") -> Choice:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import string
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +14,6 @@ from holdfast.record.directory import ControlDirectory
 from holdfast.record.operator import exclude, excluded, readmit
 from kit.harness import wait_until
 from kit.tiny import forked
-
-
-@pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    return ControlDirectory.open_or_create(tmp_path / "run")[0]
 
 
 def names(control: ControlDirectory) -> list[str]:

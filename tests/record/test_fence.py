@@ -17,14 +17,8 @@ from holdfast.errors import ControlError, LeaseLostError, RunIsLiveError
 from holdfast.record import lease
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Beat, Fence, LeaseKeeper, claim, current_epoch, read_beat
+from kit.control import timed, tree
 from kit.harness import finish, job, python, wait_until
-from kit.leases import timed, tree
-
-
-@pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    return ControlDirectory.open_or_create(tmp_path / "run")[0]
-
 
 STOPS_INSIDE = """
 import os, signal, sys

@@ -21,14 +21,8 @@ from holdfast.process.identity import Holder, this_process
 from holdfast.record import lease
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Beat, Claim, Fence, LeaseKeeper, claim, current_epoch
+from kit.control import FakeTime, beat, held_elsewhere, timed, tree
 from kit.harness import Job, job, python, wait_until
-from kit.leases import FakeTime, beat, held_elsewhere, timed, tree
-
-
-@pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    return ControlDirectory.open_or_create(tmp_path / "run")[0]
-
 
 HOLDER = """
 import json, os, shutil, sys, time

@@ -17,7 +17,7 @@ from holdfast.process.identity import Holder
 from holdfast.record import lease
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Beat, Claim, Fence, claim, current_epoch, read_claim
-from kit.leases import FakeTime
+from kit.control import FakeTime
 
 
 class Interleavings(RuleBasedStateMachine):

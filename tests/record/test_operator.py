@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_resume import flip_bit, rejections
 
 from holdfast.checkpoint.format.manifest import parse_name
 from holdfast.errors import NoValidRungError
@@ -21,17 +20,14 @@ from holdfast.record.lease import Fence, LeaseKeeper, claim
 from holdfast.record.operator import Request, budget_reset, in_force, paused, pinned
 from holdfast.record.standing import Standing, StandingBook
 from kit.commands import ckpt_json
+from kit.damage import flip_shard
 from kit.harness import wait_until
+from kit.runs import events_in, rejections
 from kit.tiny import Outcome, checkpoints, forked, train
 
 
-@pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    return ControlDirectory.open_or_create(tmp_path / "run")[0]
-
-
 def acts(control: ControlDirectory) -> list[OperatorActed]:
-    return [line.body for line in read_journal(control.journal) if isinstance(line.body, OperatorActed)]
+    return events_in(control.path, OperatorActed)
 
 
 def resume_evidence(run_dir: Path) -> list[str]:
@@ -193,7 +189,7 @@ def remove(run_dir: Path, newest: Path) -> None:
 
 
 def alter(run_dir: Path, newest: Path) -> None:
-    flip_bit(newest, newest)
+    flip_shard(newest)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import holdfast
 from holdfast.errors import ControlError, LeaseLostError, UsageError
 from holdfast.journal.events import DataSkipped
-from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.results import Window
 from holdfast.record.directory import ControlDirectory
@@ -26,6 +25,7 @@ from holdfast.record.group import Group
 from holdfast.record.lease import Fence, claim
 from holdfast.record.operator import Skip, read_skips, record_skip, skips
 from holdfast.train.data.feed import DataFeed, follow_skips
+from kit.runs import events_in
 from kit.tiny import Numbers
 
 BATCHES = 5
@@ -39,16 +39,6 @@ WINDOWS = {
     "two that overlap": [Window(0, 1, 3), Window(0, 2, 4)],
     "more than there is": [Window(0, 4, 99)],
 }
-
-
-@pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    return ControlDirectory.open_or_create(tmp_path / "run")[0]
-
-
-@pytest.fixture
-def fence(control: ControlDirectory) -> Fence:
-    return Fence(control, claim(control, "launch", 5.0).epoch)
 
 
 # --- the records -------------------------------------------------------------------------------------------
@@ -252,8 +242,8 @@ def test_every_rank_leaves_out_what_rank_0_read_and_rank_0_tells_the_journal(
     whole = DataFeed(holdfast.GlobalBatches(Numbers(), 4, seed=3))
     batches = [sorted(whole.next()[0].tolist()) for _ in range(5)]
     assert [sorted(a + b) for a, b in zip(*drawn, strict=True)] == [batches[0], batches[3], batches[4]]
-    told = [line.body for line in read_journal(control.journal) if isinstance(line.body, DataSkipped)]
-    assert told == [DataSkipped(step=42, epoch=0, first=1, last=2, reason="NaN on every device")]
+    skipped = events_in(control.path, DataSkipped)
+    assert skipped == [DataSkipped(step=42, epoch=0, first=1, last=2, reason="NaN on every device")]
 
 
 def test_records_that_cannot_be_read_end_all_ranks_with_the_same_error(control: ControlDirectory) -> None:

@@ -18,21 +18,6 @@ from holdfast.record.standing import JUDGED, RootBook, Standing, StandingBook, S
 CHECKPOINT = "3fa9c1d2"
 
 
-@pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    return ControlDirectory.open_or_create(tmp_path / "run")[0]
-
-
-@pytest.fixture
-def fence(control: ControlDirectory) -> Fence:
-    return Fence(control, claim(control, "launch", 5.0).epoch)
-
-
-@pytest.fixture
-def book(control: ControlDirectory) -> StandingBook:
-    return StandingBook(control)
-
-
 def test_a_checkpoint_without_records_is_committed(book: StandingBook) -> None:
     assert book.of(CHECKPOINT) is Standing.COMMITTED
 

@@ -35,6 +35,7 @@ from holdfast.record.standing import RootBook, Standing, StandingBook
 from holdfast.recover import conduct, examine
 from holdfast.recover.examine import capacity_now
 from kit.commands import command
+from kit.damage import flip_shard
 from kit.harness import REPO, finish, holdfast, job, wait_until
 from kit.nodes.fake_scontrol import installed
 from kit.nodes.machines import hung_mount
@@ -77,13 +78,6 @@ def recover(*args: str | Path) -> tuple[int, dict[str, Any]]:
 
 def stage(report: dict[str, Any], name: str) -> dict[str, Any]:
     return next(one for one in report["findings"] if one["stage"] == name)
-
-
-def flip(checkpoint: Path) -> None:
-    shard = next(checkpoint.glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
 
 
 class Ended:
@@ -158,7 +152,7 @@ def test_in_words_it_reads_well_without_colour(dead: Path) -> None:
 def test_a_corrupt_newest_checkpoint_falls_back_to_the_one_before(dead: Path) -> None:
     """Part 5, "corrupt newest"."""
     newest, older, *_ = checkpoints(dead)
-    flip(newest)
+    flip_shard(newest)
     code, found = recover(dead)
     assert code == 0
     assert found["resolution"]["chosen"] == older.name
@@ -172,8 +166,8 @@ def test_a_corrupt_newest_checkpoint_falls_back_to_the_one_before(dead: Path) ->
 def test_two_corrupt_in_a_row_raise_the_storage_alarm(dead: Path) -> None:
     """Part 5, "two corrupt"."""
     first, second, third, *_ = checkpoints(dead)
-    flip(first)
-    flip(second)
+    flip_shard(first)
+    flip_shard(second)
     code, found = recover(dead)
     assert code == 0
     assert found["resolution"]["chosen"] == third.name
@@ -186,7 +180,7 @@ def test_two_corrupt_in_a_row_raise_the_storage_alarm(dead: Path) -> None:
 
 def test_when_every_rung_is_bad_there_is_none(dead: Path) -> None:
     for one in checkpoints(dead):
-        flip(one)
+        flip_shard(one)
     code, found = recover(dead)
     assert code == 18
     assert found["answer"] == "cannot be resumed yet (rung): none: no checkpoint may be used"
@@ -482,7 +476,7 @@ def test_a_pin_decides_and_is_named(dead: Path) -> None:
     code, found = recover(dead)
     assert (code, found["resolution"]["chosen"]) == (0, oldest.name)
     assert "pinned by me: loss spike" in found["resolution"]["why"][-1]
-    flip(oldest)
+    flip_shard(oldest)
     assert recover(dead)[0] == 18, "a pin never falls back"
 
 

@@ -36,12 +36,11 @@ from holdfast.restart.messages import (
     plan_key,
     text,
 )
-from kit.harness import await_child, job, wait_until
+from kit.harness import await_child, is_alive, job, wait_until
 from kit.keeping import (
     GREETS,
     MEMBER,
     NODE,
-    is_alive,
     keeping,
     member,
     own_fds,

@@ -39,8 +39,8 @@ from holdfast.restart.messages import (
     ready_key,
     text,
 )
-from kit.harness import wait_until
-from kit.keeping import is_alive, read_end, read_next, settings
+from kit.harness import free_port, is_alive, wait_until
+from kit.keeping import read_end, read_next, settings
 from kit.ranks.stopping_ranks import Ranks as Forked
 from kit.ranks.stopping_ranks import ranks
 
@@ -122,12 +122,6 @@ def keepers(place: Path) -> list[int]:
             if "keeper_process" in line and f'"{place}"' in line and is_alive(int(entry.name)):
                 found.append(int(entry.name))
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 class Job:

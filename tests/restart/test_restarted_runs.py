@@ -34,8 +34,9 @@ from holdfast.restart.conductor import Denied, Granted, Restart
 from holdfast.train.halting import Halting
 from kit.harness import wait_until
 from kit.leftovers import grown, held
-from kit.ranks.local_ranks import memory
+from kit.nodes.local_tier import memory
 from kit.ranks.restarting import Members, members
+from kit.runs import control_of, events_in
 from kit.tiny import build, checkpoints
 
 UNTIL = 20
@@ -184,10 +185,6 @@ def test_interrupted_50_times(
     check_interrupted(tmp_path, undisturbed[world], 50, checkpoint_async_save=background)
 
 
-def control_of(place: Path) -> ControlDirectory:
-    return ControlDirectory.open(place / "run")
-
-
 @pytest.mark.drill
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_the_first_step_may_stand_still_for_longer_and_so_may_who_waits_for_it(
@@ -301,7 +298,7 @@ def test_a_reserve_goes_on_from_local_copies_alone_where_a_killed_rank_was(
             assert told == undisturbed[2]
     assert int(begun.read_text()) > 8, "it went on from what was in memory"
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
-    claims = [line.body for line in read_journal(control_of(tmp_path).journal)]
+    claims = events_in(control_of(tmp_path).path)
     evidence = [body.evidence for body in claims if isinstance(body, LeaseClaimed)]
     assert "epoch 1" in evidence[1]
 
@@ -320,7 +317,7 @@ def test_the_journal_tells_of_the_restart(tmp_path: Path) -> None:
     """Without the launcher the next run does: what befell whom, who goes on, and how long it took."""
     with members(tmp_path, 1, function=counting(tmp_path, {})) as job:
         assert job.wait() == [0], job.errors()
-    lines = [line.body for line in read_journal(ControlDirectory.open(tmp_path / "run").journal)]
+    lines = events_in(tmp_path / "run")
     (fault,) = [one for one in lines if isinstance(one, RestartFaulted)]
     assert (fault.kind, fault.rank, fault.ended, fault.step) == ("exception", 0, 1, 9)
     assert fault.detail == "ValueError: a fault"
@@ -356,7 +353,7 @@ def test_a_lease_passes_on_within_a_job_and_not_to_another(tmp_path: Path) -> No
     with pytest.raises(RestartRequested):
         start("another job")
     assert start("this job") < 1.5
-    claims = [line.body for line in read_journal(control.journal)]
+    claims = events_in(control.path)
     assert [body.evidence for body in claims if isinstance(body, LeaseClaimed)] == [
         "epoch 1 belongs to the same launch"
     ]

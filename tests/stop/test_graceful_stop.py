@@ -19,14 +19,13 @@ from holdfast.record.attempts import failures_of
 from holdfast.record.directory import ControlDirectory
 from kit.commands import command
 from kit.harness import Job, finish, job, wait_until
-from kit.journals import journalled
-from kit.nodes.nodes import cluster, free_endpoint
+from kit.nodes.nodes import cluster, free_endpoint, workers_of
+from kit.runs import ends, journalled, leads
 from kit.tiny import checkpoints
 from kit.worlds.stopped import (
     SCRIPT,
     await_end,
     await_step,
-    ends,
     launch,
     pid_of,
     steps,
@@ -322,8 +321,6 @@ def test_a_run_that_reaches_its_last_step_while_it_is_stopped_has_finished(tmp_p
 
 
 def leader_and_others(cwd: Path, names: str) -> tuple[str, str]:
-    from test_nodes import leads
-
     leader = leads(cwd)
     return leader, names.replace(leader, "")
 
@@ -383,8 +380,6 @@ def test_a_signal_while_the_nodes_meet_ends_the_launcher_with_31(tmp_path: Path)
 
 @drill
 def test_a_signal_to_one_node_of_a_paused_job_of_fixed_size_ends_it_on_all(tmp_path: Path) -> None:
-    from test_nodes import workers_of
-
     with cluster(tmp_path, "2") as group:
         for name in "ab":
             group.start(name, acts="wait")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,24 +13,12 @@ from holdfast.journal import events
 from holdfast.policy.budgets import MOST_IDENTICAL, RERUNS
 from holdfast.record.attempts import HeadRecord, latest_head
 from holdfast.record.history import rung_of
-from kit.acting import ACTS, Place, clean_place, stays
+from kit.acting import ACTS, Place, stays
 from kit.harness import REPO, holdfast, job, wait_until
-from kit.nodes.nodes import Cluster, cluster
+from kit.nodes.nodes import cluster, finish_all
 
 RUNG = str(REPO / "tests" / "scripts" / "train_rung.py")
 ECC = "error:RuntimeError: CUDA error: uncorrectable ECC error encountered"
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with clean_place(tmp_path) as found:
-        yield found
-
-
-def finish_all(group: Cluster, names: str, code: int = 0) -> None:
-    for name in names.split():
-        result = group.agents[name].wait(90)
-        assert result.code == code, f"{name}: {result.text}"
 
 
 # -- exit code 16 -------------------------------------------------------------------------------------------

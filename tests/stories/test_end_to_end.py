@@ -16,6 +16,7 @@ from holdfast.journal.subjects import StopAgreed
 from holdfast.record.attempts import attempt_numbers, latest_head
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, Result, finish, holdfast, job, wait_until
+from kit.runs import events_in, record
 from kit.tiny import checkpoints, tree
 
 SCRIPT = str(REPO / "tests" / "scripts" / "train_tiny.py")
@@ -27,18 +28,6 @@ def launch(*flags: str, ranks: int = 2) -> list[str]:
 
 def environment(until: int = 12, wrap: str = "fsdp", **more: str) -> dict[str, str]:
     return {"TINY_OUT": "out", "TINY_WRAP": wrap, "TINY_UNTIL": str(until), **more}
-
-
-def record(directory: Path) -> dict[str, object]:
-    """Final parameters of every rank, and the last thing each rank did at each step."""
-    found: dict[str, object] = {p.name: p.read_text() for p in (directory / "out").glob("params*")}
-    for path in sorted((directory / "out").glob("rank*.log"), key=lambda p: p.stat().st_mtime):
-        for line in path.read_text().splitlines():
-            step, rest = line.split(" ", 1)
-            key = f"{path.name.split('.')[0]} step {step}"
-            assert found.get(key, rest) == rest, f"{key} was done twice, differently"
-            found[key] = rest
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +62,7 @@ def test_ranks_killed_and_failing_in_one_run_end_bitwise_equal(
     assert record(tmp_path) == reference
     control = ControlDirectory.open(tmp_path / "run")
     assert attempt_numbers(control) == [1, 2, 3]
-    decisions = [line.body for line in read_journal(control.journal) if isinstance(line.body, Decision)]
+    decisions = events_in(control.path, Decision)
     recovery = [decision for decision in decisions if decision.about == "recovery"]
     assert [decision.details["root_rank"] for decision in recovery] == [1, 0]
     assert all(decision.evidence for decision in decisions)

@@ -28,7 +28,7 @@ from kit.harness import REPO, finish
 from kit.harness import holdfast as command
 from kit.tiny import checkpoints, die, forked, train
 from kit.worlds.exactness import MODES, Case, Inexact, Kill, Lab, Record, compare
-from kit.worlds.exactness_kinds import ALONE, KINDS, SLOW_DATA, Kind
+from kit.worlds.kinds import ALONE, KINDS, SLOW_DATA, Kind
 
 PAGE = REPO / "docs" / "guides" / "exactness.md"
 

@@ -12,7 +12,8 @@ from holdfast.checkpoint.copies.tier import LocalTier
 from holdfast.errors import ExitCode
 from holdfast.journal.events import CopyQuarantined, Decision, Resumed, SaveCommitted
 from holdfast.observe.status import look
-from kit.ranks.local_ranks import Nodes, die_when_replicated, memory
+from kit.nodes.local_tier import memory
+from kit.ranks.local_ranks import Nodes, killed_after_saves
 from kit.tiny import checkpoints
 
 NODES = ["a", "b", "c", "d"]
@@ -23,16 +24,7 @@ LAST, END = 4, 8
 @pytest.fixture(scope="module")
 def died(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Four nodes saved locally every two steps, replicated, and were killed before step 5."""
-    with memory() as where:
-        nodes = Nodes(tmp_path_factory.mktemp("died") / "four", where)
-        nodes.shared.mkdir()
-        reference = nodes.copy("reference")
-        plain = {"checkpoint_async_save": False, "checkpoint_non_persistent_ckpt_type": "none"}
-        assert reference.train(NODES, END, checkpoint_interval=0, **plain) == [0] * 4
-        dying = die_when_replicated(LAST + 1, ranks=4)
-        codes = nodes.train(NODES, END, at_step=dict.fromkeys(range(4), dying))
-        assert codes == [-9] * 4
-        nodes.reference = reference.steps()
+    with killed_after_saves(tmp_path_factory.mktemp("died") / "four", NODES, LAST, END) as nodes:
         yield nodes
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_nodes import finish_all, outcomes
 
 from holdfast import GlobalBatches
 from holdfast.checkpoint.copies.rules import Assembly
@@ -29,10 +28,11 @@ from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, wait_until
-from kit.journals import journalled
+from kit.nodes.local_tier import memory
 from kit.nodes.namespaces import PORT, Network, missing, network
-from kit.nodes.nodes import Cluster, cluster
-from kit.ranks.local_ranks import Nodes, await_replicas, memory
+from kit.nodes.nodes import Cluster, cluster, finish_all
+from kit.ranks.local_ranks import Nodes, await_replicas
+from kit.runs import journalled, outcomes
 from kit.tiny import Numbers, checkpoints
 
 WHY = missing()

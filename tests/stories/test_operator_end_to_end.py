@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,16 +13,10 @@ from holdfast.journal import events
 from holdfast.record.attempts import HeadRecord, attempt_numbers
 from holdfast.record.directory import read_record
 from holdfast.record.operator import in_force
-from kit.acting import MOMENT, Place, clean_place, stays
+from kit.acting import MOMENT, Place, stays
 from kit.harness import REPO, holdfast, job, wait_until
 
 RUNG = str(REPO / "tests" / "scripts" / "train_rung.py")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with clean_place(tmp_path) as found:
-        yield found
 
 
 @pytest.mark.drill

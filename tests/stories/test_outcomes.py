@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.journal import events
-from holdfast.journal.reader import read_journal
 from kit.harness import REPO, finish, holdfast
+from kit.runs import events_in
 from kit.worlds import outcomes
 from kit.worlds.outcomes import ALL, BAD, DIAGONAL, EXPECTED, Case, Outcome, losses, play
 
@@ -20,7 +20,7 @@ DOC = REPO / "docs" / "guides" / "validation.md"
 
 
 def read(cwd: Path) -> list[object]:
-    return [line.body for line in read_journal(cwd / "run" / "journal")]
+    return events_in(cwd / "run")
 
 
 def check(case: Case, seen: Outcome) -> None:

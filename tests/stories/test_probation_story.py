@@ -19,7 +19,6 @@ from holdfast.checkpoint.format.manifest import CheckpointName, parse_name
 from holdfast.checkpoint.format.manifest import read as read_manifest
 from holdfast.checkpoint.format.structure import verify
 from holdfast.journal.events import ProbationEnded, RungRejected, StandingChanged, Warned
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import Event
 from holdfast.policy.results import Trial
 from holdfast.record.directory import ControlDirectory
@@ -27,6 +26,7 @@ from holdfast.record.launches import LaunchInfo
 from holdfast.record.lease import Fence, LeaseKeeper, claim
 from holdfast.record.standing import Standing, StandingBook
 from holdfast.train.probation import Probation
+from kit.runs import events_in
 from kit.tiny import checkpoints
 
 E = TypeVar("E", bound=Event)
@@ -72,7 +72,7 @@ class Training:
         return StandingBook(ControlDirectory.open(self.run_dir))
 
     def events(self, kind: type[E]) -> list[E]:
-        return [line.body for line in read_journal(self.run_dir / "journal") if isinstance(line.body, kind)]
+        return events_in(self.run_dir, kind)
 
     def saved(self, step: int) -> CheckpointName:
         names = [parse_name(path.name) for path in checkpoints(self.run_dir)]

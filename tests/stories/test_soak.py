@@ -9,9 +9,9 @@ import pytest
 
 from holdfast.drill.compare import compare_checkpoints
 from kit.harness import finish, holdfast
+from kit.nodes.local_tier import memory
 from kit.nodes.machines import may_mount, small_disk
 from kit.nodes.namespaces import missing, network
-from kit.ranks.local_ranks import memory
 from kit.worlds.soak import DISK, EXAMPLE, INTERVAL, NODES, Soak, model
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from holdfast.errors import ExitCode
@@ -12,17 +9,11 @@ from holdfast.journal import events
 from holdfast.policy.results import Trial, Window
 from holdfast.record.operator import skips
 from holdfast.record.standing import Standing, StandingBook
-from kit.acting import Place, clean_place
+from kit.acting import Place
 from kit.commands import command
 from kit.harness import REPO, Result, holdfast
 
 TRAIN = str(REPO / "tests" / "scripts" / "pretend_training.py")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with clean_place(tmp_path) as found:
-        yield found
 
 
 def train(place: Place, acts: str, *flags: str, devices: str = "0,1") -> Result:

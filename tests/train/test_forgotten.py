@@ -15,17 +15,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import holdfast
 from holdfast.errors import IncompleteStateError, UsageError
-from holdfast.journal.events import Warned
-from holdfast.journal.reader import read_journal
 from holdfast.train import forgotten
 from kit.ranks.together import together
+from kit.runs import warnings_of
 from kit.tiny import Numbers, checkpoints
 
 BATCHES = [torch.ones(2, 6), torch.zeros(2, 6)]
-
-
-def warnings_of(run_dir: Path) -> list[str]:
-    return [line.body.message for line in read_journal(run_dir / "journal") if isinstance(line.body, Warned)]
 
 
 class Script:

@@ -22,12 +22,12 @@ from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.config.settings import CheckpointSettings, ControlSettings, Settings
 from holdfast.errors import DecisionTimeoutError, UsageError
 from holdfast.journal.events import Warned
-from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.group import Group
 from holdfast.train.membership import Membership
 from holdfast.train.place import LocalPlaces, join_places
+from kit.runs import events_in
 from kit.tiny import checkpoints, train
 
 Joined = LocalPlaces | None | Exception
@@ -72,7 +72,7 @@ class Two:
             return list(pool.map(one, ranks or (0, 1)))
 
     def told(self) -> list[str]:
-        lines: list[Any] = [line.body for line in read_journal(self.control.journal)]
+        lines: list[Any] = events_in(self.control.path)
         return [body.message for body in lines if isinstance(body, Warned)]
 
 

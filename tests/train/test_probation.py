@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -13,7 +12,6 @@ from torch.distributed import HashStore
 from holdfast.checkpoint.format.manifest import CheckpointName, Manifest, Versions, Windows, World, parse_name
 from holdfast.errors import LeaseLostError
 from holdfast.journal.events import ProbationEnded, StandingChanged, Verdict, Warned
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.results import How, Rerun, Settled, Trial
@@ -26,6 +24,7 @@ from holdfast.record.lineage import CommitRecord, condemned_with, descendants, r
 from holdfast.record.standing import Standing, StandingBook
 from holdfast.train.membership import Membership
 from holdfast.train.probation import TRIES, Probation
+from kit.runs import events_in
 
 E = TypeVar("E", bound=Event)
 STEPS = 6
@@ -86,13 +85,11 @@ class Attempt:
         return self.probation.observe()
 
     def events(self, kind: type[E]) -> list[E]:
-        return [line.body for line in read_journal(self.control.journal) if isinstance(line.body, kind)]
+        return events_in(self.control.path, kind)
 
 
 @pytest.fixture
-def control(tmp_path: Path) -> ControlDirectory:
-    control = ControlDirectory.open_or_create(tmp_path / "run")[0]
-    fence = Fence(control, claim(control, "launch", 5.0).epoch)
+def control(control: ControlDirectory, fence: Fence) -> ControlDirectory:
     attempt = begin_attempt(control, fence, "launch", 1).number
     write_head(control, fence, HeadRecord(attempt=attempt, checkpoint=None, step=0))
     with fence.guard("commit"):
@@ -102,11 +99,6 @@ def control(tmp_path: Path) -> ControlDirectory:
             record = CommitRecord(id=id, step=step, parent=parent, attempt=attempt, manifest="0" * 32)
             record_commit(control, fence, record)
     return control
-
-
-@pytest.fixture
-def book(control: ControlDirectory) -> StandingBook:
-    return StandingBook(control)
 
 
 # --- passing -----------------------------------------------------------------------------------------------

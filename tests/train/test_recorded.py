@@ -12,24 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_deferred_checks import LateRing
 from torch import nn
 
 import holdfast
 from holdfast.errors import SaveFailedError, Stopped, ValidationFailedError
 from holdfast.journal.events import RunFinished, SaveSkipped, StepRejected, Warned
-from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
 from holdfast.policy.results import COLLAPSED, SKIPS, Scale
 from holdfast.train.check.checks import Deferred
 from kit.ranks.together import together
+from kit.runs import events_in
 from kit.tiny import checkpoints
+from kit.worlds.late_device import LateRing
 
 BATCHES = [torch.ones(2, 6), torch.zeros(2, 6)]
-
-
-def told(run_dir: Path, kind: type[Event]) -> list[Any]:
-    return [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, kind)]
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -64,11 +59,13 @@ def test_nothing_is_saved_as_good_after_a_loss_that_is_no_number(tmp_path: Path)
         record(run_dir, dict.fromkeys(range(5, 9), math.nan))
     assert raised.value.exit_code == 17
     assert saved(run_dir) == [2, 4]
-    assert [one.step for one in told(run_dir, StepRejected)] == [5, 6, 7, 8]
-    (skipped,) = told(run_dir, SaveSkipped)
+    assert [one.step for one in events_in(run_dir, StepRejected)] == [5, 6, 7, 8]
+    (skipped,) = events_in(run_dir, SaveSkipped)
     assert skipped.step == 6
-    assert any("because it was only recorded: run.compute()" in one.message for one in told(run_dir, Warned))
-    assert told(run_dir, RunFinished) == []
+    assert any(
+        "because it was only recorded: run.compute()" in one.message for one in events_in(run_dir, Warned)
+    )
+    assert events_in(run_dir, RunFinished) == []
 
 
 def test_on_a_device_that_is_behind_it_is_known_before_a_save(
@@ -79,7 +76,7 @@ def test_on_a_device_that_is_behind_it_is_known_before_a_save(
     with pytest.raises(ValidationFailedError, match="that is not saved"):
         record(tmp_path / "run", dict.fromkeys(range(5, 9), math.nan))
     assert saved(tmp_path / "run") == [2, 4]
-    assert [one.step for one in told(tmp_path / "run", StepRejected)] == [5, 7, 8]
+    assert [one.step for one in events_in(tmp_path / "run", StepRejected)] == [5, 7, 8]
 
 
 def test_a_number_after_it_shows_that_the_state_is_well_and_the_save_is_made_up_for(tmp_path: Path) -> None:
@@ -91,17 +88,17 @@ def test_too_many_in_a_row_stop_the_run_and_raise_stops_at_once(tmp_path: Path) 
     bad = dict.fromkeys(range(3, 40), math.nan)
     with pytest.raises(ValidationFailedError, match="4 bad steps in a row, 4 are too many"):
         record(tmp_path / "many", bad, until=40, validation_max_consecutive=4)
-    assert told(tmp_path / "many", StepRejected)[-1].step == 6
+    assert events_in(tmp_path / "many", StepRejected)[-1].step == 6
     with pytest.raises(ValidationFailedError, match="the policy for a bad step is to raise"):
         record(tmp_path / "raise", bad, validation_nan_policy="raise")
-    assert [one.step for one in told(tmp_path / "raise", StepRejected)] == [3]
+    assert [one.step for one in events_in(tmp_path / "raise", StepRejected)] == [3]
     assert saved(tmp_path / "raise") == [2]
 
 
 def test_a_spike_is_told_and_its_step_is_not_saved_and_a_level_that_stays_is_none(tmp_path: Path) -> None:
     settings = {"validation_check_for_spiky_loss": True, "checkpoint_interval": 20}
     record(tmp_path / "run", dict.fromkeys(range(20, 30), 50.0), until=24, **settings)
-    (rejected,) = told(tmp_path / "run", StepRejected)
+    (rejected,) = events_in(tmp_path / "run", StepRejected)
     assert (rejected.step, rejected.then) == (20, "accepted")
     assert saved(tmp_path / "run") == [21, 24]
 
@@ -154,7 +151,7 @@ def test_all_ranks_act_alike_on_a_loss_that_one_of_them_records(tmp_path: Path) 
     assert first == second == ["16", "step 3 is not finite"]
     assert saved(tmp_path / "warn") == [2, 4, 6, 8]
     assert saved(tmp_path / "raise") == [2]
-    assert told(tmp_path / "warn", StepRejected)[0].ranks == [1]
+    assert events_in(tmp_path / "warn", StepRejected)[0].ranks == [1]
 
 
 # --- gradient scalers ---------------------------------------------------------------------------------------
@@ -197,14 +194,14 @@ def test_a_scaler_that_leaves_steps_out_for_ever_ends_the_run_and_nothing_is_sav
         ValidationFailedError, match=r"the gradient scaler has left out \d+ steps in a row.*too many"
     ):
         scaled(run_dir, bad_from=1, shape=shape)
-    last = told(run_dir, StepRejected)[-1]
+    last = events_in(run_dir, StepRejected)[-1]
     assert SKIPS <= last.step <= SKIPS + 10 + 16
     assert max(saved(run_dir)) < SKIPS + 1
 
 
 def test_a_scaler_that_begins_too_high_is_let_find_its_scale(tmp_path: Path) -> None:
     assert scaled(tmp_path / "run", bad_from=1000, shape="compute", until=20) == 20
-    assert told(tmp_path / "run", StepRejected) == []
+    assert events_in(tmp_path / "run", StepRejected) == []
 
 
 @given(st.lists(st.sampled_from(["good", "skip", "nothing"]), max_size=200), st.sampled_from([1.0, 2.0**16]))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import random
+import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +37,7 @@ from holdfast.record.launches import told_progress
 from kit.checkpoints import save_stock
 from kit.harness import finish
 from kit.harness import holdfast as launched
+from kit.runs import events_in
 from kit.tiny import Numbers, build, checkpoints, forked, train
 
 
@@ -114,15 +117,13 @@ def test_the_manifest_says_what_the_checkpoint_holds(tmp_path: Path) -> None:
 
 def test_the_journal_holds_every_step_once(tmp_path: Path) -> None:
     outcome = train(tmp_path / "run", until=7)
-    done = [
-        line.body for line in read_journal(tmp_path / "run" / "journal") if isinstance(line.body, StepsDone)
-    ]
+    done = events_in(tmp_path / "run", StepsDone)
     steps = [event.first + i for event in done for i in range(len(event.seconds))]
     assert steps == list(range(1, 8))
     losses = [loss for event in done for loss in event.loss]
     assert [float(loss).hex() for loss in losses if loss is not None] == list(outcome.losses.values())
     assert all(digest for event in done for digest in event.samples)
-    last = [line.body for line in read_journal(tmp_path / "run" / "journal")]
+    last = events_in(tmp_path / "run")
     assert any(isinstance(body, RunFinished) and body.step == 7 for body in last)
 
 
@@ -590,3 +591,20 @@ def test_whatever_ends_a_run_has_one_base() -> None:
     assert isinstance(holdfast.Stopped(3, "asked"), SystemExit)
     assert not isinstance(holdfast.Stopped(3, "asked"), Exception), "`except Exception` is for failures"
     assert issubclass(holdfast.HoldfastError, Exception)
+
+
+def test_nothing_grows_over_200_saves(tmp_path: Path) -> None:
+    run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=1, checkpoint_save_at_end=False)
+    model = nn.Linear(256, 256)
+    run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    seen: dict[int, tuple[int, int, int]] = {}
+    for step, _ in run.steps([1, 2, 3], until=201):
+        if step in (20, 200):
+            kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            seen[step] = (len(os.listdir("/proc/self/fd")), threading.active_count(), kept)
+    line = run._saving is not None and run._saving._read_back is not None  # to the process that reads back
+    assert seen[200][0] - seen[20][0] in (0, int(line)), "descriptors"
+    assert seen[200][1] == seen[20][1], "threads"
+    assert seen[200][2] - seen[20][2] < 20_000, "kilobytes of memory"
+    assert len(checkpoints(tmp_path / "run")) == 200
+    assert not list((tmp_path / "run" / "checkpoints" / ".staging").iterdir())

@@ -17,13 +17,13 @@ from torch.distributed import HashStore
 from holdfast.health import compute
 from holdfast.health.compute import ComputeProbe, probe_compute
 from holdfast.journal.events import ThroughputLow
-from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.group import Group, join_group
 from holdfast.train import probation
 from holdfast.train.probation import Throughput
 from kit.harness import await_child
+from kit.runs import events_in
 
 # --- the probe ---------------------------------------------------------------------------------------------
 
@@ -59,17 +59,13 @@ def lone(tmp_path: Path) -> tuple[Throughput, ControlDirectory]:
     return Throughput(Group(0, 1, HashStore(), None), journal, node="", device=None), control
 
 
-def told(control: ControlDirectory) -> list[ThroughputLow]:
-    return [line.body for line in read_journal(control.journal) if isinstance(line.body, ThroughputLow)]
-
-
 def test_slow_steps_are_told_with_a_probe_and_accuse_nobody_where_there_is_one_node(tmp_path: Path) -> None:
     watched, control = lone(tmp_path)
     watched.before = [0.01] * 20
     for seconds in (0.5, 0.03, 0.03, 0.03, 0.03):
         watched.note(seconds)
     watched.judge()
-    (event,) = told(control)
+    (event,) = events_in(control.path, ThroughputLow)
     assert (event.seconds, event.before, event.accused) == (0.03, 0.01, "")
     assert len(event.probes) == 1
     assert "rank 0 on this node" in event.probes[0]
@@ -86,7 +82,7 @@ def test_steps_as_long_as_before_start_no_probe(tmp_path: Path, monkeypatch: pyt
     for seconds in (0.5, 0.015, 0.015, 0.015, 0.015):
         watched.note(seconds)
     watched.judge()
-    assert told(control) == []
+    assert events_in(control.path, ThroughputLow) == []
 
 
 # --- several ranks -----------------------------------------------------------------------------------------
@@ -132,7 +128,7 @@ def test_all_ranks_probe_together_and_the_slower_node_is_accused(tmp_path: Path,
         watched.judge()
 
     in_ranks(tmp_path, 3, rank_of)
-    events = told(control)
+    events = events_in(control.path, ThroughputLow)
     if not slow:
         assert events == []
         return
@@ -158,7 +154,7 @@ def test_a_rank_whose_probe_gave_a_wrong_product_accuses_its_node(tmp_path: Path
         watched.judge()
 
     in_ranks(tmp_path, 2, rank_of)
-    (event,) = told(control)
+    (event,) = events_in(control.path, ThroughputLow)
     assert "a WRONG product" in event.probes[1]
     assert event.accused == "b" * 200
 

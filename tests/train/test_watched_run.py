@@ -30,6 +30,7 @@ from holdfast.train import testimony
 from holdfast.train.testimony import choose
 from kit.harness import await_child, wait_until
 from kit.leftovers import grown, held
+from kit.runs import events_in
 from kit.tiny import around_scheduled_save, build, checkpoints, train
 from kit.watching import FAR, watching
 
@@ -343,7 +344,7 @@ def test_a_simulated_fault_happens_once_a_launch_and_is_journalled_first(kind: s
             assert found.rank == 0
             os.kill(pids[0], signal.SIGKILL)
             assert await_child(pids.pop(0), 60) == -signal.SIGKILL
-        bodies = [line.body for line in read_journal(run_dir / "journal")]
+        bodies = events_in(run_dir)
         told = [body.message for body in bodies if isinstance(body, Warned) and "simulated" in body.message]
         number = "SIGKILL" if kind == "rank_killed" else "SIGSTOP"
         assert told == [f"simulated fault: {kind}, rank 0 gets {number} from itself"]

@@ -15,14 +15,8 @@ from holdfast.errors import NoValidRungError, RunIsLiveError, UsageError
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.launches import launch_to_repeat, newest_launches, record_launch
 from holdfast.record.lease import LeaseKeeper, claim
+from kit.damage import flip_shard
 from kit.tiny import checkpoints, train, tree
-
-
-def flip(checkpoint: Path) -> None:
-    shard = checkpoint / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
 
 
 def launched(run_dir: Path, job: str, root: str = "", remote: str = "") -> None:
@@ -38,7 +32,7 @@ def launched(run_dir: Path, job: str, root: str = "", remote: str = "") -> None:
 def test_what_it_foretells_is_what_the_resume_does(run_dir: Path) -> None:
     """E4: by evidence. The file's name and size are right, its bytes are not."""
     newest, older, *_ = checkpoints(run_dir)
-    flip(newest)
+    flip_shard(newest)
     before = tree(run_dir)
     found = holdfast.resolve_resume(run_dir).require()
     assert (found.chosen, found.step, found.path) == (older.name, 6, str(older))
@@ -77,7 +71,7 @@ def test_no_valid_rung_is_foretold_with_every_reason(run_dir: Path, *, missing: 
         if missing:
             next(one.glob("__0_*")).unlink()
         else:
-            flip(one)
+            flip_shard(one)
     found = resolve_resume(run_dir)
     assert (found.chosen, found.exit_code, found.step) == ("refused", 18, None)
     assert len(found.why) == 4
@@ -137,11 +131,11 @@ def test_a_copy_in_the_remote_stands_in_for_a_bad_directory(run_dir: Path, tmp_p
     newest, older, *_ = checkpoints(run_dir)
     remote = tmp_path / "remote"
     shutil.copytree(newest, remote / newest.name)
-    flip(newest)
+    flip_shard(newest)
     found = resolve_resume(run_dir, remote=f"file://{remote}")
     assert (found.chosen, found.tier) == (newest.name, "remote")
     assert found.path == f"file://{remote}/{newest.name}"
-    flip(remote / newest.name)
+    flip_shard(remote / newest.name)
     found = resolve_resume(run_dir, remote=f"file://{remote}")
     assert (found.chosen, found.tier) == (older.name, "global")
     assert any("in file://" in reason for reason in found.candidates[0].reasons)
@@ -154,7 +148,7 @@ def test_a_remote_copy_under_another_manifest_is_not_this_checkpoint(run_dir: Pa
     manifest, _ = manifests.read(other)
     data, _ = manifests.encode(msgspec.structs.replace(manifest, samples=manifest.samples + 1))
     (other / "holdfast.json").write_bytes(data)
-    flip(newest)
+    flip_shard(newest)
     found = resolve_resume(run_dir, remote=f"file://{other.parent}")
     assert (found.chosen, found.tier) == (older.name, "global")
 

@@ -6,16 +6,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import holdfast
 from holdfast.checkpoint.choose.resolver import resolve_resume
-from holdfast.checkpoint.format import manifest as manifests
 from holdfast.errors import IncompleteStateError, NoValidRungError, UsageError
-from holdfast.journal.events import Decision, RungRejected, Warned
+from holdfast.journal.events import Decision, Warned
 from holdfast.journal.reader import read_journal
 from holdfast.record.attempts import attempt_numbers
 from holdfast.record.directory import ControlDirectory
@@ -23,12 +21,12 @@ from holdfast.record.lease import Fence, claim
 from holdfast.record.lineage import read_timeline
 from holdfast.record.standing import Standing, StandingBook
 from kit.checkpoints import save_stock
+from kit.damage import (
+    DAMAGE,
+    flip_shard,
+)
+from kit.runs import events_in, rejections
 from kit.tiny import Outcome, build, checkpoints, train, tree
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train(tmp_path_factory.mktemp("reference") / "run", until=12)
 
 
 def trained(tmp_path: Path, until: int = 6) -> Path:
@@ -44,127 +42,36 @@ def check_same(outcome: Outcome, reference: Outcome, until: int) -> None:
         assert outcome.parameters == reference.parameters
 
 
-def rejections(run_dir: Path) -> dict[str, list[str]]:
-    """Checkpoint → reasons, as the last attempt journalled them."""
-    lines = read_journal(run_dir / "journal")
-    last = max(line.attempt for line in lines)
-    return {
-        line.body.checkpoint: line.body.reasons
-        for line in lines
-        if line.attempt == last and isinstance(line.body, RungRejected)
-    }
-
-
 def test_a_first_start_is_a_valid_rung(tmp_path: Path) -> None:
     """Case transformers#40790."""
     assert train(tmp_path / "run", until=2).started_at == 0
 
 
-def test_two_and_three_resumes_in_one_run_end_bitwise_equal(tmp_path: Path, reference: Outcome) -> None:
+def test_two_and_three_resumes_in_one_run_end_bitwise_equal(
+    tmp_path: Path, longer_reference: Outcome
+) -> None:
     """Scenario 21, same world size; epochs end at every fifth batch, so epoch boundaries are crossed."""
     run_dir = tmp_path / "run"
     for until in (4, 5, 8, 12):
         outcome = train(run_dir, until=until)
-        check_same(outcome, reference, until)
+        check_same(outcome, longer_reference, until)
     assert outcome.started_at == 8
 
 
 @pytest.mark.parametrize("stop", range(1, 12))
 def test_a_resume_at_any_step_repeats_and_skips_no_sample(
-    tmp_path: Path, reference: Outcome, stop: int
+    tmp_path: Path, longer_reference: Outcome, stop: int
 ) -> None:
     """Cases accelerate#2823, #2016, meta-pytorch/data#1437: also just before and after an epoch's end."""
     train(tmp_path / "run", until=stop)
     outcome = train(tmp_path / "run", until=12)
     assert outcome.started_at == stop
-    check_same(outcome, reference, 12)
-
-
-def delete_shard(newest: Path, older: Path) -> None:
-    (newest / "__0_0.distcp").unlink()
-
-
-def truncate_shard(newest: Path, older: Path) -> None:
-    with (newest / "__0_0.distcp").open("r+b") as file:
-        file.truncate(1000)
-
-
-def empty_shard(newest: Path, older: Path) -> None:
-    (newest / "__0_0.distcp").write_bytes(b"")
-
-
-def delete_metadata(newest: Path, older: Path) -> None:
-    (newest / ".metadata").unlink()
-
-
-def stale_metadata(newest: Path, older: Path) -> None:
-    """An older save's metadata over these shards: same names, items elsewhere."""
-    import pickle
-
-    metadata = pickle.loads((older / ".metadata").read_bytes())
-    metadata.storage_data = {
-        k: type(v)("__0_0.distcp", v.offset, v.length - 1) for k, v in metadata.storage_data.items()
-    }
-    (newest / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def flip_bit(newest: Path, older: Path) -> None:
-    data = bytearray((newest / "__0_0.distcp").read_bytes())
-    data[len(data) // 2] ^= 1
-    (newest / "__0_0.distcp").write_bytes(data)
-
-
-def garbage_manifest(newest: Path, older: Path) -> None:
-    (newest / "holdfast.json").write_bytes(b"\x00garbage")
-
-
-def huge_manifest(newest: Path, older: Path) -> None:
-    (newest / "holdfast.json").write_bytes(b'{"digest": "' + b"a" * 100_000_000)
-
-
-def mistyped_manifest(newest: Path, older: Path) -> None:
-    (newest / "holdfast.json").write_text('{"digest": 7, "body": [1, 2]}')
-
-
-def swapped_manifest(newest: Path, older: Path) -> None:
-    shutil.copy(older / "holdfast.json", newest / "holdfast.json")
-
-
-def forged_manifest(newest: Path, older: Path) -> None:
-    """A manifest that is right in itself, but not the one that was committed."""
-    manifest, _ = manifests.read(newest)
-    (newest / "holdfast.json").write_bytes(manifests.encode(msgspec.structs.replace(manifest, samples=7))[0])
-
-
-def linked_shard(newest: Path, older: Path) -> None:
-    (newest / "__0_0.distcp").rename(newest.parent.parent / "elsewhere")
-    (newest / "__0_0.distcp").symlink_to(newest.parent.parent / "elsewhere")
-
-
-def extra_file(newest: Path, older: Path) -> None:
-    (newest / "extra.bin").write_bytes(b"x")
-
-
-DAMAGE: list[tuple[Callable[[Path, Path], None], str]] = [
-    (delete_shard, "missing"),
-    (truncate_shard, "truncated"),
-    (empty_shard, "empty"),
-    (delete_metadata, "missing-metadata"),
-    (stale_metadata, "stale-metadata"),
-    (flip_bit, "altered"),
-    (garbage_manifest, "unreadable-manifest"),
-    (huge_manifest, "unreadable-manifest"),
-    (mistyped_manifest, "unreadable-manifest"),
-    (swapped_manifest, "wrong-name"),
-    (forged_manifest, "altered holdfast.json"),
-    (linked_shard, "not-a-file"),
-    (extra_file, "unlisted"),
-]
+    check_same(outcome, longer_reference, 12)
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=[damage.__name__ for damage, _ in DAMAGE])
 def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(
-    tmp_path: Path, reference: Outcome, damage: Callable[[Path, Path], None], reason: str
+    tmp_path: Path, longer_reference: Outcome, damage: Callable[[Path, Path], None], reason: str
 ) -> None:
     """Scenario 9; cases transformers#35782, diffusion-pipe#159, pytorch#126952, Automodel#3261."""
     run_dir = trained(tmp_path)
@@ -173,7 +80,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(
     before = tree(newest)
     outcome = train(run_dir, until=12)
     assert outcome.started_at == 3
-    check_same(outcome, reference, 12)
+    check_same(outcome, longer_reference, 12)
     reasons = rejections(run_dir)[newest.name]
     assert reasons[0].startswith(reason), reasons
     assert tree(newest) == before, "a damaged checkpoint is evidence and must not be touched"
@@ -182,13 +89,13 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(
 def test_when_nothing_can_be_used_the_run_refuses_instead_of_starting_over(tmp_path: Path) -> None:
     run_dir = trained(tmp_path)
     for path in checkpoints(run_dir):
-        flip_bit(path, path)
+        flip_shard(path)
     with pytest.raises(NoValidRungError) as refused:
         train(run_dir, until=12)
     for path in checkpoints(run_dir):
         assert path.name in str(refused.value)
     assert "altered" in str(refused.value)
-    last = [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, Decision)][-1]
+    last = events_in(run_dir, Decision)[-1]
     assert last.chosen == "refused"
     assert train(run_dir, until=2, checkpoint_resume_from="fresh").started_at == 0
     assert len(checkpoints(run_dir)) == 3, "starting over leaves the old ones where they are"
@@ -205,7 +112,7 @@ def test_deleted_checkpoints_do_not_look_like_a_first_start(tmp_path: Path) -> N
     "latest", [b"", b"\xff\x00garbage\n" * 50, b"step_00000099-deadbeef\n", None, "partial"]
 )
 def test_a_broken_latest_hint_changes_nothing(
-    tmp_path: Path, reference: Outcome, latest: bytes | str | None
+    tmp_path: Path, longer_reference: Outcome, latest: bytes | str | None
 ) -> None:
     """Scenario 7: empty, garbage, dangling, missing, or naming a partial directory."""
     run_dir = trained(tmp_path)
@@ -221,7 +128,7 @@ def test_a_broken_latest_hint_changes_nothing(
         hint.write_bytes(latest)
     outcome = train(run_dir, until=12)
     assert outcome.started_at == 6
-    check_same(outcome, reference, 12)
+    check_same(outcome, longer_reference, 12)
 
 
 def test_a_dangling_latest_link_changes_nothing(tmp_path: Path) -> None:
@@ -232,23 +139,25 @@ def test_a_dangling_latest_link_changes_nothing(tmp_path: Path) -> None:
     assert train(run_dir, until=7).started_at == 6
 
 
-def test_a_rollback_reaches_the_same_step_again_without_mixing(tmp_path: Path, reference: Outcome) -> None:
+def test_a_rollback_reaches_the_same_step_again_without_mixing(
+    tmp_path: Path, longer_reference: Outcome
+) -> None:
     """Scenario 27: two checkpoints of one step; later resumes follow the lineage, never the abandoned one."""
     run_dir = trained(tmp_path)
     abandoned, older = checkpoints(run_dir)
     shard = abandoned / "__0_0.distcp"
     good = shard.read_bytes()
-    flip_bit(abandoned, older)
+    flip_shard(abandoned)
     outcome = train(run_dir, until=8, checkpoint_save_at_end=False)
     assert outcome.started_at == 3
     assert len([path for path in checkpoints(run_dir) if path.name.startswith("step_00000006")]) == 2
     shard.write_bytes(good)  # its bytes are right again, yet it is of a timeline that was left
     new_six = next(p for p in checkpoints(run_dir) if p.name.startswith("step_00000006") and p != abandoned)
-    flip_bit(new_six, older)
+    flip_shard(new_six)
     outcome = train(run_dir, until=12)
     assert outcome.started_at == 3, "the abandoned checkpoint of step 6 must not be picked"
-    check_same(outcome, reference, 12)
-    last = [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, Decision)][-1]
+    check_same(outcome, longer_reference, 12)
+    last = events_in(run_dir, Decision)[-1]
     why = {option.option: option.why for option in last.rejected}
     book = StandingBook(ControlDirectory.open(run_dir))
     assert book.of(abandoned.name[14:]) == book.of(new_six.name[14:]) == Standing.ABANDONED
@@ -279,15 +188,15 @@ def test_a_condemned_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert train(run_dir, until=4, control_lease_ttl=2.0).started_at == 3
 
 
-def test_resume_from_a_step_or_a_path(tmp_path: Path, reference: Outcome) -> None:
+def test_resume_from_a_step_or_a_path(tmp_path: Path, longer_reference: Outcome) -> None:
     run_dir = trained(tmp_path, until=9)
     outcome = train(run_dir, until=12, checkpoint_resume_from="3")
     assert outcome.started_at == 3
-    check_same(outcome, reference, 12)
+    check_same(outcome, longer_reference, 12)
     six = next(path for path in checkpoints(run_dir) if path.name.startswith("step_00000006"))
     other = train(tmp_path / "other", until=9, checkpoint_resume_from=str(six))
     assert other.started_at == 6
-    check_same(other, reference, 9)
+    check_same(other, longer_reference, 9)
     shutil.rmtree(tmp_path / "other" / "checkpoints")
     with pytest.raises(UsageError, match="no such directory"):
         train(run_dir, until=12, checkpoint_resume_from=str(tmp_path / "nowhere"))
@@ -352,14 +261,16 @@ def test_a_start_that_was_told_where_to_begin_and_failed_is_told_again(tmp_path:
     assert resolve_resume(run_dir, resume_from="3", force=True).step == 3
 
 
-def test_a_run_begun_from_another_runs_checkpoint_goes_back_to_it(tmp_path: Path, reference: Outcome) -> None:
+def test_a_run_begun_from_another_runs_checkpoint_goes_back_to_it(
+    tmp_path: Path, longer_reference: Outcome
+) -> None:
     run_dir = trained(tmp_path)
     six = checkpoints(run_dir)[0]
     other = tmp_path / "other"
     train(other, until=7, checkpoint_resume_from=str(six), checkpoint_save_at_end=False)
     outcome = train(other, until=12)
     assert outcome.started_at == 6, "nothing was saved yet: the origin is the only rung"
-    check_same(outcome, reference, 12)
+    check_same(outcome, longer_reference, 12)
 
 
 def test_parts_that_a_named_checkpoint_lacks_are_an_error_that_says_what_to_write(tmp_path: Path) -> None:

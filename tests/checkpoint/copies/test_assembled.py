@@ -28,9 +28,9 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.manifest import METADATA
 from holdfast.errors import CheckpointError
 from holdfast.journal.events import CopyQuarantined, Warned
-from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.secret import run_secret
+from kit.damage import flip
 from kit.harness import wait_until
 from kit.nodes.local_places import (
     CHUNKS,
@@ -38,12 +38,12 @@ from kit.nodes.local_places import (
     SHARD,
     SHARDS,
     LocalRun,
-    flip,
     local_run,
     manifest_of,
     shard_bytes,
 )
-from kit.ranks.local_ranks import memory
+from kit.nodes.local_tier import memory
+from kit.runs import events_in
 
 FILES = [f"__{rank}_{shard}.distcp" for rank in range(2) for shard in range(SHARDS)]
 OWN, OTHERS = FILES[:SHARDS], FILES[SHARDS:]
@@ -100,7 +100,7 @@ class Reading:
         return {kind: n - before.get(kind, 0) for kind, n in shards.used.items() if n != before.get(kind, 0)}
 
     def events(self, kind: type[Any]) -> list[Any]:
-        return [line.body for line in read_journal(self.run.control.journal) if isinstance(line.body, kind)]
+        return events_in(self.run.control.path, kind)
 
     def quarantined(self) -> list[str]:
         return [path.name for tier in self.run.nodes for path in tier.quarantined.iterdir()]

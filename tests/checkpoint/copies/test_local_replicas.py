@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from test_local_saves import committed, is_sound, local, place, settle, shm
-
 import holdfast
 from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.copies.server import PeerServer
@@ -21,10 +19,10 @@ from holdfast.journal.events import CopyQuarantined, CopyReplicated, ReplicaFail
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.directory import ControlDirectory
 from kit.harness import wait_until
-from kit.ranks.writers import forked_writers, told
+from kit.nodes.local_tier import committed, is_sound, local, place, settle
+from kit.ranks.writers import forked_writers
+from kit.runs import events_in
 from kit.tiny import train
-
-__all__ = ["shm"]
 
 
 @contextlib.contextmanager
@@ -91,9 +89,9 @@ def test_what_is_committed_locally_is_sent_to_the_peers_and_confirmed(tmp_path: 
             found = local_manifest.read_where(control, record.name)
             assert found is not None
             assert found.ranks[0].targets == [tiers[0].place]
-    assert told(run_dir, ReplicaFailed, SaveFailed) == []
-    wait_until(lambda: len(told(run_dir, CopyReplicated)) == 3, 5, "each replica is told")
-    assert [(one.step, one.rank) for one in told(run_dir, CopyReplicated)] == [(2, 0), (4, 0), (6, 0)]
+    assert events_in(run_dir, ReplicaFailed, SaveFailed) == []
+    wait_until(lambda: len(events_in(run_dir, CopyReplicated)) == 3, 5, "each replica is told")
+    assert [(one.step, one.rank) for one in events_in(run_dir, CopyReplicated)] == [(2, 0), (4, 0), (6, 0)]
     assert committed(run_dir) == {"local": [2, 4, 6], "global": [6]}
 
 
@@ -120,8 +118,8 @@ def test_a_peer_that_stalls_or_is_gone_holds_up_nothing_and_is_told(tmp_path: Pa
             )
             assert time.monotonic() - started < 30
     assert committed(run_dir) == {"local": [2, 4, 6, 8], "global": [6]}
-    assert told(run_dir, SaveFailed) == []
-    failed = told(run_dir, ReplicaFailed)
+    assert events_in(run_dir, SaveFailed) == []
+    failed = events_in(run_dir, ReplicaFailed)
     assert SUPERSEDED in {event.error for event in failed}
     assert {event.node for event in failed} == {"other"}
 
@@ -148,5 +146,5 @@ def test_a_copy_that_was_altered_before_it_was_sent_is_quarantined_and_never_bec
         assert other.records() == []
         assert list(other.images.glob("[0-9]*")) == []
     assert tier.records() == []
-    assert [event.checkpoint for event in told(run_dir, CopyQuarantined)] == [record.checkpoint]
-    assert len(told(run_dir, ReplicaFailed)) == 1
+    assert [event.checkpoint for event in events_in(run_dir, CopyQuarantined)] == [record.checkpoint]
+    assert len(events_in(run_dir, ReplicaFailed)) == 1

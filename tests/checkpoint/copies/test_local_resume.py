@@ -32,7 +32,8 @@ from holdfast.journal.events import (
 from holdfast.record.standing import Standing, StandingBook
 from holdfast.train import parts
 from kit.harness import wait_until
-from kit.ranks.local_ranks import Nodes, memory, name_of
+from kit.nodes.local_tier import memory
+from kit.ranks.local_ranks import Nodes, name_of
 from kit.tiny import checkpoints
 
 NODES = ["a", "b", "c", "d"]

@@ -28,12 +28,13 @@ from holdfast.checkpoint.format.manifest import CheckpointName, encode
 from holdfast.checkpoint.save.handoff import MendCopies
 from holdfast.checkpoint.save.local import Mender
 from holdfast.journal.events import CopyQuarantined, CopyReplaced, Decision, Resumed, Warned
-from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
 from holdfast.train.place import LocalPlaces
+from kit.damage import flip
 from kit.harness import wait_until
-from kit.nodes.local_places import NAME, SHARD, SHARDS, flip, keep_copy, local_run, manifest_of, shard_bytes
-from kit.ranks.local_ranks import AtStep, Nodes, die_when_replicated, memory
+from kit.nodes.local_places import NAME, SHARD, SHARDS, keep_copy, local_run, manifest_of, shard_bytes
+from kit.ranks.local_ranks import AtStep, Nodes, killed_after_saves
+from kit.runs import events_in
 
 PAIR = ["a", "b"]
 LAST, END = 4, 8
@@ -132,7 +133,7 @@ class Mended:
                 (self.directory / f"__{rank}_{shard}.distcp").write_bytes(shard_bytes(rank, shard))
 
     def events(self, kind: type[Any]) -> list[Any]:
-        return [line.body for line in read_journal(self.run.control.journal) if isinstance(line.body, kind)]
+        return events_in(self.run.control.path, kind)
 
     def sound(self, rank: int) -> CopyRecord:
         """The copy here, every byte of it read."""
@@ -289,15 +290,7 @@ def test_another_manifest_under_the_same_name_mends_nothing(mended: Mended) -> N
 @pytest.fixture(scope="module")
 def died(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Two nodes saved locally every two steps, replicated, and were killed before step 5."""
-    with memory() as where:
-        nodes = Nodes(tmp_path_factory.mktemp("died") / "two", where)
-        nodes.shared.mkdir()
-        reference = nodes.copy("reference")
-        plain = {"checkpoint_async_save": False, "checkpoint_non_persistent_ckpt_type": "none"}
-        assert reference.train(PAIR, END, checkpoint_interval=0, **plain) == [0] * 2
-        dying = die_when_replicated(LAST + 1, ranks=2)
-        assert nodes.train(PAIR, END, at_step=dict.fromkeys(range(2), dying)) == [-9] * 2
-        nodes.reference = reference.steps()
+    with killed_after_saves(tmp_path_factory.mktemp("died") / "two", PAIR, LAST, END) as nodes:
         yield nodes
 
 

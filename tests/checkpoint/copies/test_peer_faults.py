@@ -19,8 +19,7 @@ import pytest
 
 from holdfast.checkpoint.copies import peers
 from holdfast.checkpoint.copies import server as peer_server
-from holdfast.checkpoint.copies.peers import PeerReader, announcement, send_replica
-from holdfast.checkpoint.copies.tier import LocalTier
+from holdfast.checkpoint.copies.peers import PeerReader, announcement
 from holdfast.checkpoint.copies.wire import (
     MOST_FRAME,
     Deadline,
@@ -40,17 +39,7 @@ from holdfast.errors import PeerError
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.secret import prove, run_secret
 from kit.harness import job, wait_until
-from kit.nodes.peering import MIB, Lab, await_arrival, holds, left, proxy, sender
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Lab:
-    return Lab(tmp_path)
-
-
-def send(lab: Lab, port: int, tier: LocalTier, copy: Any, seconds: float = 20.0) -> str:
-    deadline = time.monotonic() + seconds
-    return send_replica(("127.0.0.1", port), lab.control, tier, *copy, deadline=deadline)
+from kit.nodes.peering import MIB, Lab, await_arrival, holds, left, proxy, send, sender
 
 
 def frame(message: Any) -> bytes:

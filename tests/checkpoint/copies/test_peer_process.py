@@ -12,33 +12,16 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from holdfast.checkpoint.copies.peer_process import REPLACEMENTS, PeerHost, own_address
-from holdfast.checkpoint.copies.peers import PeerReader, send_replica
+from holdfast.checkpoint.copies.peers import PeerReader
 from holdfast.checkpoint.copies.tier import IN_USE, LocalTier
 from holdfast.errors import PeerError
 from holdfast.journal.events import Warned
-from holdfast.process import identity
-from kit.harness import job, wait_until
-from kit.nodes.peering import MIB, Lab, await_arrival, holds, leader, left, proxy, sender
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Lab:
-    return Lab(tmp_path)
-
-
-def send(lab: Lab, port: int, tier: LocalTier, copy: Any, seconds: float = 20.0) -> str:
-    deadline = time.monotonic() + seconds
-    return send_replica(("127.0.0.1", port), lab.control, tier, *copy, deadline=deadline)
-
-
-def gone(pid: int) -> bool:
-    found = identity.read(pid)
-    return found is None or found.ended
+from kit.harness import is_alive, job, wait_until
+from kit.nodes.peering import MIB, Lab, await_arrival, holds, leader, left, proxy, send, sender
 
 
 def in_use(tier: LocalTier) -> bool:
@@ -67,8 +50,8 @@ def test_a_process_takes_replicas_gives_them_out_and_ends(lab: Lab) -> None:
         reader = PeerReader(host.address, lab.control, timeout=5)
         assert len(reader.copies()) == 1
         reader.close()
-        assert not gone(pid)
-    assert gone(pid)
+        assert is_alive(pid)
+    assert not is_alive(pid)
     assert not in_use(theirs)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(host.address, timeout=1)
@@ -141,7 +124,7 @@ def test_a_server_ends_soon_after_its_leader_and_frees_its_port(lab: Lab) -> Non
         PeerReader(("127.0.0.1", port), lab.control, timeout=10).copies()
         process.kill()
         process.wait(10)
-        wait_until(lambda: gone(pid), 5, "it ends, with nothing on its way")
+        wait_until(lambda: not is_alive(pid), 5, "it ends, with nothing on its way")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=1)
     assert not in_use(theirs)
@@ -164,10 +147,10 @@ def test_a_replica_on_its_way_arrives_although_the_leader_is_gone(lab: Lab) -> N
             return True
 
         wait_until(shut, 5, "nobody new is let in")
-        assert not gone(pid)
+        assert is_alive(pid)
         between.release()
         sending.join(10)
-        wait_until(lambda: gone(pid), 5, "then it ends")
+        wait_until(lambda: not is_alive(pid), 5, "then it ends")
     assert holds(theirs, copy[0])
 
 
@@ -180,7 +163,7 @@ def test_a_transfer_that_stalls_keeps_a_server_no_longer_than_its_time_to_linger
             await_arrival(theirs, ours.image(copy[0]).read_bytes()[:MIB])
             process.kill()
             process.wait(10)
-            wait_until(lambda: gone(pid), 5, "it ends all the same")
+            wait_until(lambda: not is_alive(pid), 5, "it ends all the same")
             sending.signal(signal.SIGKILL)
     assert theirs.records() == []
     assert [name.rsplit(".")[-1] for name in left(theirs)] == ["json", "part"]

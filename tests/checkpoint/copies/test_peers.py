@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.copies import peers, receipt
-from holdfast.checkpoint.copies.peers import PeerReader, announcement, send_replica
+from holdfast.checkpoint.copies.peers import PeerReader, announcement
 from holdfast.checkpoint.copies.receipt import RunningDigests, verified_prefix
-from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
+from holdfast.checkpoint.copies.tier import CopyRecord
 from holdfast.checkpoint.copies.wire import (
     AnnouncedChunk,
     AnnouncedFile,
@@ -38,21 +37,13 @@ from holdfast.errors import AlteredCopyError, PeerError
 from holdfast.journal.events import CopiesDropped, CopyQuarantined
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.secret import run_secret
+from kit.damage import flip
 from kit.harness import wait_until
-from kit.nodes.peering import CHUNK, MIB, Lab, await_arrival, content, flip, holds, left, proxy
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Lab:
-    return Lab(tmp_path)
+from kit.nodes.peering import CHUNK, MIB, Lab, await_arrival, content, holds, left, proxy, send
 
 
 def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
-
-
-def send(lab: Lab, port: int, tier: LocalTier, copy: Any, seconds: float = 20.0) -> str:
-    return send_replica(("127.0.0.1", port), lab.control, tier, *copy, deadline=soon(seconds))
 
 
 # --- the good case ------------------------------------------------------------------------------------------

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import random
 import struct
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from hypothesis import strategies as st
 from holdfast.checkpoint.format import fingerprint
 from holdfast.checkpoint.format.fingerprint import BLOCK, BLOCK_BYTES, Hasher, of_bytes
 from kit.harness import REPO
+from kit.tensors import SIZES, noise, raw, some_tensors
 
 KINDS = [fingerprint.HOST, fingerprint.DEVICE]
 DTYPES = [
@@ -46,13 +45,7 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
-SIZES = [0, 1, 3, 4, 5, 8, 257, 2049, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 40 * BLOCK_BYTES + 7]
-"""In bytes; the last is more than is hashed at a time."""
 MASK = 2**64 - 1
-
-
-def noise(length: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(length)
 
 
 def splitmix64(seed: int, count: int) -> list[int]:
@@ -87,10 +80,6 @@ def as_on_a_device(*tensors: torch.Tensor) -> list[str]:
     values = fingerprint.block_values(tensors, table)
     part = fingerprint._Part(list(range(len(tensors))), list(tensors), values, None)
     return fingerprint.Pending([""] * len(tensors), [part]).result()
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
 # ------------------------------------------------------------------------------------------ the definition
@@ -342,18 +331,6 @@ def test_bytes_are_compared_with_a_fingerprint_of_either_kind() -> None:
 # ----------------------------------------------------------------------------------------------- the kernel
 
 
-def some_tensors() -> list[torch.Tensor]:
-    """Of many sizes, at addresses that are aligned and not; they all live in one piece of memory."""
-    store = torch.frombuffer(bytearray(noise(1 << 20)), dtype=torch.uint8)
-    base = store[-store.data_ptr() % 64 :]
-    tensors = []
-    for number, size in enumerate([*SIZES, 2 * BLOCK_BYTES, 5 * BLOCK_BYTES + 4, 3 * BLOCK_BYTES]):
-        for offset in (0, 1, 4, 8):
-            start = 64 * number + offset
-            tensors.append(base[start : start + size])
-    return tensors
-
-
 @pytest.mark.parametrize("span", [1, 2, 16])
 def test_a_launch_covers_every_byte_exactly_once(span: int) -> None:
     """The table's rows done here, reading memory as the kernel does, give the fingerprints."""
@@ -384,8 +361,9 @@ def test_a_launch_covers_every_byte_exactly_once(span: int) -> None:
 
 INTERPRETED = """
 import numpy as np, torch
-from holdfast.checkpoint import fingerprint, fingerprint_triton as kernel
-from test_fingerprint import of_bytes, raw, some_tensors
+from holdfast.checkpoint.format import fingerprint, fingerprint_triton as kernel
+from holdfast.checkpoint.format.fingerprint import of_bytes
+from kit.tensors import raw, some_tensors
 tensors = some_tensors()
 addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
 sizes = np.array([tensor.nbytes for tensor in tensors], np.int64)
@@ -407,7 +385,7 @@ def test_the_kernel_gives_the_same_where_triton_can_be_interpreted() -> None:
         with pytest.raises(ImportError, match="triton"):
             importlib.import_module("holdfast.checkpoint.format.fingerprint_triton")
         return
-    path = os.pathsep.join([str(REPO / "src"), str(REPO / "tests"), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(REPO / "src"), str(REPO / "tests")])
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True, timeout=150

@@ -44,17 +44,11 @@ from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Fence, claim
 from kit.checkpoints import ID, RUN, STEP, list_file, make_checkpoint, small_state
 from kit.commands import ckpt
-from kit.nodes.s3server import S3Server, s3_server
+from kit.nodes.s3server import S3Server
 from kit.tiny import counting_file_operations, tree
 
 NAME = CheckpointName(STEP, ID)
 QUICK = Budget(attempts=4, seconds=5.0, first_wait=0.01)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ from holdfast.checkpoint.format.manifest import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.remote.copies import open_remote
 from holdfast.checkpoint.remote.drain import REPLACEMENTS, Drain, Outcome
 from holdfast.journal.events import CopyDeleted, CopyDrained, DrainFailed, Warned
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.attempts import HeadRecord, write_head
@@ -26,8 +25,9 @@ from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Fence, claim
 from holdfast.record.lineage import CommitRecord, DeletedRecord, record_commit, record_deleted, record_done
 from kit.checkpoints import make_checkpoint, small_state
-from kit.harness import wait_until
-from kit.nodes.s3server import Proxy, S3Server, proxy, s3_server
+from kit.harness import is_alive, wait_until
+from kit.nodes.s3server import Proxy, S3Server, proxy
+from kit.runs import events_in
 from kit.tiny import forked
 
 
@@ -93,7 +93,7 @@ class Lab:
         return [str(name) for name in open_remote(self.url, retry_seconds=5.0).names()]
 
     def events(self, kind: type[Event]) -> list[Any]:
-        return [line.body for line in read_journal(self.control.journal) if isinstance(line.body, kind)]
+        return events_in(self.control.path, kind)
 
     def log(self) -> str:
         return "".join(path.read_text() for path in self.control.attempts.glob("*/drain.log"))
@@ -109,12 +109,6 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
                 os.killpg(drain.pid, signal.SIGKILL)
             drain._process.wait(10)
     assert "Traceback" not in made.log(), made.log()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -137,13 +131,6 @@ def outcomes_of(drain: Drain, count: int, timeout: float = 20.0) -> list[Outcome
 
     wait_until(enough, timeout, f"{count} outcomes")
     return found
-
-
-def is_alive(pid: int | None) -> bool:
-    """Whether a process runs; a zombie does not."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False
 
 
 def test_what_is_pushed_gets_a_copy_what_is_deleted_loses_it_and_the_process_ends(lab: Lab) -> None:

@@ -25,16 +25,10 @@ from holdfast.checkpoint.remote.store import (
 )
 from holdfast.errors import ExitCode, UsageError
 from kit.checkpoints import ID, STEP, make_checkpoint, small_state
-from kit.nodes.s3server import RESET, FirstN, Proxy, S3Server, answer, proxy, s3_server
+from kit.nodes.s3server import RESET, FirstN, Proxy, S3Server, answer, proxy
 
 NAME = CheckpointName(STEP, ID)
 QUICK = Budget(attempts=5, seconds=5.0, first_wait=0.01)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

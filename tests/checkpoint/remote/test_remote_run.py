@@ -19,19 +19,13 @@ from holdfast.checkpoint.remote.copies import QUARANTINE, open_remote, open_stor
 from holdfast.checkpoint.remote.store import Budget, RemoteRefusedError, RemoteUnavailableError, Retrier
 from holdfast.errors import ConfigError, NoValidRungError, UsageError
 from holdfast.journal.events import CopyDeleted, CopyDrained, CopyFetched, DrainFailed, RungRejected, Warned
-from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
 from kit.commands import ckpt, ckpt_json
+from kit.damage import flip, flip_shard
 from kit.harness import REPO, finish, wait_until
 from kit.harness import holdfast as holdfast_command
-from kit.nodes.s3server import Proxy, S3Server, proxy, s3_server
+from kit.nodes.s3server import Proxy, S3Server, proxy
+from kit.runs import events_in
 from kit.tiny import Outcome, checkpoints, train
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -43,23 +37,8 @@ def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
         yield f"s3://{name}/runs/a", standing
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train(tmp_path_factory.mktemp("reference") / "run")
-
-
-def events(run_dir: Path, kind: type[Event]) -> list[Any]:
-    return [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, kind)]
-
-
 def there(url: str) -> list[str]:
     return [str(name) for name in open_remote(url).names()]
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_run_whose_checkpoints_are_all_lost_resumes_bitwise_from_the_bucket(
@@ -76,7 +55,7 @@ def test_a_run_whose_checkpoints_are_all_lost_resumes_bitwise_from_the_bucket(
     assert outcome.started_at == 6
     assert outcome.parameters == reference.parameters
     assert all(outcome.losses[step] == reference.losses[step] for step in outcome.losses)
-    fetched = events(run_dir, CopyFetched)
+    fetched = events_in(run_dir, CopyFetched)
     assert [event.checkpoint for event in fetched] == names[:1]
     assert "missing" in fetched[0].because[0]
     assert len(there(url)) == 3
@@ -88,15 +67,15 @@ def test_a_bad_local_checkpoint_is_replaced_by_its_copy_before_the_ladder_goes_l
     run_dir, url = tmp_path / "run", f"file://{tmp_path}/remote"
     train(run_dir, until=6, checkpoint_remote_root=url)
     newest = checkpoints(run_dir)[0]
-    flip(newest / "__0_0.distcp" if (newest / "__0_0.distcp").exists() else next(newest.glob("*.distcp")))
+    flip_shard(newest)
     outcome = train(run_dir, checkpoint_remote_root=url)
     assert outcome.started_at == 6
     assert outcome.parameters == reference.parameters
-    (event,) = events(run_dir, CopyFetched)
+    (event,) = events_in(run_dir, CopyFetched)
     assert "altered" in event.because[0]
     assert Path(event.quarantine).is_dir()
     assert Path(event.quarantine).parent.name == QUARANTINE
-    assert events(run_dir, RungRejected) == []
+    assert events_in(run_dir, RungRejected) == []
 
 
 def test_a_copy_that_is_bad_too_is_refused_with_both_reasons_and_the_rung_below_is_used(
@@ -110,7 +89,7 @@ def test_a_copy_that_is_bad_too_is_refused_with_both_reasons_and_the_rung_below_
     outcome = train(run_dir, checkpoint_remote_root=url)
     assert outcome.started_at == 3
     assert outcome.parameters == reference.parameters
-    (event,) = events(run_dir, RungRejected)
+    (event,) = events_in(run_dir, RungRejected)
     assert len(event.reasons) == 2
     assert "the remote copy file://" in event.reasons[1]
     assert "altered" in event.reasons[1]
@@ -170,7 +149,7 @@ def test_what_retention_gives_up_is_deleted_remotely_too(tmp_path: Path) -> None
     kept = [path.name for path in checkpoints(run_dir)]
     assert first[-1] not in kept
     assert there(url) == kept
-    assert first[-1] in [event.checkpoint for event in events(run_dir, CopyDeleted)]
+    assert first[-1] in [event.checkpoint for event in events_in(run_dir, CopyDeleted)]
 
 
 def test_a_slow_store_does_not_slow_the_training(tmp_path: Path, bucket: tuple[str, Proxy]) -> None:
@@ -182,7 +161,7 @@ def test_a_slow_store_does_not_slow_the_training(tmp_path: Path, bucket: tuple[s
         seen[step] = time.monotonic()
 
     train(tmp_path / "run", until=6, checkpoint_interval=2, at_step=at_step, checkpoint_remote_root=url)
-    drained = events(tmp_path / "run", CopyDrained)
+    drained = events_in(tmp_path / "run", CopyDrained)
     assert len(drained) == 3  # the end waits for them
     assert all(event.seconds > 0.5 for event in drained)
     assert seen[6] - seen[1] < sum(event.seconds for event in drained) / 2
@@ -200,7 +179,7 @@ def test_training_goes_on_when_the_store_is_gone_and_copies_are_made_up_for(
 
     train(run_dir, until=6, at_step=at_step, checkpoint_remote_root=url, checkpoint_remote_retry_seconds=0.3)
     assert len(checkpoints(run_dir)) == 2
-    assert events(run_dir, DrainFailed)
+    assert events_in(run_dir, DrainFailed)
     standing.fault = lambda head: None
     assert there(url) == []
     outcome = train(run_dir, checkpoint_remote_root=url)
@@ -247,7 +226,7 @@ def test_two_ranks_go_on_from_a_fetched_copy_when_one_of_them_finds_the_local_on
     flip(sorted(newest.glob("*.distcp"))[-1])  # what the last rank wrote, and only it reads
     second = finish(command, cwd=tmp_path, env=env | {"TINY_UNTIL": "9"}, timeout=90)
     assert second.code == 0, second.text
-    (event,) = events(tmp_path / "run", CopyFetched)
+    (event,) = events_in(tmp_path / "run", CopyFetched)
     assert event.checkpoint == newest.name
     assert "altered" in event.because[0]
     assert len(there(url)) == 3
@@ -272,4 +251,4 @@ def test_remote_copies_can_be_listed_and_verified_by_url(tmp_path: Path) -> None
 
 def test_the_warnings_are_none_when_all_is_well(tmp_path: Path) -> None:
     train(tmp_path / "run", until=3, checkpoint_remote_root=f"file://{tmp_path}/remote")
-    assert events(tmp_path / "run", Warned) == []
+    assert events_in(tmp_path / "run", Warned) == []

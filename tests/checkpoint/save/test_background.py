@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_end_to_end import record
-from test_writer_process import ASYNC, all_committed_once, nothing_in_staging, steps_of
 from torch import nn
 
 import holdfast
@@ -44,13 +42,18 @@ from holdfast.record.directory import ControlDirectory
 from holdfast.train.saves import to_raise
 from kit.harness import REPO, finish, job, python, wait_until
 from kit.harness import holdfast as command
-from kit.ranks.writers import Around, forked_writers, holding, patched, ranks, told
-from kit.tiny import Outcome, checkpoints, die, forked, train, tree
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train(tmp_path_factory.mktemp("reference") / "run", until=12)
+from kit.ranks.writers import (
+    ASYNC,
+    Around,
+    all_committed_once,
+    forked_writers,
+    holding,
+    nothing_in_staging,
+    patched,
+    ranks,
+)
+from kit.runs import events_in, record
+from kit.tiny import Outcome, checkpoints, die, forked, steps_of, train, tree
 
 
 def reached(gate: Path) -> None:
@@ -104,7 +107,7 @@ def test_queue_takes_one_more_snapshot_while_the_last_is_written(tmp_path: Path)
     with forked_writers(holding(gate)):
         train(tmp_path / "run", until=9, at_step=at_step, **ASYNC)
     all_committed_once(tmp_path / "run", [3, 6, 9])
-    assert told(tmp_path / "run", SaveSkipped, Warned) == []
+    assert events_in(tmp_path / "run", SaveSkipped, Warned) == []
 
 
 def test_a_third_snapshot_waits_for_memory_and_the_journal_says_so(tmp_path: Path) -> None:
@@ -117,7 +120,7 @@ def test_a_third_snapshot_waits_for_memory_and_the_journal_says_so(tmp_path: Pat
     with forked_writers(holding(gate)):
         train(tmp_path / "run", until=10, at_step=at_step, **ASYNC)
     all_committed_once(tmp_path / "run", [3, 6, 9, 10])
-    (warned,) = told(tmp_path / "run", Warned)
+    (warned,) = events_in(tmp_path / "run", Warned)
     assert "training waited" in warned.message
     assert "step_00000009" in warned.message
 
@@ -133,10 +136,10 @@ def test_skip_leaves_a_save_out_and_says_so(tmp_path: Path) -> None:
     with forked_writers(holding(gate)):
         train(tmp_path / "run", until=10, at_step=at_step, checkpoint_when_busy="skip", **ASYNC)
     assert steps_of(tmp_path / "run") == [10, 9, 3]
-    (skipped,) = told(tmp_path / "run", SaveSkipped)
+    (skipped,) = events_in(tmp_path / "run", SaveSkipped)
     assert skipped.step == 6
     assert "still being written" in skipped.reason
-    assert told(tmp_path / "run", SaveFailed) == []
+    assert events_in(tmp_path / "run", SaveFailed) == []
 
 
 def test_wait_holds_training_up_and_says_so(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_wait_holds_training_up_and_says_so(tmp_path: Path) -> None:
     with forked_writers(holding(gate)):
         train(tmp_path / "run", until=9, at_step=at_step, checkpoint_when_busy="wait", **ASYNC)
     all_committed_once(tmp_path / "run", [3, 6, 9])
-    (warned,) = told(tmp_path / "run", Warned)
+    (warned,) = events_in(tmp_path / "run", Warned)
     assert "step_00000006" in warned.message
 
 
@@ -175,7 +178,7 @@ def test_all_ranks_do_the_same_when_only_one_is_slow(tmp_path: Path, policy: str
     ranks(tmp_path, 2, work)
     assert steps_of(run_dir) == ([9, 3] if policy == "skip" else [9, 6, 3])
     assert all(verify(path).sound for path in checkpoints(run_dir))
-    assert [event.step for event in told(run_dir, SaveSkipped)] == ([6] if policy == "skip" else [])
+    assert [event.step for event in events_in(run_dir, SaveSkipped)] == ([6] if policy == "skip" else [])
 
 
 # --- what fails ---------------------------------------------------------------------------------------------
@@ -200,7 +203,7 @@ def full_disk(number: int) -> Any:
 
 
 def test_a_full_disk_is_told_with_its_traceback_and_loses_nothing(
-    tmp_path: Path, reference: Outcome, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, longer_reference: Outcome, caplog: pytest.LogCaptureFixture
 ) -> None:
     before: list[Any] = []
 
@@ -211,17 +214,17 @@ def test_a_full_disk_is_told_with_its_traceback_and_loses_nothing(
 
     with caplog.at_level(logging.ERROR), forked_writers(full_disk):
         outcome = train(tmp_path / "run", until=12, at_step=at_step, **ASYNC)
-    assert outcome.losses == reference.losses
-    assert outcome.parameters == reference.parameters
+    assert outcome.losses == longer_reference.losses
+    assert outcome.parameters == longer_reference.parameters
     assert steps_of(tmp_path / "run") == [12, 9, 3]
     assert tree(checkpoints(tmp_path / "run")[-1]) == before[0]
-    (failed,) = told(tmp_path / "run", SaveFailed)
+    (failed,) = events_in(tmp_path / "run", SaveFailed)
     assert (failed.step, failed.in_a_row) == (6, 1)
     for text in (failed.error, caplog.text):
         assert "File too large" in text
         assert "In the writer process:" in text
         assert "in _write_all" in text, "the line that failed"
-    parents = {event.step: event.parent for event in told(tmp_path / "run", SaveCommitted)}
+    parents = {event.step: event.parent for event in events_in(tmp_path / "run", SaveCommitted)}
     assert parents[9] == checkpoints(tmp_path / "run")[-1].name[14:], "not the one that failed"
     nothing_in_staging(tmp_path / "run")
 
@@ -244,7 +247,7 @@ def test_a_root_that_is_replaced_by_a_file_and_comes_back(tmp_path: Path) -> Non
     with forked_writers():
         train(run_dir, until=9, at_step=at_step, checkpoint_root=str(root), **ASYNC)
     assert sorted(path.name[:13] for path in root.glob("step_*")) == ["step_00000003", "step_00000009"]
-    (failed,) = told(run_dir, SaveFailed)
+    (failed,) = events_in(run_dir, SaveFailed)
     assert failed.step == 6
     assert "is not what the run started with" in failed.error
 
@@ -261,7 +264,7 @@ def test_a_staged_directory_that_is_removed_fails_one_save(tmp_path: Path) -> No
     with forked_writers(holding(gate, only="step_00000003")):
         train(run_dir, until=6, at_step=at_step, **ASYNC)
     assert steps_of(run_dir) == [6]
-    (failed,) = told(run_dir, SaveFailed)
+    (failed,) = events_in(run_dir, SaveFailed)
     assert "No such file or directory" in failed.error
     nothing_in_staging(run_dir)
 
@@ -288,7 +291,10 @@ def test_too_many_failed_saves_in_a_row_stop_the_run(tmp_path: Path) -> None:
             train(tmp_path / "run", until=30, at_step=at_step, checkpoint_max_failed_saves=2, **ASYNC)
 
     assert forked(work) == ExitCode.STORAGE_FAILED
-    assert [(event.step, event.in_a_row) for event in told(tmp_path / "run", SaveFailed)] == [(3, 1), (6, 2)]
+    assert [(event.step, event.in_a_row) for event in events_in(tmp_path / "run", SaveFailed)] == [
+        (3, 1),
+        (6, 2),
+    ]
     assert steps_of(tmp_path / "run") == []
 
 
@@ -347,7 +353,7 @@ def test_an_error_is_told_at_the_next_step_though_nothing_is_under_way_any_more(
         assert background.outstanding == 0
         run.begin_step()
         run.end_step()
-        assert len(told(tmp_path / "run", SaveFailed)) == 1
+        assert len(events_in(tmp_path / "run", SaveFailed)) == 1
         run.close()
 
 
@@ -394,10 +400,10 @@ def test_a_save_that_is_asked_for_tells_of_itself_and_not_of_the_one_before(tmp_
 
     ranks(tmp_path / "group", 2, work)
     assert steps_of(run_dir) == [3, 2]
-    (failed,) = told(run_dir, SaveFailed)
+    (failed,) = events_in(run_dir, SaveFailed)
     assert (failed.step, failed.in_a_row) == (1, 1)
     assert "Input/output error" in failed.error
-    assert [event.step for event in told(run_dir, SaveCommitted)] == [2, 3], "none was saved twice"
+    assert [event.step for event in events_in(run_dir, SaveCommitted)] == [2, 3], "none was saved twice"
 
 
 def test_a_save_that_fails_itself_says_so_though_the_one_before_failed_too(tmp_path: Path) -> None:
@@ -415,7 +421,7 @@ def test_a_save_that_fails_itself_says_so_though_the_one_before_failed_too(tmp_p
         run.begin_step()
         run.end_step()  # it was told to who asked
         run.finish()
-    assert [event.in_a_row for event in told(run_dir, SaveFailed)] == [1, 2]
+    assert [event.in_a_row for event in events_in(run_dir, SaveFailed)] == [1, 2]
     assert steps_of(run_dir) == [1]
 
 
@@ -455,7 +461,7 @@ def test_too_little_memory_for_staging_is_told_as_such(tmp_path: Path) -> None:
 
     ranks(tmp_path, 2, work)
     assert steps_of(run_dir) == [6]
-    (failed,) = told(run_dir, SaveFailed)
+    (failed,) = events_in(run_dir, SaveFailed)
     assert "no memory for a staging buffer" in failed.error
     assert "rank 1" in failed.error
 
@@ -481,7 +487,7 @@ def test_a_byte_that_changes_in_staging_memory_fails_the_save_by_name(tmp_path: 
     with forked_writers():
         train(tmp_path / "run", until=6, at_step=at_step, **ASYNC)
     assert steps_of(tmp_path / "run") == [6]
-    (failed,) = told(tmp_path / "run", SaveFailed)
+    (failed,) = events_in(tmp_path / "run", SaveFailed)
     assert "model.3.weight: its bytes do not match the fingerprint" in failed.error
     nothing_in_staging(tmp_path / "run")
 
@@ -530,7 +536,7 @@ def test_a_tensor_that_changes_while_it_is_saved_is_never_committed(
 
     ranks(tmp_path, 2, work)
     assert steps_of(run_dir) == [6]
-    (failed,) = told(run_dir, SaveFailed)
+    (failed,) = events_in(run_dir, SaveFailed)
     assert f"{(tmp_path / 'name').read_text()}: its bytes do not match the fingerprint" in failed.error
 
 
@@ -675,7 +681,7 @@ def killed_after_staging(directory: Path, gate: Path) -> Iterator[int]:
             os.kill(writer, signal.SIGKILL)
 
 
-def test_a_staged_snapshot_outlives_a_killed_trainer(tmp_path: Path, reference: Outcome) -> None:
+def test_a_staged_snapshot_outlives_a_killed_trainer(tmp_path: Path, longer_reference: Outcome) -> None:
     """Scenario 29, one rank: SIGKILL right after staging; the next attempt waits, and goes on from there."""
     run_dir, gate = tmp_path / "run", tmp_path / "gate"
     before: list[int] = []
@@ -692,10 +698,10 @@ def test_a_staged_snapshot_outlives_a_killed_trainer(tmp_path: Path, reference: 
         releasing.join(10)
     assert before == [3]
     assert outcome.started_at == 6
-    assert outcome.parameters == reference.parameters
-    assert outcome.losses == {step: loss for step, loss in reference.losses.items() if step > 6}
+    assert outcome.parameters == longer_reference.parameters
+    assert outcome.losses == {step: loss for step, loss in longer_reference.losses.items() if step > 6}
     all_committed_once(run_dir, [3, 6, 9, 12])
-    assert "its writer finished step_00000006" in told(run_dir, LeaseClaimed)[-1].evidence
+    assert "its writer finished step_00000006" in events_in(run_dir, LeaseClaimed)[-1].evidence
 
 
 def starting_at(gate: Path) -> Around:
@@ -712,7 +718,7 @@ def starting_at(gate: Path) -> Around:
 
 
 def test_a_staged_snapshot_outlives_its_trainer_also_while_its_writer_is_still_starting(
-    tmp_path: Path, reference: Outcome, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, longer_reference: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL right after staging, of a trainer whose writer has not even begun; the next attempt waits."""
     run_dir, gate = tmp_path / "run", tmp_path / "gate"
@@ -748,14 +754,16 @@ def test_a_staged_snapshot_outlives_its_trainer_also_while_its_writer_is_still_s
             os.kill(writer, signal.SIGKILL)
     assert before == []
     assert outcome.started_at == 3
-    assert outcome.parameters == reference.parameters
+    assert outcome.parameters == longer_reference.parameters
     all_committed_once(run_dir, [3, 6, 9, 12])
-    assert "its writer finished step_00000003" in told(run_dir, LeaseClaimed)[-1].evidence
-    assert not any("staged by a trainer that is gone" in event.message for event in told(run_dir, Warned))
+    assert "its writer finished step_00000003" in events_in(run_dir, LeaseClaimed)[-1].evidence
+    assert not any(
+        "staged by a trainer that is gone" in event.message for event in events_in(run_dir, Warned)
+    )
 
 
 def test_the_wait_for_a_writer_is_bounded_and_a_late_commit_is_refused(
-    tmp_path: Path, reference: Outcome
+    tmp_path: Path, longer_reference: Outcome
 ) -> None:
     """Scenario 29: the writer hangs; the next attempt takes the older rung; the fence stops the late one."""
     run_dir, gate = tmp_path / "run", tmp_path / "gate"
@@ -768,11 +776,11 @@ def test_the_wait_for_a_writer_is_bounded_and_a_late_commit_is_refused(
         gate.touch()
         os.kill(writer, signal.SIGCONT)
     assert outcome.started_at == 3
-    assert outcome.parameters == reference.parameters
+    assert outcome.parameters == longer_reference.parameters
     assert {path.name: tree(path) for path in checkpoints(run_dir)} == before
     nothing_in_staging(run_dir)
-    assert "was not waited for" in told(run_dir, LeaseClaimed)[-1].evidence
-    assert any("staged by a trainer that is gone" in event.message for event in told(run_dir, Warned))
+    assert "was not waited for" in events_in(run_dir, LeaseClaimed)[-1].evidence
+    assert any("staged by a trainer that is gone" in event.message for event in events_in(run_dir, Warned))
 
 
 @pytest.mark.parametrize("unstaged", [0, 1])
@@ -798,7 +806,7 @@ def test_a_snapshot_that_one_rank_did_not_stage_is_given_up_soon(tmp_path: Path,
     wait_until(lambda: all(map(is_gone, writers)), 5, "the writers give up and end")
     assert steps_of(run_dir) == [3]
     nothing_in_staging(run_dir)
-    assert any("had staged its part" in event.message for event in told(run_dir, Warned))
+    assert any("had staged its part" in event.message for event in events_in(run_dir, Warned))
     ranks(tmp_path, 2, lambda rank: _resumes_at(run_dir, 3))
 
 

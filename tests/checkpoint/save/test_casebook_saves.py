@@ -18,9 +18,9 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import foreground as saving
 from holdfast.journal.events import SaveFailed
-from holdfast.journal.reader import read_journal
 from kit.harness import wait_until
-from kit.tiny import Numbers, checkpoints, train
+from kit.runs import events_in
+from kit.tiny import Numbers, a_step, checkpoints, train
 
 
 def started(run_dir: Path, **settings: Any) -> tuple[holdfast.Run, torch.nn.Module]:
@@ -29,11 +29,6 @@ def started(run_dir: Path, **settings: Any) -> tuple[holdfast.Run, torch.nn.Modu
     run = holdfast.Run(run_dir=run_dir, checkpoint_interval=0, checkpoint_save_at_end=False, **settings)
     run.track(model=model)
     return run, model
-
-
-def a_step(run: holdfast.Run) -> None:
-    run.begin_step()
-    run.end_step()
 
 
 def test_an_asynchronous_save_moves_the_pointer_and_deletes_only_after_its_commit(tmp_path: Path) -> None:
@@ -90,9 +85,7 @@ def test_a_save_with_a_shard_missing_is_not_reported_done(
     assert sorted(path.name[:13] for path in checkpoints(tmp_path / "run")) == [
         "step_00000003", "step_00000009",
     ]  # fmt: skip
-    [failed] = [
-        line.body for line in read_journal(tmp_path / "run" / "journal") if isinstance(line.body, SaveFailed)
-    ]
+    [failed] = events_in(tmp_path / "run", SaveFailed)
     assert failed.step == 6
 
 

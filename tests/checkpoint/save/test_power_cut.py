@@ -16,11 +16,6 @@ from kit.tiny import Outcome, around_scheduled_save, forked, train
 from kit.worlds.powercut import READINGS, Disk, Operation, check_cuts, recording
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train(tmp_path_factory.mktemp("reference") / "run", until=9)
-
-
 def recorded_save(directory: Path) -> tuple[Path, list[Operation]]:
     """A run with a checkpoint of step 3, as it was before the save of step 6, and that save's operations.
 

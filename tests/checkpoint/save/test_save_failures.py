@@ -37,9 +37,9 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.journal.events import SaveFailed
-from holdfast.journal.reader import read_journal
 from holdfast.record import directory
 from kit.ranks.together import together
+from kit.runs import events_in
 from kit.tiny import checkpoints, forked, let_saves_end, train, tree
 
 
@@ -50,7 +50,7 @@ def limit_file_size(limit: int) -> None:
 
 
 def failures(run_dir: Path) -> list[SaveFailed]:
-    return [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, SaveFailed)]
+    return events_in(run_dir, SaveFailed)
 
 
 def test_a_full_disk_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:

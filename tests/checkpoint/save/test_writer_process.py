@@ -24,46 +24,26 @@ from holdfast.checkpoint.save import writer_process
 from holdfast.checkpoint.save.handoff import Channel, JobFailed, Start, UseBuffer
 from holdfast.checkpoint.save.writer import Gone
 from holdfast.errors import SaveFailedError
-from holdfast.journal.events import SaveCommitted, SaveFailed
+from holdfast.journal.events import SaveFailed
 from holdfast.record.writers import give_up, given_up
 from kit.harness import wait_until
-from kit.ranks.writers import forked_writers, holding, killed_at, patched, ranks, told
-from kit.tiny import Outcome, checkpoints, counting_file_operations, die, forked, train
+from kit.ranks.writers import (
+    ASYNC,
+    all_committed_once,
+    forked_writers,
+    holding,
+    killed_at,
+    nothing_in_staging,
+    patched,
+    ranks,
+)
+from kit.runs import events_in
+from kit.tiny import Outcome, checkpoints, counting_file_operations, die, forked, steps_of, train
 from kit.worlds.powercut import READINGS, Operation, check_cuts, recording
-
-ASYNC: dict[str, Any] = {"checkpoint_async_save": True}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train(tmp_path_factory.mktemp("reference") / "run", until=9)
-
-
-def steps_of(run_dir: Path) -> list[int]:
-    return [int(path.name[5:13]) for path in checkpoints(run_dir)]
-
-
-def nothing_in_staging(run_dir: Path) -> None:
-    for below in (".staging", ".trash"):
-        folder = run_dir / "checkpoints" / below
-        left = folder.iterdir() if folder.exists() else ()
-        assert [path.name for path in left if not path.name.startswith(".")] == [], f"left in {below}"
 
 
 def shards(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
-
-
-def all_committed_once(run_dir: Path, steps: list[int]) -> None:
-    assert steps_of(run_dir) == sorted(steps, reverse=True)
-    for path in checkpoints(run_dir):
-        assert verify(path).sound, verify(path).problems
-    committed = told(run_dir, SaveCommitted)
-    assert sorted(event.step for event in committed) == steps
-    chain = sorted(committed, key=lambda event: event.step)
-    assert [event.parent for event in chain] == [None, *(event.checkpoint[14:] for event in chain[:-1])]
-    assert told(run_dir, SaveFailed) == []
-    nothing_in_staging(run_dir)
 
 
 # --- it dies ------------------------------------------------------------------------------------------------
@@ -275,7 +255,7 @@ def test_a_writer_that_dies_again_and_again_fails_the_save_and_the_next_one_work
         assert len(writers) == writer_client.RESTARTS + 2
     assert outcome.losses == reference.losses
     assert steps_of(tmp_path / "run") == [9, 6]
-    (failed,) = told(tmp_path / "run", SaveFailed)
+    (failed,) = events_in(tmp_path / "run", SaveFailed)
     assert (failed.step, failed.in_a_row) == (3, 1)
     assert "signal 9" in failed.error
 
@@ -306,7 +286,7 @@ def test_a_rank_whose_writer_gives_up_does_not_keep_the_others_waiting(tmp_path:
 
     ranks(tmp_path, 2, work)
     assert steps_of(run_dir) == [6]
-    (failed,) = told(run_dir, SaveFailed)
+    (failed,) = events_in(run_dir, SaveFailed)
     assert "rank 1: SaveFailedError: the writer process ended 4 times" in failed.error
 
 
@@ -343,7 +323,7 @@ def test_a_writer_that_fails_on_one_rank_fails_the_save_for_all_at_once(tmp_path
 
     ranks(tmp_path, 2, work)
     assert steps_of(run_dir) == [6]
-    (failed,) = told(run_dir, SaveFailed)
+    (failed,) = events_in(run_dir, SaveFailed)
     assert "No space left on device" in failed.error
     assert "Traceback" in failed.error
     assert "failing" in failed.error, "the original traceback"
@@ -393,7 +373,7 @@ def test_a_writer_past_its_deadline_is_ended_and_the_next_save_works(
         train(tmp_path / "run", until=6, at_step=at_step, checkpoint_timeout=0.3, **ASYNC)
         assert writers[0].returncode == -9
     assert steps_of(tmp_path / "run") == [6]
-    (failed,) = told(tmp_path / "run", SaveFailed)
+    (failed,) = events_in(tmp_path / "run", SaveFailed)
     assert "did not answer in time" in failed.error
 
 
@@ -433,7 +413,7 @@ def test_a_writer_that_cannot_be_started_fails_the_save_and_training_goes_on(tmp
 
         train(tmp_path / "run", until=6, at_step=at_step, **ASYNC)
     assert steps_of(tmp_path / "run") == [6]
-    (failed,) = told(tmp_path / "run", SaveFailed)
+    (failed,) = events_in(tmp_path / "run", SaveFailed)
     assert "cannot be started" in failed.error
 
 

@@ -29,11 +29,11 @@ from holdfast.checkpoint.state.gradients import GRADIENTS, LOOKED_AT
 from holdfast.checkpoint.state.proof import changes, first_difference
 from holdfast.checkpoint.state.tracked import Tracked, from_blob, to_blob
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
-from holdfast.journal.events import SaveFailed, Warned
-from holdfast.journal.reader import read_journal
+from holdfast.journal.events import SaveFailed
 from holdfast.train.membership import changes_since
 from kit.ranks.together import together
-from kit.tiny import build, checkpoints
+from kit.runs import events_in, warnings_of
+from kit.tiny import Holds, build, checkpoints
 
 
 class Tracker:
@@ -48,10 +48,6 @@ class Tracker:
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         for name, state in states.items():
             self.generators[name].set_state(state)
-
-
-def warnings_of(run_dir: Path) -> list[str]:
-    return [line.body.message for line in read_journal(run_dir / "journal") if isinstance(line.body, Warned)]
 
 
 def test_generator_objects_and_named_rng_trackers_resume_exactly(tmp_path: Path) -> None:
@@ -70,17 +66,6 @@ def test_generator_objects_and_named_rng_trackers_resume_exactly(tmp_path: Path)
     whole = draw(tmp_path / "whole", 9)
     assert draw(tmp_path / "parts", 4) | draw(tmp_path / "parts", 9) == whole
     assert len({value for values in whole.values() for value in values}) == 27
-
-
-class Holds:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def save_once(run_dir: Path, **parts: Any) -> None:
@@ -674,5 +659,5 @@ def test_a_gradient_that_is_zero_in_one_ranks_shard_is_judged_alike_by_all(
     for found in together(tmp_path, 2, work):
         assert found[-1] == found[0]
     for run_dir in (tmp_path / "whole", tmp_path / "parts"):
-        bodies = [line.body for line in read_journal(run_dir / "journal")]
+        bodies = events_in(run_dir)
         assert [body.error for body in bodies if isinstance(body, SaveFailed)] == []

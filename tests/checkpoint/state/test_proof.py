@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from test_completeness import Holds
 from torch import nn
 
 import holdfast
@@ -23,9 +22,10 @@ from holdfast.checkpoint.save import snapshot
 from holdfast.checkpoint.state import proof
 from holdfast.checkpoint.state.proof import Initial, Report, changes, merge, weaker
 from holdfast.errors import ExitCode, IncompleteStateError
-from holdfast.journal.events import SaveFailed, Warned
-from kit.ranks.writers import ranks, told
-from kit.tiny import build, checkpoints, die, forked, train
+from holdfast.journal.events import SaveFailed
+from kit.ranks.writers import ranks
+from kit.runs import events_in, warnings_of
+from kit.tiny import Holds, build, checkpoints, die, forked, train
 
 ALL_VALUES = dict.fromkeys(("model", "optimizer", "schedule", "rng", "counters"), "values") | {
     "data": "structure",
@@ -36,10 +36,6 @@ ALL_VALUES = dict.fromkeys(("model", "optimizer", "schedule", "rng", "counters")
 def proofs(run_dir: Path) -> list[Proof]:
     """Of the checkpoints, oldest first."""
     return [manifests.read(path)[0].proof for path in reversed(checkpoints(run_dir))]
-
-
-def warnings_of(run_dir: Path) -> list[str]:
-    return [event.message for event in told(run_dir, Warned)]
 
 
 # --- what would not resume ----------------------------------------------------------------------------------
@@ -182,7 +178,9 @@ def test_what_would_not_resume_is_an_error_at_the_first_save(
     assert checkpoints(tmp_path / "run") == []
     staging = tmp_path / "run" / "checkpoints" / ".staging"
     assert [path for path in staging.glob("*") if not path.name.startswith(".")] == []
-    assert told(tmp_path / "run", SaveFailed) == [], "it is not one of the failed saves that a run may have"
+    assert events_in(tmp_path / "run", SaveFailed) == [], (
+        "it is not one of the failed saves that a run may have"
+    )
 
 
 def test_one_rank_that_would_not_resume_is_the_same_error_on_all(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from holdfast.journal.subjects import StopAsked
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.requests import Source, StopRequest
 from holdfast.record.directory import ControlDirectory
+from kit.acting import Place
 
 ENVIRON = {
     "SLURM_JOB_ID": "1234",
@@ -143,3 +146,35 @@ def a_run(path: Path, *events: object) -> Path:
 
 
 ASKED = StopAsked(source="signal", detail="SIGUSR1 to the agent of n1", node="n1")
+
+SCONTROL = """#!/bin/sh
+echo "$@" >> {log}
+[ "$1" = show ] && [ "$2" = job ] && echo "JobId=1234 JobName=train
+   Requeue=1 Restarts=1 BatchFlag=1 JobState=RUNNING Reason=None
+   StartTime={start} EndTime={end} NumNodes=3 Partition=gpu"
+[ "$1" = requeue ] && cat {cwd}/run/lease/*.beat > {cwd}/beats-at-requeue
+exit 0
+"""
+
+
+def job_environment(place: Place, left: float) -> dict[str, str]:
+    """The environment of a job whose time limit is so far off."""
+    now = time.time()
+    form = "%Y-%m-%dT%H:%M:%S"
+    text = SCONTROL.format(
+        log=place.cwd / "asked",
+        cwd=place.cwd,
+        start=time.strftime(form, time.gmtime(now - 3600)),
+        end=time.strftime(form, time.gmtime(now + left)),
+    )
+    program = place.cwd / "bin" / "scontrol"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(text)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return {
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOB_NODELIST": "n[1-3]",
+        "SLURM_RESTART_COUNT": "1",
+        "SLURM_JOB_END_TIME": str(int(now + left)),
+    }

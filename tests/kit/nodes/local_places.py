@@ -10,6 +10,7 @@ from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.copies.tier import CopyFile, CopyRecord, LocalTier, RankPlace, Where
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.manifest import (
+    MANIFEST,
     METADATA,
     CheckpointName,
     Chunk,
@@ -97,12 +98,6 @@ def keep_copy(
     return record
 
 
-def flip(image: Path, at: int) -> None:
-    data = bytearray(image.read_bytes())
-    data[at] ^= 0x10
-    image.write_bytes(data)
-
-
 class LocalRun(NamedTuple):
     """A run with a control directory, whose checkpoints two nodes hold: ranks 0 and 1, replicas crosswise."""
 
@@ -136,3 +131,24 @@ def local_run(folder: Path) -> LocalRun:
         place(folder / node, control.run_id, node=node, run_dir=control.path) for node in ("node-1", "node-2")
     ]
     return LocalRun(control, nodes)
+
+
+def put_in_root(run: LocalRun, manifest: Manifest) -> Path:
+    directory = run.control.path / "checkpoints" / f"step_{manifest.step:08d}-{manifest.id}"
+    directory.mkdir(parents=True)
+    name = CheckpointName(manifest.step, manifest.id)
+    (directory / METADATA).write_bytes(METADATA_BYTES)
+    for rank in range(manifest.world.size):
+        for n in range(SHARDS):
+            (directory / f"__{rank}_{n}.distcp").write_bytes(shard_bytes(rank, n, name))
+    (directory / MANIFEST).write_bytes(manifests.encode(manifest)[0])
+    return directory
+
+
+def two_tiers(folder: Path, both: CheckpointName, only_local: CheckpointName) -> LocalRun:
+    """The first checkpoint is in the root and on two nodes, the second on two nodes only."""
+    made = local_run(folder)
+    for name in (both, only_local):
+        made.commit(manifest_of(name=name, run=made.control.run_id))
+    put_in_root(made, manifest_of(name=both, run=made.control.run_id))
+    return made

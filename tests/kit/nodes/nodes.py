@@ -83,3 +83,13 @@ def cluster(cwd: Path, nnodes: str, endpoint: str = "") -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         yield Cluster(cwd, stack, nnodes, endpoint, hosted=store is not None)
     del store
+
+
+def workers_of(agent: Job) -> list[int]:
+    return [pid for pid, line in agent.processes().items() if "launch_step.py" in line and pid != agent.pid]
+
+
+def finish_all(group: Cluster, names: str, code: int = 0, timeout: float = 90) -> None:
+    for name in names.split():
+        result = group.agents[name].wait(timeout)
+        assert result.code == code, f"{name}: {result.text}"

@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.checkpoint.copies.peer_process import PeerHost
+from holdfast.checkpoint.copies.peers import send_replica
 from holdfast.checkpoint.copies.server import PeerServer
 from holdfast.checkpoint.copies.tier import CopyFile, CopyRecord, LocalTier
 from holdfast.checkpoint.format.manifest import Chunk, FileEntry, digest_bytes
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, python, wait_until
+from kit.runs import events_in
 
 CHUNK = 64 * 1024
 MIB = 1024 * 1024
@@ -107,7 +108,7 @@ class Lab:
             journal.close()
 
     def journal(self) -> list[Event]:
-        return [line.body for line in read_journal(self.control.journal) if isinstance(line.body, Event)]
+        return events_in(self.control.path, Event)
 
 
 def sender(
@@ -145,14 +146,6 @@ def holds(tier: LocalTier, record: CopyRecord) -> bool:
     for file in record.files:
         assert digest_bytes(data[file.start : file.start + file.size]) == file.digest, file.path
     return True
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 class Proxy:
@@ -294,3 +287,8 @@ def leader(
                 os.kill(pid, signal.SIGKILL)
         process.wait(10)
         process.stdout.close()
+
+
+def send(lab: Lab, port: int, tier: LocalTier, copy: Any, seconds: float = 20.0) -> str:
+    deadline = time.monotonic() + seconds
+    return send_replica(("127.0.0.1", port), lab.control, tier, *copy, deadline=deadline)

@@ -9,13 +9,11 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import time
-import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,11 +26,12 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast.checkpoint.copies import tier
 from holdfast.checkpoint.format.manifest import CheckpointName, parse_name
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import Event
 from holdfast.record.directory import ControlDirectory
 from kit.harness import await_child, wait_until
-from kit.tiny import Numbers
+from kit.nodes.local_tier import memory
+from kit.runs import events_in
+from kit.tiny import Numbers, start_fork
 
 E = TypeVar("E", bound=Event)
 AtStep = Callable[[int, holdfast.Run], None]
@@ -107,7 +106,7 @@ class Nodes:
 
     def events(self, kind: type[E]) -> list[E]:
         """What the journal tells of one kind."""
-        return [line.body for line in read_journal(self.run_dir / "journal") if isinstance(line.body, kind)]
+        return events_in(self.run_dir, kind)
 
     def local(self) -> list[CheckpointName]:
         return tier.names(self.control)
@@ -128,31 +127,18 @@ class Nodes:
         ranks = [node for node in nodes for _ in range(self.per_node)]
         torch.set_num_threads(1)
         keeper, port = store_process()
-        children = []
-        for rank, node in enumerate(ranks):
-            sys.stdout.flush()
-            pid = os.fork()
-            if pid == 0:
-                code = 70
-                try:
-                    os.environ |= {
-                        "RANK": str(rank), "WORLD_SIZE": str(len(ranks)),
-                        "LOCAL_RANK": str(rank % self.per_node), "LOCAL_WORLD_SIZE": str(self.per_node),
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PLACE: str(self.shared),
-                    }  # fmt: skip
-                    chosen = {**self.settings, **settings, "launch_node_name": node}
-                    chosen["checkpoint_non_persistent_local_ckpt_dir"] = str(self.directory(node))
-                    self._rank(rank, len(ranks), port, until, log, (at_step or {}).get(rank), chosen)
-                    code = 0
-                except holdfast.HoldfastError as error:
-                    traceback.print_exc()
-                    code = int(error.exit_code)
-                except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            children.append(pid)
+
+        def ranked(rank: int, node: str) -> None:
+            os.environ |= {
+                "RANK": str(rank), "WORLD_SIZE": str(len(ranks)),
+                "LOCAL_RANK": str(rank % self.per_node), "LOCAL_WORLD_SIZE": str(self.per_node),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PLACE: str(self.shared),
+            }  # fmt: skip
+            chosen = {**self.settings, **settings, "launch_node_name": node}
+            chosen["checkpoint_non_persistent_local_ckpt_dir"] = str(self.directory(node))
+            self._rank(rank, len(ranks), port, until, log, (at_step or {}).get(rank), chosen)
+
+        children = [start_fork(partial(ranked, rank, node)) for rank, node in enumerate(ranks)]
         codes = [await_child(pid, 120) for pid in children]
         os.kill(keeper, signal.SIGKILL)
         await_child(keeper, 10)
@@ -251,18 +237,25 @@ def await_replicas(control: ControlDirectory, step: int, count: int, timeout: fl
         time.sleep(0.01)
 
 
-@contextlib.contextmanager
-def memory() -> Iterator[Path]:
-    """A directory in memory, gone afterwards."""
-    path = Path("/dev/shm") / f"holdfast-test-{uuid.uuid4().hex[:8]}"
-    path.mkdir()
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def name_of(path: Path) -> CheckpointName:
     found = parse_name(path.name)
     assert found is not None
     return found
+
+
+@contextlib.contextmanager
+def killed_after_saves(folder: Path, names: list[str], last: int, end: int) -> Iterator[Nodes]:
+    """Nodes of a rank each that saved locally to step `last`, replicated, and were killed in the next one.
+
+    `reference` is what they do up to step `end` if nothing disturbs them.
+    """
+    with memory() as where:
+        nodes = Nodes(folder, where)
+        nodes.shared.mkdir()
+        reference = nodes.copy("reference")
+        plain = {"checkpoint_async_save": False, "checkpoint_non_persistent_ckpt_type": "none"}
+        assert reference.train(names, end, checkpoint_interval=0, **plain) == [0] * len(names)
+        dying = die_when_replicated(last + 1, ranks=len(names))
+        assert nodes.train(names, end, at_step=dict.fromkeys(range(len(names)), dying)) == [-9] * len(names)
+        nodes.reference = reference.steps()
+        yield nodes

@@ -22,7 +22,7 @@ import xxhash
 import holdfast
 from holdfast.checkpoint.format import manifest as manifests
 from kit.harness import await_child, wait_until
-from kit.journals import journalled
+from kit.runs import journalled
 from kit.tiny import build, end_with
 
 LIMIT = 60.0

@@ -37,7 +37,6 @@ from torch.utils.data import DataLoader, Dataset
 import holdfast
 import holdfast.run
 from holdfast.checkpoint.state.tracked import from_blob
-from holdfast.journal.reader import read_journal
 from holdfast.journal.subjects import Event
 from holdfast.policy.results import Rejection, Rerun, Trial
 from holdfast.record.attempts import begin_attempt, rejection_of
@@ -45,6 +44,7 @@ from holdfast.record.directory import ControlDirectory
 from holdfast.record.launches import VARIABLE, LaunchInfo
 from holdfast.record.lease import Fence, claim
 from kit.harness import await_child
+from kit.runs import events_in
 from kit.tiny import checkpoints
 
 E = TypeVar("E", bound=Event)
@@ -115,7 +115,7 @@ class Place:
         return ControlDirectory.open(self.run_dir)
 
     def events(self, kind: type[E]) -> list[E]:
-        return [line.body for line in read_journal(self.run_dir / "journal") if isinstance(line.body, kind)]
+        return events_in(self.run_dir, kind)
 
     def rejection(self, attempt: int = 1) -> Rejection | None:
         return rejection_of(self.control, attempt)

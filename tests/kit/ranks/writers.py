@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import writer as writer_client
 from holdfast.checkpoint.save import writer_process
-from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
-from kit.tiny import counting_file_operations, die
+from holdfast.journal.events import SaveCommitted, SaveFailed
+from kit.runs import events_in
+from kit.tiny import checkpoints, counting_file_operations, die, start_fork, steps_of
 
 Around = Callable[[int], AbstractContextManager[Any]]
 """Given the number of a writer, from 0, what its whole life happens inside."""
@@ -167,28 +168,31 @@ def ranks(
 
 
 def _fork_rank(store: Path, rank: int, world: int, work: Callable[[int], None]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 70
-    try:
+    def grouped() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         work(rank)
-        code = 0
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
-    except BaseException as error:  # noqa: BLE001 - the child must end here, whatever happened
-        traceback.print_exc()
-        code = int(getattr(error, "exit_code", 70))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    return start_fork(grouped)
 
 
-def told(run_dir: Path, *kinds: type[Event]) -> list[Any]:
-    """The journal's events of these kinds, oldest first."""
-    return [line.body for line in read_journal(run_dir / "journal") if isinstance(line.body, kinds)]
+ASYNC: dict[str, Any] = {"checkpoint_async_save": True}
+
+
+def nothing_in_staging(run_dir: Path) -> None:
+    for below in (".staging", ".trash"):
+        folder = run_dir / "checkpoints" / below
+        left = folder.iterdir() if folder.exists() else ()
+        assert [path.name for path in left if not path.name.startswith(".")] == [], f"left in {below}"
+
+
+def all_committed_once(run_dir: Path, steps: list[int]) -> None:
+    assert steps_of(run_dir) == sorted(steps, reverse=True)
+    for path in checkpoints(run_dir):
+        assert verify(path).sound, verify(path).problems
+    committed = events_in(run_dir, SaveCommitted)
+    assert sorted(event.step for event in committed) == steps
+    chain = sorted(committed, key=lambda event: event.step)
+    assert [event.parent for event in chain] == [None, *(event.checkpoint[14:] for event in chain[:-1])]
+    assert events_in(run_dir, SaveFailed) == []
+    nothing_in_staging(run_dir)

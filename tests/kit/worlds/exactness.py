@@ -1,4 +1,4 @@
-"""Trains a kind of exactness_kinds.py, by a plain loop or by one with a `Run`, and leaves an exact record.
+"""Trains a kind of kinds/, by a plain loop or by one with a `Run`, and leaves an exact record.
 
 A `Case` is one combination of kind, data, way of saving, shape of the loop, kills and numbers of ranks.
 `check` trains it with Holdfast, killed as the case says and started again each time, and compares the record
@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 
 from kit.harness import finish, holdfast
-from kit.worlds import exactness_kinds as kinds
-from kit.worlds.exactness_kinds import DATA, KINDS, Parts, Place
+from kit.worlds import kinds
+from kit.worlds.kinds import DATA, KINDS, Parts, Place
 
 LIMIT = 120.0
 """Seconds that an attempt may take."""

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from holdfast.errors import ExitCode
 from holdfast.journal import events
-from holdfast.journal.reader import read_journal
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.operator import excluded
 from holdfast.record.standing import Standing, StandingBook
 from kit.harness import REPO, Result, finish, holdfast
+from kit.runs import events_in
 
 SCRIPT = str(REPO / "tests" / "scripts" / "train_truth.py")
 BAD = 15
@@ -131,7 +131,7 @@ def play(case: Case, cwd: Path, *flags: str, timeout: float = 120.0) -> Outcome:
 
 def outcome(run: Path, result: Result) -> Outcome:
     control = ControlDirectory.open(run)
-    lines = [line.body for line in read_journal(run / "journal")]
+    lines = events_in(run)
     book = StandingBook(control)
     saved = {body.checkpoint for body in lines if isinstance(body, events.SaveCommitted)}
     standings = {name: book.of(name.rpartition("-")[2]) for name in sorted(saved)}

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from holdfast.errors import ExitCode
 from holdfast.journal.subjects import StopAgreed, StopAsked, StopForced, StopSaved
-from holdfast.record.attempts import ends_of
-from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, Job, Result, holdfast, wait_until
-from kit.journals import journalled
+from kit.runs import ends, journalled
 from kit.tiny import checkpoints
 
 SCRIPT = str(REPO / "tests" / "scripts" / "train_stop.py")
@@ -44,11 +42,6 @@ def await_step(running: Job, cwd: Path, step: int, ranks: int = 2) -> None:
 
     wait_until(lambda: there() or running.process.poll() is not None, 90, f"step {step} on {ranks} ranks")
     assert there(), running.output().text
-
-
-def ends(cwd: Path) -> list[tuple[str, int] | None]:
-    found = ends_of(ControlDirectory.open(cwd / "run"))
-    return [(end.outcome, end.exit_code) if end is not None else None for _, end in found]
 
 
 def await_end(running: Job, asked: float) -> Result:

@@ -34,8 +34,8 @@ from holdfast.policy.results import (
 )
 from holdfast.train.check.checks import Checks, read_together
 from holdfast.train.check.gradients import LOOKED_UP_EVERY, Gradients
-from kit.curves import curves
 from kit.ranks.together import together
+from kit.worlds.curves import curves
 
 NAN, INF = math.nan, math.inf
 BOTH = CheckRules(spike=10.0, outlier=12.0)

@@ -14,38 +14,10 @@ from holdfast.config import sources
 from holdfast.config.sections import ValidationSettings
 from holdfast.errors import ConfigError
 from holdfast.policy.results import ENOUGH
-from holdfast.train.check import checks as deferring
 from holdfast.train.check.checks import DEPTH, Checks, Deferred, Ring
+from kit.worlds.late_device import LateRing
 
 NAN = math.nan
-
-
-class LateRing(Ring):
-    """A device that has come as far as it is told to."""
-
-    def __init__(self) -> None:
-        self.device = deferring.HOST
-        self.put_in: list[tuple[int, float, float]] = []
-        self.done = 0
-        self.waited = 0
-
-    def put(self, at: int, loss: Any, norm: Any) -> None:
-        self.put_in.append((at, float(loss), float(norm)))
-
-    def _number(self, at: int) -> int:
-        return max(number for number, row in enumerate(self.put_in) if row[0] == at)
-
-    def ready(self, at: int) -> bool:
-        return self._number(at) < self.done
-
-    def wait(self, at: int) -> None:
-        if not self.ready(at):
-            self.waited += 1
-            self.done = self._number(at) + 1
-
-    def read(self, at: int) -> tuple[float, float]:
-        assert self.ready(at)
-        return self.put_in[self._number(at)][1:]
 
 
 class Late(Deferred):

@@ -39,12 +39,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
-from holdfast.journal.events import Warned
-from holdfast.journal.reader import read_journal
 from holdfast.train.data import feed as data
 from holdfast.train.data.feed import DataFeed
 from holdfast.train.data.rng import capture_rng, restore_rng
 from kit.harness import REPO
+from kit.runs import warnings_of
 from kit.tiny import checkpoints
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -789,7 +788,7 @@ def test_a_position_that_is_not_exact_is_not_saved_unless_it_is_trusted(tmp_path
     assert checkpoints(tmp_path / "run") == []
     assert len(ran(tmp_path / "trusted", make(tmp_path), 3, checkpoint_data_position="trusted")) == 3
     assert [path.name[:13] for path in checkpoints(tmp_path / "trusted")] == ["step_00000003"]
-    assert "not refused, because checkpoint.data_position" in warnings_of(tmp_path / "trusted")
+    assert "not refused, because checkpoint.data_position" in " ".join(warnings_of(tmp_path / "trusted"))
 
 
 def test_other_data_than_before_is_refused_and_names_the_epoch(tmp_path: Path) -> None:
@@ -808,9 +807,4 @@ def test_a_long_replay_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(data, "TELL_AFTER", 0.0)
     ran(tmp_path / "run", loader(), 3)
     ran(tmp_path / "run", loader(), 4)
-    assert "replaying the data: 1 of 3 batches of epoch 0" in warnings_of(tmp_path / "run")
-
-
-def warnings_of(run_dir: Path) -> str:
-    lines = [line.body for line in read_journal(run_dir / "journal")]
-    return "\n".join(body.message for body in lines if isinstance(body, Warned))
+    assert "replaying the data: 1 of 3 batches of epoch 0" in " ".join(warnings_of(tmp_path / "run"))

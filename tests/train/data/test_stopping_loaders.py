@@ -16,7 +16,7 @@ from holdfast.journal.subjects import StopAsked
 from holdfast.policy.requests import REPEATED
 from holdfast.stop import signals
 from holdfast.stop.signals import SparedWorker
-from kit.harness import await_child, wait_until
+from kit.harness import await_child, is_alive, wait_until
 from kit.ranks.stopping_ranks import LIMIT, events, gate, ranks, reasons
 from kit.tiny import Numbers
 
@@ -40,13 +40,6 @@ def _mark_worker(worker: int) -> None:
     mark = Path(os.environ["STOPPING_PLACE"], f"worker{worker}")
     mark.with_suffix(".new").write_text(str(os.getpid()))
     mark.with_suffix(".new").rename(mark)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 SOON = 0.3
@@ -77,7 +70,7 @@ def test_a_loaders_workers_outlive_a_signal_to_every_process_where_that_is_set(
         wait_until(lambda: events(tmp_path, StopAsked), LIMIT, "the rank is asked")
         deadline = time.monotonic() + 3 * (SOON if context == "fork" else REPEATED)
         while time.monotonic() < deadline:
-            assert alive(worker), running.errors()
+            assert is_alive(worker), running.errors()
             time.sleep(0.02)
         running.open_gate()
         assert running.wait() == [STOPPED], running.errors()

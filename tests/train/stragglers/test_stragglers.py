@@ -34,9 +34,9 @@ from holdfast.train.stragglers.reports import Actions, Stragglers, other_detecto
 from holdfast.train.stragglers.scores import COMPUTE, INPUT, OTHER, Kind, Named
 from kit.harness import REPO, Result, finish
 from kit.harness import holdfast as command_of
-from kit.journals import journalled
 from kit.ranks.straggling import train
 from kit.ranks.together import together
+from kit.runs import journalled
 from kit.tiny import checkpoints
 
 
