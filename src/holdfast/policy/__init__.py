@@ -128,20 +128,12 @@ if TYPE_CHECKING:
     from holdfast.policy.results import judge as judge
     from holdfast.policy.results import not_finite as not_finite
     from holdfast.policy.results import settled_as as settled_as
-    from holdfast.policy.runbook import BAD as BAD
-    from holdfast.policy.runbook import FRESH as FRESH
     from holdfast.policy.runbook import LIVE as LIVE
-    from holdfast.policy.runbook import LOCAL as LOCAL
-    from holdfast.policy.runbook import LOWER as LOWER
-    from holdfast.policy.runbook import NO_RUNG as NO_RUNG
-    from holdfast.policy.runbook import REFUSED as REFUSED
-    from holdfast.policy.runbook import USED as USED
     from holdfast.policy.runbook import Drain as Drain
     from holdfast.policy.runbook import Facts as Facts
     from holdfast.policy.runbook import Finding as Finding
     from holdfast.policy.runbook import Mark as Mark
     from holdfast.policy.runbook import Offer as Offer
-    from holdfast.policy.runbook import RungOutlook as RungOutlook
     from holdfast.policy.runbook import Side as Side
     from holdfast.policy.runbook import Stage as Stage
     from holdfast.policy.runbook import StopFacts as StopFacts
@@ -153,7 +145,6 @@ if TYPE_CHECKING:
     from holdfast.policy.runbook import exit_code as exit_code
     from holdfast.policy.runbook import nodes_to_drain as nodes_to_drain
     from holdfast.policy.runbook import nodes_to_start_with as nodes_to_start_with
-    from holdfast.policy.runbook import rung_findings as rung_findings
     from holdfast.policy.runbook import side_of as side_of
     from holdfast.policy.runbook import storage as storage
     from holdfast.policy.runbook import trigger as trigger

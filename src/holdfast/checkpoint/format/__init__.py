@@ -80,12 +80,9 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.format.shards import check_size as check_size
     from holdfast.checkpoint.format.shards import plain as plain
     from holdfast.checkpoint.format.shards import write_shards as write_shards
-    from holdfast.checkpoint.format.structure import ALARM as ALARM
     from holdfast.checkpoint.format.structure import READ_SIZE as READ_SIZE
-    from holdfast.checkpoint.format.structure import SIZE as SIZE
     from holdfast.checkpoint.format.structure import Inspection as Inspection
     from holdfast.checkpoint.format.structure import Progress as Progress
-    from holdfast.checkpoint.format.structure import StorageWatch as StorageWatch
     from holdfast.checkpoint.format.structure import bad_chunks as bad_chunks
     from holdfast.checkpoint.format.structure import check_structure as check_structure
     from holdfast.checkpoint.format.structure import checkpoints_under as checkpoints_under
