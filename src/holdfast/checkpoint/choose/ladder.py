@@ -1,4 +1,4 @@
-"""The ladder: which checkpoints a start may take, in which order, and why not the others; and the walk down it.
+"""The ladder: which checkpoints a start may take, in which order, why not the others, and how it is walked.
 
 Everybody takes the same inventory and walks the same way. What is done at a rung is handed in:
 
