@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.checkpoint import read_back
 from holdfast.checkpoint import retention as effects
-from holdfast.checkpoint.choose.inventory import take_inventory
+from holdfast.checkpoint.choose.ladder import take_inventory
 from holdfast.checkpoint.choose.resolver import resolve_resume
 from holdfast.checkpoint.format import structure
 from holdfast.checkpoint.format.manifest import MANIFEST, CheckpointRoot, parse_name

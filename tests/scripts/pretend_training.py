@@ -19,7 +19,7 @@ import signal
 import sys
 from pathlib import Path
 
-from holdfast.checkpoint.choose.inventory import take_inventory
+from holdfast.checkpoint.choose.ladder import take_inventory
 from holdfast.checkpoint.format.manifest import MANIFEST, CheckpointName, CheckpointRoot, derive_id
 from holdfast.policy.placement import device_of
 from holdfast.policy.results import Kind, RankResult, Rejection, Window

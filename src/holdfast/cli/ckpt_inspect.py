@@ -19,8 +19,7 @@ from holdfast.cli.output import JSON, REASON, ROOT, RUN, WHICH, YES
 
 if TYPE_CHECKING:
     from holdfast.checkpoint import Difference, EntryDifference
-    from holdfast.checkpoint.choose import Resolution
-    from holdfast.policy import RungOutlook
+    from holdfast.checkpoint.choose import Resolution, RungOutlook
     from holdfast.record import CommitRecord, ControlDirectory, Fence, Standing
 
 
@@ -57,17 +56,23 @@ def locate(
 
     Exits with 0 if a checkpoint or a fresh start would be used, 18 if the run would refuse to start.
     """
-    from holdfast.checkpoint.choose import is_plain_root, resolve_resume
+    from holdfast.checkpoint.choose import (
+        FRESH,
+        LOCAL,
+        REFUSED,
+        USED,
+        first_of,
+        is_plain_root,
+        resolve_resume,
+    )
     from holdfast.errors import ExitCode, UsageError
-    from holdfast.policy import LOCAL, USED
 
     if not is_plain_root(run_dir):
         open_run(run_dir)
     if force and resume_from == "auto":
         raise UsageError("--force accepts one bad checkpoint by name: give --resume-from a step or a path")
     found = resolve_resume(run_dir, root=root, resume_from=resume_from, force=force, quick=not full)
-    used = next((row for row in found.candidates if row.verdict == USED), None)
-    first = next((row for row in found.candidates if row.verdict in (LOCAL, USED)), None)
+    used, first = first_of(found.candidates, USED), first_of(found.candidates, LOCAL, USED)
     if as_json:
         answer = {
             "chosen": found.chosen,
@@ -89,8 +94,8 @@ def locate(
         read = "every digest matched" if full else "digests were not read: --full does that"
         if used is not None and not found.run:
             read = "; ".join(used.reasons) if full else "no value was looked at: --full does that"
-        _print_answer(used, found.without_local == "fresh start", resume_from, world, read=read)
-    raise typer.Exit(ExitCode.NO_VALID_RUNG if found.chosen == "refused" else ExitCode.OK)
+        _print_answer(used, found.without_local == FRESH, resume_from, world, read=read)
+    raise typer.Exit(ExitCode.NO_VALID_RUNG if found.chosen == REFUSED else ExitCode.OK)
 
 
 def open_run(run_dir: Path) -> ControlDirectory:

@@ -16,27 +16,32 @@ from typing import Protocol
 import msgspec
 
 from holdfast.base import check_output, explain_os_error, replace_atomic
-from holdfast.checkpoint.choose import checkpoint_root, resolve_plain
+from holdfast.checkpoint.choose import FRESH, REFUSED, checkpoint_root, resolve_plain
 from holdfast.checkpoint.format import Progress
 from holdfast.errors import ControlError, ExitCode
 from holdfast.policy import (
-    FRESH,
     LIVE,
-    REFUSED,
     Finding,
     Mark,
     Side,
     Stage,
     StorageFacts,
     exit_code,
-    rung_findings,
     storage,
     why_not_started,
 )
 from holdfast.policy import command as command_finding
 from holdfast.record import ControlDirectory, attempt_numbers, launch_to_repeat
 from holdfast.recover.command import Started, command_of, drain, settings_of
-from holdfast.recover.examine import ATTEMPTS, Place, capacity_now, examine, timeline, try_places
+from holdfast.recover.examine import (
+    ATTEMPTS,
+    Place,
+    capacity_now,
+    examine,
+    rung_findings,
+    timeline,
+    try_places,
+)
 from holdfast.recover.facts import recent_lines
 from holdfast.recover.report import MARK, Action, Report, Row, check_rows, markdown, rows, verdict
 from holdfast.recover.resume_check import BAND, Agreement, is_correct

@@ -14,22 +14,37 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.base import Bounded, printable
-from holdfast.checkpoint.choose import Resolution, checkpoint_root, is_plain_root, resolve_resume, run_of_root
-from holdfast.checkpoint.format import SIZE, CheckpointRoot, ManifestError, Progress
+from holdfast.base import Bounded, plural, printable, size
+from holdfast.checkpoint.choose import (
+    BAD,
+    FRESH,
+    LOCAL,
+    NO_RUNG,
+    PROBE_SIZE,
+    REFUSED,
+    USED,
+    Resolution,
+    RungOutlook,
+    checkpoint_root,
+    first_of,
+    is_plain_root,
+    resolve_resume,
+    run_of_root,
+)
+from holdfast.checkpoint.format import CheckpointRoot, ManifestError, Progress
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.cluster import node_name
-from holdfast.errors import ControlError, ExitCode, UsageError
+from holdfast.errors import MEANINGS, ControlError, ExitCode, UsageError
 from holdfast.health import try_storage, why_not_first
 from holdfast.journal import Line, SaveStarted, condense, render_event
 from holdfast.observe import Status, look
 from holdfast.policy import (
-    FRESH,
     LIVE,
-    REFUSED,
     Cluster,
     Drain,
     Finding,
+    Mark,
+    Stage,
     StorageFacts,
     capacity,
     classify,
@@ -37,7 +52,6 @@ from holdfast.policy import (
     exit_code,
     nodes_to_drain,
     nodes_to_start_with,
-    rung_findings,
     side_of,
     storage,
     trigger,
@@ -94,7 +108,7 @@ def _try(path: Path) -> Place:
         info = os.statvfs(path)
     except OSError as error:
         return Place(path=path, there=True, problem=f"cannot be looked at: {error.strerror or error}")
-    problem = printable(try_storage(path, SIZE).problem, 1000)
+    problem = printable(try_storage(path, PROBE_SIZE).problem, 1000)
     free = info.f_bavail * info.f_frsize
     return Place(path=path, there=True, marked=marked, problem=problem, free=free)
 
@@ -334,3 +348,88 @@ def timeline(lines: list[Line]) -> list[Moment]:
         Moment(at=line.at, attempt=line.attempt, who=printable(line.who), text=render_event(line.body).text)
         for line in condense(line for line in lines if not isinstance(line.body, SaveStarted))[-MOMENTS:]
     ]
+
+
+# What a resume would make of each checkpoint of a stopped run, as findings of the runbook. Pure.
+
+
+def rung_findings(found: Resolution | None) -> list[Finding]:
+    """Where candidates are, what verifying them showed, and which one is used; None if they lie on a hang."""
+    if found is None:
+        text = "not looked at: what they lie on hangs"
+        return [Finding(stage=Stage.LOCATE, mark=Mark.UNKNOWN, text=text)]
+    rungs = [row for row in found.candidates if row.verdict != NO_RUNG]
+    bad = [row for row in rungs if row.verdict == BAD]
+    return [
+        _located(found, rungs),
+        _verified(rungs, bad, digests_read=found.digests_read, run=found.run),
+        _chosen(found, bad),
+    ]
+
+
+def _located(found: Resolution, rungs: Sequence[RungOutlook]) -> Finding:
+    elsewhere = [f"{row.name}: {row.local}, as recorded" for row in rungs if row.local]
+    unseen = [f"could not be looked at: {text}" for text in found.unseen]
+    kept_out = [
+        f"no rung: {row.name}: {'; '.join(row.reasons)}" for row in found.candidates if row.verdict == NO_RUNG
+    ]
+    return Finding(
+        stage=Stage.LOCATE,
+        mark=Mark.NOTE if unseen else Mark.OK,
+        text=f"{plural(len(rungs), 'rung')} under {found.root}",
+        evidence=[*elsewhere, *unseen, *kept_out],
+    )
+
+
+def _verified(
+    rungs: Sequence[RungOutlook], bad: Sequence[RungOutlook], *, digests_read: bool, run: str
+) -> Finding:
+    how = "every byte that was read matches" if digests_read else "names and sizes fit; digests were not read"
+    used = first_of(rungs, USED)
+    if used is not None and used.reasons and not run:  # what was looked at where there are no digests
+        how = used.reasons[0]
+    return Finding(
+        stage=Stage.VERIFY,
+        mark=Mark.NOTE if bad else Mark.OK,
+        text=f"{plural(len(bad), 'rung')} failed" if bad else how if rungs else "nothing to verify",
+        evidence=[f"{row.name}: {'; '.join(row.reasons)}" for row in bad],
+    )
+
+
+def _chosen(found: Resolution, bad: Sequence[RungOutlook]) -> Finding:
+    if found.exit_code == ExitCode.RUN_IS_LIVE:  # somebody has claimed it since the first look
+        return _none("somebody holds the run now", found.why, ExitCode.RUN_IS_LIVE)
+    if found.chosen == REFUSED:
+        return _none("no checkpoint may be used", found.why, ExitCode.NO_VALID_RUNG)
+    if found.chosen == FRESH and found.asked == "fresh":
+        return _none(
+            "the last launch was told to start fresh, and would do so again",
+            ["checkpoint.resume_from = 'fresh'"],
+            ExitCode.USAGE,
+            "take that setting away to go on from where it was, or give the command after `--`",
+        )
+    if found.chosen == FRESH:
+        text = "a fresh start: no checkpoint was ever kept"
+        return Finding(stage=Stage.RUNG, mark=Mark.OK, text=text, evidence=found.why)
+    used = next(row for row in found.candidates if row.name == found.chosen)
+    told = f", {size(used.bytes)}" if used.bytes else ""
+    below = [f"if its nodes hold it no longer: {found.without_local}"] if used.verdict == LOCAL else []
+    why = [line for line in found.why if not line.startswith("not ")]  # those have been told as verified
+    why += [f"passed over: {', '.join(row.name for row in bad)}"] if bad else []
+    return Finding(
+        stage=Stage.RUNG,
+        mark=Mark.NOTE if bad or below else Mark.OK,
+        text=f"step {found.step} from {found.chosen} ({found.tier}{told})",
+        evidence=[*why, *below],
+    )
+
+
+def _none(why: str, evidence: list[str], code: ExitCode, remedy: str = "") -> Finding:
+    return Finding(
+        stage=Stage.RUNG,
+        mark=Mark.PROBLEM,
+        text=f"none: {why}",
+        evidence=evidence,
+        code=int(code),
+        next=remedy or MEANINGS[code][1],
+    )

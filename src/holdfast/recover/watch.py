@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.checkpoint.choose import REFUSED
+from holdfast.checkpoint.choose import REFUSED_STANDINGS
 from holdfast.checkpoint.format import CheckpointName, Manifest, ManifestError, parse_name
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.journal import (
@@ -113,7 +113,7 @@ def _done_after(
             one.id == name.id for one in commits
         )
         later = [one for one in commits if one.step > name.step]
-        if went_on and not any(book.of(one.id) in REFUSED for one in later):
+        if went_on and not any(book.of(one.id) in REFUSED_STANDINGS for one in later):
             comparable.append(number)
     losses: dict[int, float] = {}
     digests: dict[int, str] = {}

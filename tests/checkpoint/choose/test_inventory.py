@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from torch.distributed import HashStore
 
-from holdfast.checkpoint.choose.inventory import take_inventory, take_pinned
+from holdfast.checkpoint.choose.ladder import take_inventory, take_pinned
+from holdfast.checkpoint.choose.resume import blame_storage
 from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.copies.assembled import Hello, make_map
 from holdfast.checkpoint.copies.inspection import LocalInventory
 from holdfast.checkpoint.copies.rules import Assembly
 from holdfast.checkpoint.format.manifest import MANIFEST, METADATA, CheckpointName, CheckpointRoot, encode
-from holdfast.checkpoint.format.structure import StorageWatch
 from holdfast.errors import DecisionTimeoutError
 from holdfast.journal.events import CopyQuarantined, StorageAlarm
 from holdfast.journal.writer import JournalWriter
@@ -248,26 +248,19 @@ def test_each_round_has_answers_of_its_own(resuming: Resuming) -> None:
 # --- the storage alarm --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def watch(resuming: Resuming) -> StorageWatch:
-    resuming.root.mkdir()
-    return StorageWatch(resuming.journal)
-
-
-def test_two_unusable_rungs_in_a_row_raise_the_alarm_once(watch: StorageWatch, resuming: Resuming) -> None:
+def test_two_unusable_rungs_in_a_row_raise_the_alarm_once(resuming: Resuming) -> None:
     """Scenario 23."""
-    assert watch.after("a", resuming.root) == ""
+    resuming.root.mkdir()
+    assert blame_storage(resuming.journal, ["a"], resuming.root) == ""
     assert not resuming.events(StorageAlarm)
-    assert watch.after("b", resuming.root) == "", "the storage itself is well"
-    assert watch.after("c", resuming.root) == ""
+    assert blame_storage(resuming.journal, ["a", "b"], resuming.root) == "", "the storage itself is well"
+    assert blame_storage(resuming.journal, ["a", "b", "c"], resuming.root) == ""
     (alarm,) = resuming.events(StorageAlarm)
     assert alarm.checkpoints == ["a", "b"]
     assert not list(resuming.root.iterdir()), "nothing of the probe is left"
 
 
-def test_storage_that_cannot_be_written_ends_the_search(watch: StorageWatch, resuming: Resuming) -> None:
-    gone = resuming.root / "gone"
-    watch.after("a", gone)
-    why = watch.after("b", gone)
+def test_storage_that_cannot_be_written_ends_the_search(resuming: Resuming) -> None:
+    why = blame_storage(resuming.journal, ["a", "b"], resuming.root / "gone")
     assert why.startswith("storage alarm: a and b, one after the other, cannot be used")
     assert "No such file" in why

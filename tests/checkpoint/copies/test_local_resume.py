@@ -342,9 +342,8 @@ def test_storage_that_fails_the_probe_is_not_read_any_further(
     four: Nodes, trained: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scenario 23: refuse to continue blindly, though a third checkpoint might do."""
-    monkeypatch.setattr("holdfast.checkpoint.format.structure.SIZE", 0)
     tried = Tried(problem="it gives back other bytes")
-    monkeypatch.setattr("holdfast.checkpoint.format.structure.try_storage", lambda *_: tried)
+    monkeypatch.setattr("holdfast.checkpoint.choose.resume.try_storage", lambda *_: tried)
     assert (
         four.train(NODES, END, checkpoint_interval=2, checkpoint_non_persistent_ckpt_type="none") == [0] * 4
     )

@@ -29,7 +29,7 @@ from holdfast.checkpoint.save import snapshot as snapshots
 from holdfast.checkpoint.save.plan import Plan, SnapshotPlanner, find_sharings, make_plan, signature_of, term
 from holdfast.checkpoint.save.staging import Buffer, stage_from_host
 from holdfast.errors import SaveFailedError, UsageError
-from holdfast.record.decisions import Group
+from holdfast.record.group import Group
 from kit.ranks.writers import ranks
 from kit.tensors import same_bits
 from kit.tiny import checkpoints, train

@@ -12,18 +12,32 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.choose.inventory import (
+    from holdfast.checkpoint.choose.ladder import (
+        BAD,
+        FRESH,
+        LOCAL,
+        NO_RUNG,
+        PROBE_SIZE,
+        REFUSED,
+        REFUSED_STANDINGS,
+        USED,
+        RungOutlook,
+        first_of,
         highest_committed_step,
         look_at,
-        open_at_start,
         take_pinned,
     )
-    from holdfast.checkpoint.choose.ladder import REFUSED, Resolution
     from holdfast.checkpoint.choose.load import LoadedState
-    from holdfast.checkpoint.choose.plain import is_plain_root, resolve_plain
+    from holdfast.checkpoint.choose.plain import is_plain_root
     from holdfast.checkpoint.choose.reader import VerifyingReader
-    from holdfast.checkpoint.choose.resolver import checkpoint_root, resolve_resume, run_of_root
-    from holdfast.checkpoint.choose.resume import Proposal, ResumeDecision, Resumer
+    from holdfast.checkpoint.choose.resolver import (
+        Resolution,
+        checkpoint_root,
+        resolve_plain,
+        resolve_resume,
+        run_of_root,
+    )
+    from holdfast.checkpoint.choose.resume import Proposal, ResumeDecision, Resumer, open_at_start
     from holdfast.checkpoint.choose.suspicion import situation_of, still_open, write_down, write_findings
 else:
     __getattr__ = offers(__name__)

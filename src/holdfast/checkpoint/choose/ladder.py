@@ -1,28 +1,85 @@
-"""The ladder: which checkpoints a resume may use, in which order, and why the others may not.
+"""The ladder: which checkpoints a start may take, in which order, why not the others, and how it is walked.
 
-Pure: everything it decides on is handed in. The order is the lineage's, newest first; file names, file times
-and the `latest` hint play no part in it.
+Everybody takes the same inventory and walks the same way. What is done at a rung is handed in:
+
+* A resume (`resume`) has all ranks load and verify the rung, and they agree on it. It holds the lease,
+  fetches what is missing or bad, and tries the storage after two rungs in a row that cannot be used.
+* A look before anything is started (`resolver`) reads the bytes, or only names and sizes. It holds no lease,
+  changes nothing, and knows what nodes hold only from the records. Where no run keeps a record, the rungs are
+  the directories that lie there, and what is recorded beside one is read when its turn comes.
+* A decision about a failed attempt (`suspicion.situation_of`) takes the inventory alone. It reads no bytes,
+  asks no remote and heeds no pin; what is to be avoided is left out by the policy that decides.
+
+The order is the lineage's, newest first; file names, file times and the `latest` hint play no part in it.
+`build_ladder`, `leave_out` and `walk_down` are pure: everything they decide on is handed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.checkpoint.format import CheckpointName
-from holdfast.errors import ControlError, ExitCode, NoValidRungError, RunIsLiveError
+from holdfast.checkpoint import removed
+from holdfast.checkpoint.choose.plain import directories, is_checkpoint
+from holdfast.checkpoint.copies import tier
+from holdfast.checkpoint.format import (
+    MANIFEST,
+    METADATA,
+    CheckpointName,
+    CheckpointRoot,
+    Inspection,
+    ManifestError,
+    check_structure,
+    parse_name,
+    printable,
+    verify,
+)
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.config import is_step
+from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.journal import RejectedOption
-from holdfast.policy import RungOutlook
-from holdfast.record import CommitRecord, LeaseState, Standing, Timeline
+from holdfast.record import (
+    CommitRecord,
+    ControlDirectory,
+    Pin,
+    Standing,
+    StandingBook,
+    Timeline,
+    deleted_names,
+    find_deleted,
+    read_timeline,
+    told_progress,
+    was_committed,
+)
 
+T = TypeVar("T")
 Name = tuple[int, str]
 """(step, id), as a CheckpointName is one."""
-REFUSED = frozenset({Standing.SUSPECT, Standing.CONDEMNED})
+REFUSED_STANDINGS = frozenset({Standing.SUSPECT, Standing.CONDEMNED})
 DELETED = "deleted: by retention, as its record says"
 LOST = "lost: only the local tier had it, and no node holds any of it now"
 UNSEEN = "not seen: nodes may hold it, but this attempt goes on without the local tier"
 AVOIDED = "avoided: the recovery decision was to resume below it"
+
+FRESH, REFUSED = "fresh start", "refused"
+"""What is chosen where it is no checkpoint."""
+USED, BAD, LOWER, NO_RUNG = "would be used", "refused", "lower than the one used", "not a rung"
+LOCAL = "would be used if its nodes still hold it"
+
+ALARM = 2
+"""Rungs in a row that cannot be used before the storage is tried."""
+PROBE_SIZE = 8 * 1024 * 1024
+"""Bytes that storage is tried with."""
+NAMED_OWNERS = 8
+"""Checkpoints of others whose run is looked up: enough to tell what happened."""
+MAX_LINKS = 40
+"""Links that are followed one after the other, as many as the kernel follows."""
 
 
 class Rung(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,11 +92,99 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True):
     """Expected manifest digest; empty for a plain DCP directory."""
     path: str = ""
 
+    def under(self, root: Path) -> Path:
+        """Where it lies, if the checkpoint root is `root`."""
+        return Path(self.path) if self.path else root / self.name
+
 
 class Ladder(msgspec.Struct, frozen=True):
     rungs: list[Rung]
     rejected: list[RejectedOption]
     may_start_fresh: bool
+    avoided: list[Rung] = []
+    """Those of `rejected` that would be rungs but for a recovery decision."""
+
+
+class RungOutlook(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint, and what a start makes of it."""
+
+    name: str
+    step: int | None
+    verdict: str
+    """`would be used`, `would be used if its nodes still hold it`, `refused`, `lower than the one used` or
+    `not a rung`."""
+    reasons: list[str] = []
+    path: str | None = None
+    """Where its bytes are: a directory, or a URL of the object store. None if only nodes may hold them."""
+    tier: str = "global"
+    """global, remote or local."""
+    local: str | None = None
+    """Where the local tier's copies should be, as recorded."""
+    world: int | None = None
+    """How many ranks saved it, where its manifest was read."""
+    standing: str = ""
+    bytes: int = 0
+
+
+def first_of(rows: Iterable[RungOutlook], *verdicts: str) -> RungOutlook | None:
+    """The first checkpoint of which one of these is said."""
+    return next((row for row in rows if row.verdict in verdicts), None)
+
+
+# --- the walk -----------------------------------------------------------------------------------------------
+
+
+class Look(NamedTuple, Generic[T]):
+    """What was found at a rung."""
+
+    row: RungOutlook
+    held: T | None = None
+    """If it would be used: what looking at it has left in hand."""
+    of_bytes: bool = True
+    """Whether its bytes were judged: several bad ones in a row may be the fault of the storage."""
+
+
+@dataclass
+class Walk(Generic[T]):
+    """What was found on the way down."""
+
+    rows: list[RungOutlook] = field(default_factory=list)
+    """Of all rungs that were looked at."""
+    lower: Sequence[Rung] = ()
+    """Those below the one that would be used."""
+    held: T | None = None
+    """Of the one that would be used."""
+    alarm: list[str] = field(default_factory=list)
+    """Rungs in a row whose bytes could not be used, if there were enough to suspect the storage."""
+
+
+def walk_down(
+    rungs: Sequence[Rung],
+    look: Callable[[Rung], Look[T]],
+    refused: Callable[[RungOutlook, list[str]], None] | None = None,
+) -> Walk[T]:
+    """Look at one rung after another until one would be used; what is below that one is not looked at.
+
+    `refused` is told of each rung that is refused, with the names of all that were refused in a row. It may
+    raise, which ends the walk.
+    """
+    walk: Walk[T] = Walk()
+    bad: list[str] = []
+    for place, rung in enumerate(rungs):
+        row, held, of_bytes = look(rung)
+        walk.rows.append(row)
+        if row.verdict == USED:
+            walk.held, walk.lower = held, rungs[place + 1 :]
+            break
+        if of_bytes:
+            bad = [*bad, rung.name] if row.verdict == BAD else []
+            walk.alarm = bad if len(bad) >= ALARM else walk.alarm
+        if row.verdict == BAD and refused is not None:
+            refused(row, bad)
+    return walk
+
+
+# --- which rungs there are ----------------------------------------------------------------------------------
 
 
 def build_ladder(
@@ -110,9 +255,9 @@ def leave_out(ladder: Ladder, avoid: Collection[str]) -> Ladder:
     A fresh start becomes no more allowed by it: where nothing else is left, the resume is refused.
     """
     kept = [rung for rung in ladder.rungs if rung.name not in avoid]
-    left_out = [RejectedOption(rung.name, [AVOIDED]) for rung in ladder.rungs if rung.name in avoid]
-    fresh = ladder.may_start_fresh and not left_out
-    return Ladder(kept, [*left_out, *ladder.rejected], fresh)
+    avoided = [rung for rung in ladder.rungs if rung.name in avoid]
+    rejected = [*(RejectedOption(rung.name, [AVOIDED]) for rung in avoided), *ladder.rejected]
+    return Ladder(kept, rejected, ladder.may_start_fresh and not avoided, avoided)
 
 
 def _deleted(gone: Sequence[CheckpointName], step: int | None) -> list[RejectedOption]:
@@ -133,58 +278,216 @@ def _why_not(
     if step is not None and record.step != step:
         return f"not asked for: resume_from names step {step}"
     standing = standings.get((record.step, record.id), Standing.COMMITTED)
-    if standing in REFUSED and not force:
+    if standing in REFUSED_STANDINGS and not force:
         return f"{standing}: used only when named, with checkpoint.force"
     return ""
 
 
-# What a resume would make of each checkpoint of a run: the answer of `resolver`.
+# --- the inventory, as the control directory and the root give it ------------------------------------------
 
 
-class Resolution(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer; fields are only ever added."""
+def take_inventory(
+    control: ControlDirectory,
+    root: CheckpointRoot,
+    resume_from: str,
+    *,
+    force: bool,
+    copies: Collection[CheckpointName] = (),
+    avoid: Collection[str] = (),
+    pin: Pin | None = None,
+    local_unseen: bool = False,
+) -> Ladder:
+    """The ladder for `resume_from`: "auto", "fresh", a step number, or a path.
 
-    run: str
-    """The run's id; empty if there is none yet."""
-    run_dir: str
-    root: str
-    chosen: str
-    """A checkpoint's name, `fresh start` or `refused`."""
-    step: int | None = None
-    path: str | None = None
-    tier: str = ""
-    without_local: str = ""
-    """What would be chosen if the nodes hold nothing any more."""
-    why: list[str] = []
-    candidates: list[RungOutlook] = []
-    """In the order of the ladder; then what is no rung."""
-    digests_read: bool = True
-    asked: str = "auto"
-    """`resume_from`, as it was asked with."""
-    pinned: str | None = None
-    live: LeaseState | None = None
-    """Who holds the run, if somebody does."""
-    storage_alarm: list[str] = []
-    """Checkpoints in a row whose bytes were wrong, if so many were that the storage must be tried."""
-    unseen: list[str] = []
-    """Places that could not be looked at, and why."""
-    samples: int | None = None
-    tokens: int | None = None
-    world: int | None = None
-    exit_code: int = 0
-    """What a start would end with: 0, 18 (no valid rung), 20 (somebody holds the run) or 24 (the directory
-    of a run that was there before is not)."""
+    `copies` are checkpoints that a remote or the local tier holds. One of this line that is not here is a
+    rung all the same: it can be fetched, or put together. One that retention deleted is not, nor is anybody
+    else's. `avoid` names what an ordinary resume ("auto") leaves out. A `pin` counts before all of these.
+    `local_unseen`: what the local tier holds is not known.
+    """
+    if pin is not None:
+        return take_pinned(control, root, pin.checkpoint, force=pin.force, copies=copies)
+    if resume_from == "fresh":
+        return Ladder([], [], True)
+    timeline = read_timeline(control)
+    if resume_from == "auto" or is_step(resume_from):
+        book = StandingBook(control, root.path)
+        records = timeline.on_line + timeline.abandoned
+        deleted = deleted_names(control)
+        known = {CheckpointName(record.step, record.id) for record in records} - deleted
+        ladder = build_ladder(
+            timeline,
+            {(record.step, record.id): book.of(_name(record)) for record in records},
+            sorted({*root.names(), *known.intersection(copies)}, reverse=True),
+            frozenset((record.step, record.id) for record in records if was_committed(control, record)),
+            deleted=deleted,
+            local=frozenset(tier.names(control)),
+            local_unseen=local_unseen,
+            owners=_owners(root, {CheckpointName(record.step, record.id) for record in records}),
+            step=int(resume_from) if is_step(resume_from) else None,
+            force=force,
+        )
+        if ladder.may_start_fresh and timeline.origin is None:
+            ladder = _with_plain(ladder, root)
+        if resume_from == "auto":
+            return leave_out(_with_origin(ladder, timeline, control), avoid)
+        return _with_deletions(ladder, control)
+    return _named(Path(resume_from), control, force=force)
 
-    @property
-    def usable(self) -> bool:
-        return self.exit_code == 0
 
-    def require(self) -> Resolution:
-        """Itself, or the error that the start would end with."""
-        if self.exit_code == ExitCode.RUN_IS_LIVE:
-            raise RunIsLiveError("; ".join(self.why))
-        if self.exit_code == ExitCode.CONTROL_UNUSABLE:
-            raise ControlError("; ".join(self.why))
-        if self.exit_code:
-            raise NoValidRungError("; ".join(self.why))
-        return self
+def _owners(root: CheckpointRoot, known: Collection[CheckpointName]) -> dict[tuple[int, str], str]:
+    """Which runs have saved what lies here beside this run's own, in words; of the newest few."""
+    found: dict[tuple[int, str], str] = {}
+    for name in sorted(set(root.names()) - set(known), reverse=True)[:NAMED_OWNERS]:
+        with contextlib.suppress(ManifestError):
+            run = printable(manifests.read(root.committed(name))[0].run, 80)
+            found[name] = f"run {run}"
+            with contextlib.suppress(HoldfastError, OSError):
+                if ControlDirectory.open(root.path.parent).run_id == run:
+                    found[name] = f"run {run} in {root.path.parent}"
+    return found
+
+
+def take_pinned(
+    control: ControlDirectory,
+    root: CheckpointRoot,
+    pinned: str,
+    *,
+    force: bool,
+    copies: Collection[CheckpointName] = (),
+) -> Ladder:
+    """The ladder of an operator's pin: that checkpoint and no other, on the present timeline or off it."""
+    timeline = read_timeline(control)
+    record = next(
+        (
+            record
+            for record in timeline.on_line + timeline.abandoned
+            if str(CheckpointName(record.step, record.id)) == pinned
+        ),
+        None,
+    )
+    if record is None:
+        return Ladder(
+            [], [RejectedOption(pinned, ["unknown: this run has no record of having saved it"])], False
+        )
+    name = CheckpointName(record.step, record.id)
+    standing = StandingBook(control, root.path).of(str(name))
+    why = ""
+    if standing in REFUSED_STANDINGS and not force:
+        why = f"{standing}: pin it with --force to use it all the same"
+    elif name not in root.names() and name not in copies:
+        gone = find_deleted(control, name.step, name.id)
+        why = f"deleted: {gone.describe()}" if gone is not None else "missing: its directory is gone"
+    if why:
+        return Ladder([], [RejectedOption(pinned, [why])], False)
+    return Ladder([Rung(name=pinned, step=record.step, id=record.id, manifest=record.manifest)], [], False)
+
+
+def _name(record: CommitRecord) -> str:
+    return str(CheckpointName(record.step, record.id))
+
+
+def _with_deletions(ladder: Ladder, control: ControlDirectory) -> Ladder:
+    """The ladder of a step that was asked for, with when and why retention deleted what it has deleted."""
+    rejected = []
+    for option in ladder.rejected:
+        name = parse_name(option.option)
+        found = find_deleted(control, *name) if name is not None and option.why == [DELETED] else None
+        why = [f"deleted: {found.describe()}"] if found is not None else option.why
+        rejected.append(RejectedOption(option.option, why))
+    return Ladder(ladder.rungs, rejected, ladder.may_start_fresh)
+
+
+def _with_origin(ladder: Ladder, timeline: Timeline, control: ControlDirectory) -> Ladder:
+    """A run that began from somebody else's checkpoint has that one as its lowest rung."""
+    if timeline.origin is None or not timeline.origin.source:
+        return ladder
+    rung = _rung_at(Path(timeline.origin.source))
+    if why := _refused(rung, control):
+        rejected = RejectedOption(rung.name, [f"{why}: used only when named, with checkpoint.force"])
+        return Ladder(ladder.rungs, [*ladder.rejected, rejected], False)
+    return Ladder([*ladder.rungs, rung], ladder.rejected, False)
+
+
+def _with_plain(ladder: Ladder, root: CheckpointRoot) -> Ladder:
+    """Before its first attempt a run finds checkpoints in its root that nobody has a record of: to begin anew
+    beside them may be meant, or may throw away what was trained; somebody must say which."""
+    there = [path for path in directories(root.path) if is_checkpoint(path)] if root.path.is_dir() else []
+    why = "no run has a record of it: name it with checkpoint.resume_from to go on from it, or say 'fresh'"
+    found = [RejectedOption(printable(path.name), [why]) for path in there[:NAMED_OWNERS]]
+    return Ladder(ladder.rungs, [*ladder.rejected, *found], not found)
+
+
+def _refused(rung: Rung, control: ControlDirectory) -> str:
+    """The standing for which a checkpoint that was named by its path is refused; whoever recorded it."""
+    if not rung.id:
+        return ""
+    path, name = Path(rung.path), str(CheckpointName(rung.step, rung.id))
+    standing = StandingBook(control, path.parent).of(name)
+    if standing not in REFUSED_STANDINGS:
+        # It may be a copy in another place of what this run judged, or was told of, in its own root.
+        standing = StandingBook(control).of(name)
+    return str(standing) if standing in REFUSED_STANDINGS else ""
+
+
+def refuse_named(rung: Rung, control: ControlDirectory) -> Ladder | None:
+    """The empty ladder of a checkpoint that was named and may not be used; None if it may."""
+    standing = _refused(rung, control)
+    if not standing:
+        return None
+    name = str(CheckpointName(rung.step, rung.id))
+    why = f"{standing}: set checkpoint.force to use it all the same"
+    told = StandingBook(control, Path(rung.path).parent).evidence_of(name)
+    return Ladder([], [RejectedOption(rung.name, [why, *(printable(line, 500) for line in told)])], False)
+
+
+def _named(path: Path, control: ControlDirectory, *, force: bool) -> Ladder:
+    if not path.is_dir():
+        why = removed(path, control) or removed(path)
+        told = f"this checkpoint is not there any more: {why}" if why else "no such directory"
+        raise UsageError(f"checkpoint.resume_from = {str(path)!r}: {told}")
+    rung = _rung_at(path.absolute())
+    if not force and (refused := refuse_named(rung, control)) is not None:
+        return refused
+    return Ladder([rung], [], False)
+
+
+def _rung_at(path: Path) -> Rung:
+    for _ in range(MAX_LINKS):  # what was judged lies beside the checkpoint, not beside a link to it
+        if not path.is_symlink():
+            break
+        path = path.parent / path.readlink()
+    inspection = check_structure(path)
+    if inspection.manifest is not None:
+        found = inspection.manifest
+        return Rung(
+            name=path.name, step=found.step, id=found.id, manifest=inspection.manifest_digest, path=str(path)
+        )
+    name = parse_name(path.name)
+    digits = re.fullmatch(r"\D*?[-_](\d+)", path.name)
+    step = name.step if name else int(digits[1]) if digits else 0
+    return Rung(name=path.name, step=step, id="", manifest="", path=str(path))
+
+
+def look_at(rung: Rung, root: CheckpointRoot, run: str, world: int | None = None) -> tuple[Path, Inspection]:
+    """Where a rung lies, and what the cheap checks say of it: names, sizes, and the bytes of `.metadata`."""
+    path = rung.under(root.path)
+    if not rung.manifest:
+        return path, check_structure(path)
+    return path, verify(path, run=None if rung.path else run, world=world, files=[METADATA])
+
+
+def highest_committed_step(root: Path, control: ControlDirectory) -> int:
+    """The highest step among committed checkpoints; 0 if there is none. Says nothing about their bytes.
+
+    One that is suspect or condemned is no progress. A run that has no checkpoints at all, because its script
+    saves by itself, is believed what it tells (`handover.progress`); beside checkpoints that counts nothing.
+    """
+    checkpoints, book = CheckpointRoot(root), StandingBook(control, root)
+    try:
+        names = checkpoints.names()
+        if not names:
+            return told_progress(control.path)
+        there = (name for name in names if (checkpoints.committed(name) / MANIFEST).is_file())
+        return next((name.step for name in there if book.of(str(name)) not in REFUSED_STANDINGS), 0)
+    except (OSError, StorageError):
+        return 0

@@ -5,8 +5,7 @@ manifest there are no digests. What can be known is looked at all the same: name
 `.metadata`; the check sums that torch.save puts into every item; that each tensor has as many bytes as it
 should, and that its values are numbers.
 
-Guarantee: reads only, follows no link, unpickles nothing, needs no torch. What is there is never called a
-fresh start: the newest directory that holds is chosen, or none is, and why not is said for each.
+Guarantee: reads only, follows no link, unpickles nothing, needs no torch.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.checkpoint.choose.ladder import REFUSED as REFUSED_STANDINGS
-from holdfast.checkpoint.choose.ladder import Resolution
 from holdfast.checkpoint.format import (
-    ALARM,
     MANIFEST,
     MARKER,
     METADATA,
@@ -46,9 +42,7 @@ from holdfast.checkpoint.format import (
     verify,
 )
 from holdfast.checkpoint.format import metadata as metadatas
-from holdfast.errors import ExitCode, UsageError
-from holdfast.policy import BAD, LOWER, REFUSED, USED, RungOutlook
-from holdfast.record import RootBook
+from holdfast.errors import UsageError
 
 if TYPE_CHECKING:  # imported where values are looked at: a look at names alone must not wait for it
     import numpy as np
@@ -109,100 +103,6 @@ def step_of(name: str) -> int | None:
         return ours.step
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
-
-
-def resolve_plain(directory: Path, *, quick: bool = False, progress: Progress | None = None) -> Resolution:
-    """Which of the checkpoints in a directory without a run holds, from the highest step down."""
-    alone = is_checkpoint(directory)
-    root = directory.absolute().parent if alone else directory.absolute()
-    rows: list[RungOutlook] = []
-    bad: list[str] = []
-    alarm: list[str] = []
-    used: RungOutlook | None = None
-    digests = False
-    for path in [directory.absolute()] if alone else directories(root):
-        if used is not None:
-            rows.append(_row(path, LOWER, []))
-            continue
-        if judged := _judged(path):
-            rows.append(_row(path, BAD, judged))
-            continue
-        inspection, notes = inspect(path, quick=quick, progress=progress)
-        if inspection.problems:
-            rows.append(_row(path, BAD, [str(one) for one in inspection.problems]))
-            bad.append(path.name)
-            alarm = bad if len(bad) >= ALARM else alarm
-            continue
-        digests = inspection.bytes_checked > 0
-        used = _row(path, USED, notes, inspection)
-        rows.append(used)
-    beside = _run_beside(root)
-    why = _why(root, used, rows)
-    return Resolution(
-        run="",
-        run_dir=str(root),
-        root=str(root),
-        chosen=used.name if used is not None else REFUSED,
-        step=used.step if used is not None else None,
-        path=used.path if used is not None else None,
-        tier="global" if used is not None else "",
-        without_local=used.name if used is not None else REFUSED,
-        why=[*why, *beside],
-        candidates=rows,
-        digests_read=digests,
-        storage_alarm=alarm,
-        world=used.world if used is not None else None,
-        exit_code=0 if used is not None else int(ExitCode.NO_VALID_RUNG),
-    )
-
-
-def _judged(path: Path) -> list[str]:
-    """Why a checkpoint must not be used, by what some run has recorded beside it; empty if nothing was."""
-    name = parse_name(path.name)
-    if name is None:
-        return []
-    book = RootBook(path.parent)
-    standing = book.of(str(name))
-    if standing not in REFUSED_STANDINGS:
-        return []
-    return [str(standing), *(f"{standing}: {line}" for line in book.evidence_of(str(name)))]
-
-
-def _row(path: Path, verdict: str, reasons: list[str], inspection: Inspection | None = None) -> RungOutlook:
-    manifest = inspection.manifest if inspection is not None else None
-    return RungOutlook(
-        name=printable(path.name),
-        step=manifest.step if manifest is not None else step_of(path.name),
-        verdict=verdict,
-        reasons=[printable(reason, 2000) for reason in reasons],
-        path=printable(str(path), 4096),
-        world=manifest.world.size if manifest is not None else None,
-        bytes=inspection.size if inspection is not None else 0,
-    )
-
-
-def _why(root: Path, used: RungOutlook | None, rows: list[RungOutlook]) -> list[str]:
-    told = f"no run keeps a record of {root}: lineage and standing are not known"
-    if used is None:
-        nothing = [] if rows else ["there is no checkpoint in it, and a run has begun there"]
-        return [
-            "no checkpoint may be used",
-            told,
-            *nothing,
-            *(f"{r.name}: {'; '.join(r.reasons)}" for r in rows),
-        ]
-    higher = rows[: rows.index(used)]
-    return [
-        f"the highest step that holds; {told}",
-        *used.reasons,
-        *(f"not {row.name}: {'; '.join(row.reasons)}" for row in higher),
-    ]
-
-
-def _run_beside(root: Path) -> list[str]:
-    if not (root.parent / "run.json").is_file():
-        return []
-    return [f"the run in {root.parent} may know more of them: give that directory"]
 
 
 # --- one checkpoint ----------------------------------------------------------------------------------------

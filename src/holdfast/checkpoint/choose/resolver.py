@@ -3,7 +3,9 @@
 Guarantee: nothing is changed, and nothing is chosen that the resume itself would refuse: the same ladder in
 the same order (lineage, standing, pins, what recovery decided to avoid), the same checks of the same bytes.
 A run that somebody holds is refused, whatever its checkpoints are worth. What cannot be seen from here (the
-memory of other nodes) is named as recorded and never counted as verified.
+memory of other nodes) is named as recorded and never counted as verified. Where checkpoints lie that no run
+keeps a record of (`plain`), the newest one that holds is chosen or none is, with the reasons for each; such a
+directory is never called a fresh start.
 """
 
 from __future__ import annotations
@@ -11,21 +13,37 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from holdfast.checkpoint import reading, removed
-from holdfast.checkpoint.choose.inventory import look_at, take_inventory, take_pinned
-from holdfast.checkpoint.choose.ladder import REFUSED as REFUSED_STANDINGS
-from holdfast.checkpoint.choose.ladder import Ladder, Resolution, Rung, leave_out
-from holdfast.checkpoint.choose.plain import is_plain_root, resolve_plain
+from holdfast.checkpoint.choose.ladder import (
+    BAD,
+    FRESH,
+    LOCAL,
+    LOWER,
+    NO_RUNG,
+    REFUSED,
+    REFUSED_STANDINGS,
+    USED,
+    Ladder,
+    Look,
+    Rung,
+    RungOutlook,
+    first_of,
+    look_at,
+    take_inventory,
+    walk_down,
+)
+from holdfast.checkpoint.choose.plain import directories, inspect, is_checkpoint, is_plain_root, step_of
 from holdfast.checkpoint.copies import read_recorded
 from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.format import (
-    ALARM,
     CheckpointName,
     CheckpointRoot,
+    Inspection,
     Manifest,
     Progress,
     is_url,
@@ -34,14 +52,22 @@ from holdfast.checkpoint.format import (
     verify,
 )
 from holdfast.checkpoint.remote import Remote, open_remote
-from holdfast.errors import ExitCode, HoldfastError, UsageError
+from holdfast.errors import (
+    ControlError,
+    ExitCode,
+    HoldfastError,
+    NoValidRungError,
+    RunIsLiveError,
+    UsageError,
+)
 from holdfast.health import why_not_first
 from holdfast.journal import RejectedOption
-from holdfast.policy import BAD, FRESH, LOCAL, LOWER, NO_RUNG, REFUSED, USED, RungOutlook
 from holdfast.process import job_of
 from holdfast.record import (
     RECOVERY,
     ControlDirectory,
+    LeaseState,
+    RootBook,
     StandingBook,
     applies_again,
     attempt_numbers,
@@ -58,6 +84,55 @@ LOOKS = 3
 """How often the ladder is looked at, if a live run's retention takes away all of it meanwhile."""
 REMOTE_SECONDS = 30.0
 """For finding out what an object store holds; without an answer it counts as not seen."""
+
+
+class Resolution(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer; fields are only ever added."""
+
+    run: str
+    """The run's id; empty if there is none yet."""
+    run_dir: str
+    root: str
+    chosen: str
+    """A checkpoint's name, `fresh start` or `refused`."""
+    step: int | None = None
+    path: str | None = None
+    tier: str = ""
+    without_local: str = ""
+    """What would be chosen if the nodes hold nothing any more."""
+    why: list[str] = []
+    candidates: list[RungOutlook] = []
+    """In the order of the ladder; then what is no rung."""
+    digests_read: bool = True
+    asked: str = "auto"
+    """`resume_from`, as it was asked with."""
+    pinned: str | None = None
+    live: LeaseState | None = None
+    """Who holds the run, if somebody does."""
+    storage_alarm: list[str] = []
+    """Checkpoints in a row whose bytes were wrong, if so many were that the storage must be tried."""
+    unseen: list[str] = []
+    """Places that could not be looked at, and why."""
+    samples: int | None = None
+    tokens: int | None = None
+    world: int | None = None
+    exit_code: int = 0
+    """What a start would end with: 0, 18 (no valid rung), 20 (somebody holds the run) or 24 (the directory
+    of a run that was there before is not)."""
+
+    @property
+    def usable(self) -> bool:
+        return self.exit_code == 0
+
+    def require(self) -> Resolution:
+        """Itself, or the error that the start would end with."""
+        if self.exit_code == ExitCode.RUN_IS_LIVE:
+            raise RunIsLiveError("; ".join(self.why))
+        if self.exit_code == ExitCode.CONTROL_UNUSABLE:
+            raise ControlError("; ".join(self.why))
+        if self.exit_code:
+            raise NoValidRungError("; ".join(self.why))
+        return self
 
 
 def resolve_resume(
@@ -166,8 +241,6 @@ class _Resolver:
         self._in_remote: set[CheckpointName] = set()
         self._removed: set[str] = set()
         """Rungs that retention took away after the inventory was taken; none of them is a bad one."""
-        self._loaded: Manifest | None = None
-        """Of the rung that would be used."""
 
     def resolve(self, resume_from: str, *, force: bool) -> Resolution:
         if force and resume_from == "auto":
@@ -184,13 +257,12 @@ class _Resolver:
             for _ in range(LOOKS):
                 ladder, fresh = self._ladder(resume_from, force=force)
                 recorded = {str(name): where_recorded(self._control, name) for name in local}
-                rows, alarm = self._walk(self._with_evidence(ladder), recorded)
-                if not self._removed or any(row.verdict in (LOCAL, USED) for row in rows):
+                rows, alarm, manifest = self._walk(self._with_evidence(ladder), recorded)
+                if not self._removed or first_of(rows, LOCAL, USED) is not None:
                     break
         except OSError as error:
             raise UsageError(f"the checkpoint root {self._root.path} cannot be read: {error}") from error
-        used = next((row for row in rows if row.verdict == USED), None)
-        first = next((row for row in rows if row.verdict in (LOCAL, USED)), None)
+        used, first = first_of(rows, USED), first_of(rows, LOCAL, USED)
         lost = used.name if used is not None else FRESH if fresh else REFUSED
         chosen = first.name if first is not None else lost
         code = 0 if chosen != REFUSED else int(ExitCode.NO_VALID_RUNG)
@@ -203,7 +275,7 @@ class _Resolver:
                 f"the run is held by {live.holder} (epoch {live.epoch}, {live.detail}): "
                 "nobody else may start it"
             ]
-        manifest = self._loaded if first is used else None
+        manifest = manifest if first is used else None
         return Resolution(
             run=self._control.run_id,
             run_dir=str(self._control.path),
@@ -239,20 +311,13 @@ class _Resolver:
     def _ladder(self, resume_from: str, *, force: bool) -> tuple[Ladder, bool]:
         """The ladder of a resume, and whether it may start fresh if the nodes hold nothing any more."""
         pin = pinned(self._control)
-        local = local_manifest.names(self._control)
-        copies = {*local, *self._in_remote}
-        if pin is not None:
-            ladder = take_pinned(self._control, self._root, pin.checkpoint, force=pin.force, copies=copies)
-            return ladder, ladder.may_start_fresh
-        ladder = take_inventory(self._control, self._root, resume_from, force=force, copies=copies)
-        # What only nodes have does not stand against a fresh start once they have lost it.
-        fresh = ladder.may_start_fresh or (
-            take_inventory(
-                self._control, self._root, resume_from, force=force, copies=self._in_remote
-            ).may_start_fresh
+        avoid = self._avoided() if resume_from == "auto" and pin is None else []
+        take = partial(
+            take_inventory, self._control, self._root, resume_from, force=force, avoid=avoid, pin=pin
         )
-        if resume_from == "auto":
-            ladder = leave_out(ladder, self._avoided())
+        ladder = take(copies={*local_manifest.names(self._control), *self._in_remote})
+        # What only nodes have does not stand against a fresh start once they have lost it.
+        fresh = ladder.may_start_fresh or (pin is None and take(copies=self._in_remote).may_start_fresh)
         return ladder, fresh
 
     def _avoided(self) -> list[str]:
@@ -272,40 +337,35 @@ class _Resolver:
             if name is not None and self._book.of(str(name)) in REFUSED_STANDINGS:
                 why = [f"{self._book.of(str(name))}: {line}" for line in self._book.evidence_of(str(name))]
             rejected.append(RejectedOption(option.option, [*option.why, *why]))
-        return Ladder(ladder.rungs, rejected, ladder.may_start_fresh)
+        return msgspec.structs.replace(ladder, rejected=rejected)
 
-    def _walk(self, ladder: Ladder, recorded: Mapping[str, str]) -> tuple[list[RungOutlook], list[str]]:
-        """Down the ladder as a resume goes, until a rung holds; then what is no rung at all."""
-        rows: list[RungOutlook] = []
-        bad: list[str] = []
-        alarm: list[str] = []
-        used = False
-        for rung in ladder.rungs:
-            row = self._lower(rung) if used else self._judge(rung, recorded)
-            rows.append(self._finished(row, recorded))
-            used = used or row.verdict == USED
-            if rung.name in self._removed:
-                continue
-            bad = [*bad, rung.name] if row.verdict == BAD else []
-            alarm = bad if len(bad) >= ALARM else alarm
-        for option in ladder.rejected:
-            name, path = parse_name(option.option), self._root.path / option.option
-            there = name is not None and path.is_dir()
-            row = RungOutlook(
-                name=option.option,
-                step=name.step if name is not None else None,
-                verdict=NO_RUNG,
-                reasons=option.why,
-                path=str(path) if there else None,
-            )
-            rows.append(self._finished(row, recorded))
-        return rows, alarm
+    def _walk(
+        self, ladder: Ladder, recorded: Mapping[str, str]
+    ) -> tuple[list[RungOutlook], list[str], Manifest | None]:
+        """Down the ladder as a resume goes, until a rung holds; then what is no rung at all.
+
+        With the bad ones in a row that storage may be to blame for, and the manifest of the one that holds.
+        """
+        walk = walk_down(ladder.rungs, partial(self._judge, recorded=recorded))
+        rows = [*walk.rows, *map(self._lower, walk.lower), *map(self._no_rung, ladder.rejected)]
+        return [self._finished(row, recorded) for row in rows], walk.alarm, walk.held
+
+    def _no_rung(self, option: RejectedOption) -> RungOutlook:
+        name, path = parse_name(option.option), self._root.path / option.option
+        there = name is not None and path.is_dir()
+        return RungOutlook(
+            name=option.option,
+            step=name.step if name is not None else None,
+            verdict=NO_RUNG,
+            reasons=option.why,
+            path=str(path) if there else None,
+        )
 
     def _lower(self, rung: Rung) -> RungOutlook:
-        path = Path(rung.path) if rung.path else self._root.path / rung.name
-        return RungOutlook(name=rung.name, step=rung.step, verdict=LOWER, path=str(path))
+        path = str(rung.under(self._root.path))
+        return RungOutlook(name=rung.name, step=rung.step, verdict=LOWER, path=path)
 
-    def _judge(self, rung: Rung, recorded: Mapping[str, str]) -> RungOutlook:
+    def _judge(self, rung: Rung, recorded: Mapping[str, str]) -> Look[Manifest]:
         path, manifest, reasons = self._look(rung)
         in_local = not rung.path and rung.name in recorded
         where: str | None = str(path)
@@ -324,13 +384,14 @@ class _Resolver:
             return self._used(rung, manifest, where, tier, [])
         if not in_local and (why := removed(path, self._control) or removed(path)):
             self._removed.add(rung.name)
-            return RungOutlook(name=rung.name, step=rung.step, verdict=NO_RUNG, reasons=[why])
+            row = RungOutlook(name=rung.name, step=rung.step, verdict=NO_RUNG, reasons=[why])
+            return Look(row, of_bytes=False)
         verdict = LOCAL if in_local else BAD
         if in_local and not path.is_dir():
             where, reasons = None, []
         ranks = manifest.world.size if manifest is not None else None
         tier = "local" if verdict == LOCAL else tier
-        return RungOutlook(
+        row = RungOutlook(
             name=rung.name,
             step=rung.step,
             verdict=verdict,
@@ -339,12 +400,12 @@ class _Resolver:
             tier=tier,
             world=ranks,
         )
+        return Look(row)
 
     def _used(
         self, rung: Rung, manifest: Manifest | None, where: str | None, tier: str, notes: list[str]
-    ) -> RungOutlook:
-        self._loaded = manifest
-        return RungOutlook(
+    ) -> Look[Manifest]:
+        row = RungOutlook(
             name=rung.name,
             step=rung.step,
             verdict=USED,
@@ -354,6 +415,7 @@ class _Resolver:
             world=manifest.world.size if manifest is not None else None,
             bytes=sum(entry.size for entry in manifest.files) if manifest is not None else 0,
         )
+        return Look(row, manifest)
 
     def _finished(self, row: RungOutlook, recorded: Mapping[str, str]) -> RungOutlook:
         """With what is the same for all of them, and safe to print."""
@@ -369,7 +431,7 @@ class _Resolver:
 
     def _look(self, rung: Rung) -> tuple[Path, Manifest | None, list[str]]:
         """Where a rung lies, its manifest, and what a resume would find wrong: cheaply, or all."""
-        with reading(Path(rung.path) if rung.path else self._root.path / rung.name):
+        with reading(rung.under(self._root.path)):
             return self._look_in_peace(rung)
 
     def _look_in_peace(self, rung: Rung) -> tuple[Path, Manifest | None, list[str]]:
@@ -435,3 +497,96 @@ def where_recorded(control: ControlDirectory, name: CheckpointName) -> str:
     if found.planned:
         words.append(f"replicas {found.confirmed}/{found.planned}")
     return " · ".join(words)
+
+
+# --- where no run keeps a record ----------------------------------------------------------------------------
+
+
+def resolve_plain(directory: Path, *, quick: bool = False, progress: Progress | None = None) -> Resolution:
+    """Which of the checkpoints in a directory without a run holds, from the highest step down."""
+    alone = is_checkpoint(directory)
+    root = directory.absolute().parent if alone else directory.absolute()
+    rungs = [
+        Rung(name=path.name, step=step_of(path.name) or 0, id="", manifest="", path=str(path))
+        for path in ([directory.absolute()] if alone else directories(root))
+    ]
+    walk = walk_down(rungs, partial(_judge_plain, quick=quick, progress=progress))
+    rows = [*walk.rows, *(_plain_row(Path(rung.path), LOWER, []) for rung in walk.lower)]
+    used = first_of(rows, USED)
+    return Resolution(
+        run="",
+        run_dir=str(root),
+        root=str(root),
+        chosen=used.name if used is not None else REFUSED,
+        step=used.step if used is not None else None,
+        path=used.path if used is not None else None,
+        tier="global" if used is not None else "",
+        without_local=used.name if used is not None else REFUSED,
+        why=[*_why_plain(root, used, rows), *_run_beside(root)],
+        candidates=rows,
+        digests_read=walk.held is not None and walk.held.bytes_checked > 0,
+        storage_alarm=walk.alarm,
+        world=used.world if used is not None else None,
+        exit_code=0 if used is not None else int(ExitCode.NO_VALID_RUNG),
+    )
+
+
+def _judge_plain(rung: Rung, *, quick: bool, progress: Progress | None) -> Look[Inspection]:
+    path = Path(rung.path)
+    if judged := _recorded_beside(path):
+        return Look(_plain_row(path, BAD, judged), of_bytes=False)
+    inspection, notes = inspect(path, quick=quick, progress=progress)
+    if inspection.problems:
+        return Look(_plain_row(path, BAD, [str(one) for one in inspection.problems]))
+    return Look(_plain_row(path, USED, notes, inspection), inspection)
+
+
+def _recorded_beside(path: Path) -> list[str]:
+    """Why a checkpoint must not be used, by what some run has recorded beside it; empty if nothing was."""
+    name = parse_name(path.name)
+    if name is None:
+        return []
+    book = RootBook(path.parent)
+    standing = book.of(str(name))
+    if standing not in REFUSED_STANDINGS:
+        return []
+    return [str(standing), *(f"{standing}: {line}" for line in book.evidence_of(str(name)))]
+
+
+def _plain_row(
+    path: Path, verdict: str, reasons: list[str], inspection: Inspection | None = None
+) -> RungOutlook:
+    manifest = inspection.manifest if inspection is not None else None
+    return RungOutlook(
+        name=printable(path.name),
+        step=manifest.step if manifest is not None else step_of(path.name),
+        verdict=verdict,
+        reasons=[printable(reason, 2000) for reason in reasons],
+        path=printable(str(path), 4096),
+        world=manifest.world.size if manifest is not None else None,
+        bytes=inspection.size if inspection is not None else 0,
+    )
+
+
+def _why_plain(root: Path, used: RungOutlook | None, rows: list[RungOutlook]) -> list[str]:
+    told = f"no run keeps a record of {root}: lineage and standing are not known"
+    if used is None:
+        nothing = [] if rows else ["there is no checkpoint in it, and a run has begun there"]
+        return [
+            "no checkpoint may be used",
+            told,
+            *nothing,
+            *(f"{r.name}: {'; '.join(r.reasons)}" for r in rows),
+        ]
+    higher = rows[: rows.index(used)]
+    return [
+        f"the highest step that holds; {told}",
+        *used.reasons,
+        *(f"not {row.name}: {'; '.join(row.reasons)}" for row in higher),
+    ]
+
+
+def _run_beside(root: Path) -> list[str]:
+    if not (root.parent / "run.json").is_file():
+        return []
+    return [f"the run in {root.parent} may know more of them: give that directory"]

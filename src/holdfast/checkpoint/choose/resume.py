@@ -12,33 +12,66 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
 
-from holdfast.base import plural, size
-from holdfast.checkpoint import open_root, reading
-from holdfast.checkpoint.choose.inventory import Fetcher, look_at, refuse_named, take_inventory, take_pinned
-from holdfast.checkpoint.choose.ladder import AVOIDED, Ladder, Rung, leave_out
+from holdfast.base import Bounded, plural, size
+from holdfast.checkpoint import Owner, open_root, reading
+from holdfast.checkpoint.choose.ladder import (
+    ALARM,
+    AVOIDED,
+    BAD,
+    FRESH,
+    PROBE_SIZE,
+    USED,
+    Ladder,
+    Look,
+    Rung,
+    RungOutlook,
+    look_at,
+    refuse_named,
+    take_inventory,
+    walk_down,
+)
 from holdfast.checkpoint.choose.load import LoadedState, load, load_stock
 from holdfast.checkpoint.copies import AssembledShards, Assembly, LocalInventory
 from holdfast.checkpoint.format import (
     CheckpointName,
     CheckpointRoot,
     Reason,
-    StorageWatch,
     is_url,
     parse_name,
 )
 from holdfast.checkpoint.format import manifest as manifests
-from holdfast.checkpoint.remote import Remote
+from holdfast.checkpoint.remote import (
+    Remote,
+    RemoteError,
+    RemoteUnavailableError,
+    open_remote,
+    pull,
+    pull_named,
+    pull_standing_of,
+)
 from holdfast.checkpoint.state import Tracked
 from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
-from holdfast.journal import Decision, JournalWriter, RejectedOption, Resumed, RungRejected, Warned
+from holdfast.health import try_storage
+from holdfast.journal import (
+    CopyFetched,
+    Decision,
+    JournalWriter,
+    RejectedOption,
+    Resumed,
+    RungRejected,
+    StorageAlarm,
+    Warned,
+)
 from holdfast.record import (
     ControlDirectory,
     Decisions,
@@ -56,8 +89,11 @@ from holdfast.record import (
     write_head,
 )
 
-FRESH = "fresh start"
-USED = {"own": "on the nodes themselves", "peer": "from peers", "global": "from the checkpoint root"}
+log = logging.getLogger("holdfast.checkpoint")
+
+SOURCES = {"own": "on the nodes themselves", "peer": "from peers", "global": "from the checkpoint root"}
+PATIENCE = 60.0
+"""Seconds that storage has to take and give back a little."""
 
 T = TypeVar("T")
 
@@ -92,7 +128,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that were read, by source, where there was more than one: own, peer, global."""
 
 
-class RungJudgement(msgspec.Struct, frozen=True, kw_only=True):
+class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a proposal, for all ranks."""
+
     go_on: bool
     """Whether another proposal follows."""
     unfit: str = ""
@@ -160,14 +198,13 @@ class Resumer:
         self._began = began
         self._claims: set[CheckpointName] = set()
         """On rank 0: what the local tier may hold, by its records."""
-        self._alarm = StorageWatch(journal)
         self._numbers = itertools.count()
         self._bad_copies: list[str] = []
         """On rank 0: copies of what is proposed whose bytes are wrong, whether or not others serve."""
         self._sources: list[str] = []
+        """Where the shards of what is proposed come from, in words."""
         self.taken: Proposal | None = None
         """What was loaded in the end, and from where."""
-        """Where the shards of what is proposed come from, in words."""
         self.counted = (0, 0)
         """Samples and tokens of all ranks together, as what they have loaded says."""
         self._pin: Pin | None = None
@@ -215,37 +252,12 @@ class Resumer:
         except HoldfastError as error:
             self._propose(Proposal(rung=None, refusal=str(error)))
             raise
-        rejected = list(ladder.rejected)
-        for rung in ladder.rungs:
-            problems: list[str] = []
-            self._bad_copies = []
-            while True:
-                offer, found = self._offer(rung)
-                problems += found
-                if offer is not None and offer.assembly:
-                    self._bad_copies += found
-                if offer is not None:
-                    offer = msgspec.structs.replace(offer, fresh=self._fresh_from(rung, resume_from))
-                    number = self._propose(offer)
-                    state, mine = self._try(offer)
-                    found, unfit = self._gather(number, mine)
-                    if unfit:
-                        self._conclude(number, RungJudgement(go_on=False, unfit=unfit))
-                        raise IncompleteStateError(unfit)
-                    if not found and state is not None:
-                        self.taken = offer
-                        return self._fix(number, rung, rejected, resume_from), state
-                    self._conclude(number, RungJudgement(go_on=True))
-                    problems += found + self._find_bad_copies(offer)
-                why_not = self._fetcher.fetch(rung, problems)
-                if why_not is not None:
-                    problems += why_not
-                    break
-            rejected.append(RejectedOption(rung.name, problems))
-            self._journal.write(RungRejected(checkpoint=rung.name, step=rung.step, reasons=problems))
-            if refusal := self._alarm.after(rung.name, self._root.path):
-                self._propose(Proposal(rung=None, refusal=refusal))
-                raise NoValidRungError(refusal)
+        walk = walk_down(ladder.rungs, partial(self._look_at, resume_from=resume_from), self._refuse)
+        bad = [RejectedOption(row.name, row.reasons) for row in walk.rows if row.verdict == BAD]
+        rejected = [*ladder.rejected, *bad]
+        if walk.held is not None:
+            number, rung, state = walk.held
+            return self._fix(number, rung, rejected, resume_from), state
         if ladder.may_start_fresh:
             number = self._propose(Proposal(rung=None))
             return self._fix(number, None, rejected, resume_from), None
@@ -255,6 +267,41 @@ class Resumer:
         )
         self._propose(Proposal(rung=None, refusal=refusal))
         raise NoValidRungError(refusal)
+
+    def _look_at(self, rung: Rung, resume_from: str) -> Look[tuple[int, Rung, LoadedState]]:
+        """Have all ranks load it: the number of the proposal that they could, and this rank's state."""
+        problems: list[str] = []
+        self._bad_copies = []
+        while True:
+            offer, found = self._offer(rung)
+            problems += found
+            if offer is not None and offer.assembly:
+                self._bad_copies += found
+            if offer is not None:
+                offer = msgspec.structs.replace(offer, fresh=self._fresh_from(rung, resume_from))
+                number = self._propose(offer)
+                state, mine = self._try(offer)
+                found, unfit = self._gather(number, mine)
+                if unfit:
+                    self._conclude(number, Conclusion(go_on=False, unfit=unfit))
+                    raise IncompleteStateError(unfit)
+                if not found and state is not None:
+                    self.taken = offer
+                    row = RungOutlook(name=rung.name, step=rung.step, verdict=USED)
+                    return Look(row, (number, rung, state))
+                self._conclude(number, Conclusion(go_on=True))
+                problems += found + self._find_bad_copies(offer)
+            why_not = self._fetcher.fetch(rung, problems)
+            if why_not is not None:
+                reasons = problems + why_not
+                return Look(RungOutlook(name=rung.name, step=rung.step, verdict=BAD, reasons=reasons))
+
+    def _refuse(self, row: RungOutlook, bad: list[str]) -> None:
+        assert row.step is not None
+        self._journal.write(RungRejected(checkpoint=row.name, step=row.step, reasons=row.reasons))
+        if refusal := blame_storage(self._journal, bad, self._root.path):
+            self._propose(Proposal(rung=None, refusal=refusal))
+            raise NoValidRungError(refusal)
 
     def _fresh_from(self, rung: Rung, resume_from: str) -> list[str]:
         named = resume_from != "auto" and self._pin is None
@@ -306,23 +353,24 @@ class Resumer:
             self._note_root()
             self._claims = self._local.claims() if self._local is not None else set()
             self._pin = pinned(self._control)
-            if self._pin is not None:
-                name, there = self._pin.checkpoint, {*self._fetcher.names(), *self._claims}
-                return take_pinned(self._control, self._root, name, force=self._pin.force, copies=there)
-            if is_url(resume_from):
+            if self._pin is None and is_url(resume_from):
                 if not force and (ladder := self._refuse_url(resume_from)) is not None:
                     return ladder
                 resume_from = str(self._fetcher.named(resume_from))
-            copies = {*self._fetcher.names(), *self._claims} if resume_from != "fresh" else ()
+            asks = self._pin is not None or resume_from != "fresh"
             ladder = take_inventory(
                 self._control,
                 self._root,
                 resume_from,
                 force=force,
-                copies=copies,
+                copies={*self._fetcher.names(), *self._claims} if asks else (),
+                avoid=self._avoid,
+                pin=self._pin,
                 local_unseen=self._local_unseen,
             )
-            return self._without_avoided(ladder) if resume_from == "auto" else ladder
+            for rung in ladder.avoided:
+                self._journal.write(RungRejected(checkpoint=rung.name, step=rung.step, reasons=[AVOIDED]))
+            return ladder
         except OSError as error:
             raise UsageError(
                 f"the checkpoint root {self._root.path} cannot be used: {error}. "
@@ -345,12 +393,6 @@ class Resumer:
         for problem in book.publish_all(self._fence, map(str, self._root.names())):
             self._journal.write(Warned(message=problem))
 
-    def _without_avoided(self, ladder: Ladder) -> Ladder:
-        for rung in ladder.rungs:
-            if rung.name in self._avoid:
-                self._journal.write(RungRejected(checkpoint=rung.name, step=rung.step, reasons=[AVOIDED]))
-        return leave_out(ladder, self._avoid)
-
     def _gather(self, number: int, mine: Answer) -> tuple[list[str], str]:
         """What is wrong, each thing once with the ranks that found it, and the first misfit."""
         found_by: dict[str, list[int]] = {mine.problem: [0]} if mine.problem else {}
@@ -372,7 +414,7 @@ class Resumer:
             self._note_bad(answer.bad)
         self.counted = samples, tokens
         if used:
-            told = [f"{size(used[one])} {where}" for one, where in USED.items() if used[one]]
+            told = [f"{size(used[one])} {where}" for one, where in SOURCES.items() if used[one]]
             self._sources.append(f"read {', '.join(told)}")
         wrong = {one.split()[1].rstrip(":") for one in found_by if one.startswith(f"{Reason.ALTERED} ")}
         told = [  # a copy that one rank found altered is gone for the next one, which says no more than that
@@ -412,7 +454,7 @@ class Resumer:
             Decision(about="resume", chosen=decision.chosen, evidence=decision.evidence, rejected=rejected)
         )
         samples, tokens = self.counted
-        self._conclude(number, RungJudgement(go_on=False, samples=samples, tokens=tokens))
+        self._conclude(number, Conclusion(go_on=False, samples=samples, tokens=tokens))
         return decision
 
     def _record_standing(self, rung: Rung | None) -> None:
@@ -463,7 +505,7 @@ class Resumer:
         self._group.store.set(f"resume/{number}/proposal", msgspec.json.encode(proposal).decode())
         return number
 
-    def _conclude(self, number: int, verdict: RungJudgement) -> None:
+    def _conclude(self, number: int, verdict: Conclusion) -> None:
         self._group.store.set(f"resume/{number}/verdict", msgspec.json.encode(verdict).decode())
 
     # --- every other rank -----------------------------------------------------------------------------------
@@ -483,7 +525,7 @@ class Resumer:
                 state, answer = self._try(proposal)
                 key = f"resume/{number}/answer/{self._group.rank}"
                 self._group.store.set(key, msgspec.json.encode(answer).decode())
-            verdict = self._read(f"resume/{number}/verdict", RungJudgement, "rank 0's verdict")
+            verdict = self._read(f"resume/{number}/verdict", Conclusion, "rank 0's verdict")
             if verdict.unfit:
                 raise IncompleteStateError(verdict.unfit)
             if not verdict.go_on:
@@ -556,3 +598,157 @@ class Resumer:
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def blame_storage(journal: JournalWriter, bad: list[str], directory: Path) -> str:
+    """Why no other rung may be tried after these `bad` ones in a row; empty if one may.
+
+    Two in a row that cannot be used, whatever is wrong with them (wrong bytes, missing shards, nothing to
+    read), are a sign that not they are bad but what they lie on. So something is written there, made durable,
+    moved, read back from the disk and not from memory, and compared, before more is believed.
+    """
+    if len(bad) != ALARM:
+        return ""
+    trying = Bounded(lambda: try_storage(directory, PROBE_SIZE).problem, "probe")
+    found = trying.result() if trying.ended(PATIENCE) else f"{directory} did not answer within {PATIENCE:g} s"
+    journal.write(StorageAlarm(checkpoints=bad, place=str(directory), probe=found))
+    told = f"{' and '.join(bad)}, one after the other, cannot be used, so {directory} was tried"
+    if not found:
+        log.warning("holdfast: storage alarm: %s; it works, and the next older checkpoint is tried", told)
+        return ""
+    return (
+        f"storage alarm: {told}: {found}. Nothing more that lies there is believed, and nothing was "
+        "changed. Repair the storage, or set checkpoint.root to another copy, then start again"
+    )
+
+
+# What a resume asks of the remote: which rungs it could fetch, and to fetch one.
+#
+# Guarantee: all that is fetched during one resume takes at most `timeout` seconds together, so that the other
+# ranks, which wait for the next proposal longer than that, are not left behind. A rung is fetched at most
+# once.
+
+
+def open_at_start(url: str, *, retry_seconds: float, insist: bool, journal: JournalWriter) -> Remote:
+    """The remote of a run that starts, seen to work: an error names checkpoint.remote_root and what to do.
+
+    Without `insist` (a restart of a run that already trains) a store that does not answer is only a warning:
+    the local checkpoints may do, and copying begins when it answers again. What no wait can cure is always an
+    error.
+    """
+    remote = open_remote(url, retry_seconds=retry_seconds)
+    try:
+        remote.check()
+    except RemoteUnavailableError as error:
+        if insist:
+            raise
+        journal.write(Warned(message=f"going on without remote copies for now: {error}"))
+    return remote
+
+
+class Fetcher:
+    """Fetches for one resume; without a remote it only says that there is none."""
+
+    def __init__(
+        self,
+        *,
+        remote: Callable[[], Remote] | None,
+        root: CheckpointRoot,
+        run: str,
+        fence: Fence,
+        attempt: int,
+        journal: JournalWriter,
+        timeout: float,
+        retry_seconds: float,
+    ) -> None:
+        self._opening = remote
+        self._remote: Remote | None = None
+        self._root = root
+        self._fence = fence
+        self._owner = Owner(run=run, attempt=attempt, epoch=fence.epoch)
+        self._journal = journal
+        self._left = timeout
+        self._retry_seconds = retry_seconds
+        self._names: set[CheckpointName] = set()
+        self._tried: set[str] = set()
+
+    def open(self) -> None:
+        """Open the remote, if there is one; an error says what to set or to do."""
+        if self._opening is not None and self._remote is None:
+            started = time.monotonic()
+            self._remote = self._opening()
+            self._left -= time.monotonic() - started
+
+    def names(self) -> set[CheckpointName]:
+        """Checkpoints that have a copy; none, with a warning, if the remote does not tell."""
+        if self._remote is not None:
+            started = time.monotonic()
+            try:
+                self._names = set(self._remote.names(started + self._left))
+            except RemoteError as error:
+                self._journal.write(Warned(message=f"resuming without remote copies: {error}"))
+            self._left -= time.monotonic() - started
+        return self._names
+
+    def fetch(self, rung: Rung, problems: list[str]) -> list[str] | None:
+        """None if a good copy of the rung is in place now; else what to add to its problems."""
+        name = parse_name(rung.name)
+        on_line = bool(rung.manifest) and not rung.path
+        if self._remote is None or name is None or name not in self._names or not on_line:
+            return []
+        if rung.name in self._tried:
+            return ["its remote copy was fetched, and did not do either"]
+        self._tried.add(rung.name)
+        started = time.monotonic()
+        try:
+            pulled = pull(
+                self._remote,
+                name,
+                self._root,
+                fence=self._fence,
+                owner=self._owner,
+                expected=rung.manifest,
+                deadline=started + self._left,
+            )
+        except RemoteError as error:
+            return [str(error)]
+        except OSError as error:
+            return [f"its remote copy could not be stored here: {error}"]
+        finally:
+            self._left -= time.monotonic() - started
+        self._journal.write(
+            CopyFetched(
+                checkpoint=rung.name,
+                step=rung.step,
+                remote=self._remote.url,
+                bytes=pulled.copied.bytes,
+                seconds=pulled.copied.seconds,
+                because=problems,
+                quarantine=str(pulled.quarantine or ""),
+            )
+        )
+        return None
+
+    @property
+    def url(self) -> str:
+        """Of the remote; empty if there is none, or it was not opened yet."""
+        return self._remote.url if self._remote is not None else ""
+
+    def standing_of(self, url: str) -> Path:
+        """Learn what was judged of the checkpoint that a URL names; where it would come to."""
+        started = time.monotonic()
+        try:
+            return pull_standing_of(url, self._root, timeout=self._left, retry_seconds=self._retry_seconds)
+        finally:
+            self._left -= time.monotonic() - started
+
+    def named(self, url: str) -> Path:
+        """The checkpoint that a URL names, as a local directory."""
+        return pull_named(
+            url,
+            self._root,
+            fence=self._fence,
+            owner=self._owner,
+            timeout=self._left,
+            retry_seconds=self._retry_seconds,
+        )

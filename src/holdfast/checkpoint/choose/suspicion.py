@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.checkpoint.choose.inventory import take_inventory
+from holdfast.checkpoint.choose.ladder import take_inventory
 from holdfast.checkpoint.copies import tier
 from holdfast.checkpoint.format import CheckpointName, CheckpointRoot, parse_name
 from holdfast.config import Settings

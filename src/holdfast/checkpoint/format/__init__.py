@@ -89,12 +89,9 @@ if TYPE_CHECKING:
     )
     from holdfast.checkpoint.format.shards import Frame, Frames, check_size, plain, write_shards
     from holdfast.checkpoint.format.structure import (
-        ALARM,
         READ_SIZE,
-        SIZE,
         Inspection,
         Progress,
-        StorageWatch,
         bad_chunks,
         check_structure,
         checkpoints_under,

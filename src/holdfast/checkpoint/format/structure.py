@@ -8,7 +8,6 @@ exception.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from holdfast.base import Bounded, OpenFile
+from holdfast.base import OpenFile
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.format.manifest import (
@@ -34,8 +33,6 @@ from holdfast.checkpoint.format.manifest import (
 )
 from holdfast.checkpoint.format.metadata import MetadataError, StoredMetadata
 from holdfast.errors import UsageError
-from holdfast.health import try_storage
-from holdfast.journal import JournalWriter, StorageAlarm
 
 
 @dataclass
@@ -473,51 +470,3 @@ def _cross_check(inspection: Inspection, manifest: Manifest) -> None:
     problem = _disagreement(meta, manifest, exact=False)
     sizes = {entry.path: entry.size for entry in manifest.files}
     inspection.problems.extend(metadatas.completeness(meta, sizes) if problem is None else [problem])
-
-
-# Trying a file system before more of what lies on it is believed.
-#
-# Two checkpoints in a row that cannot be used, whatever is wrong with them (wrong bytes, missing shards,
-# nothing to read), are a sign that not they are bad but what they lie on. So something is written there, made
-# durable, moved, read back from the disk and not from memory, and compared (`health.storage`).
-
-
-log = logging.getLogger("holdfast.checkpoint")
-
-SIZE = 8 * 1024 * 1024
-ALARM = 2
-"""Rungs in a row that cannot be used before the storage is tried."""
-PATIENCE = 60.0
-"""Seconds that storage has to take and give back so little."""
-
-
-class StorageWatch:
-    """Counts the rungs of one resume that could not be used: each one that is refused follows another."""
-
-    def __init__(self, journal: JournalWriter) -> None:
-        self._journal = journal
-        self._bad: list[str] = []
-
-    def after(self, checkpoint: str, directory: Path) -> str:
-        """A rung was refused; why no other may be tried, empty if one may."""
-        self._bad.append(checkpoint)
-        if len(self._bad) != ALARM:
-            return ""
-        found = probe(directory)
-        self._journal.write(StorageAlarm(checkpoints=self._bad[:], place=str(directory), probe=found))
-        told = f"{' and '.join(self._bad)}, one after the other, cannot be used, so {directory} was tried"
-        if not found:
-            log.warning("holdfast: storage alarm: %s; it works, and the next older checkpoint is tried", told)
-            return ""
-        return (
-            f"storage alarm: {told}: {found}. Nothing more that lies there is believed, and nothing was "
-            "changed. Repair the storage, or set checkpoint.root to another copy, then start again"
-        )
-
-
-def probe(directory: Path) -> str:
-    """What is wrong with the storage of a directory; empty if it takes and gives back what is written."""
-    trying = Bounded(lambda: try_storage(directory, SIZE), "probe")
-    if not trying.ended(PATIENCE):
-        return f"{directory} did not answer within {PATIENCE:g} s"
-    return trying.result().problem
