@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from holdfast.train.beats import State as State
     from holdfast.train.beats import StopAt as StopAt
     from holdfast.train.beats import Wish as Wish
-    from holdfast.train.beats import short_address as short_address
     from holdfast.train.crash import CrashHook as CrashHook
     from holdfast.train.crash import chain_of as chain_of
     from holdfast.train.crash import write_error_file as write_error_file

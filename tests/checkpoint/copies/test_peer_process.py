@@ -21,7 +21,7 @@ from holdfast.checkpoint.copies.peers import PeerReader, send_replica
 from holdfast.checkpoint.copies.tier import IN_USE, LocalTier
 from holdfast.errors import PeerError
 from holdfast.journal.events import Warned
-from holdfast.process import identity
+from holdfast.process import proc
 from kit.harness import job, wait_until
 from kit.nodes.peering import MIB, Lab, await_arrival, holds, leader, left, proxy, sender
 
@@ -37,7 +37,7 @@ def send(lab: Lab, port: int, tier: LocalTier, copy: Any, seconds: float = 20.0)
 
 
 def gone(pid: int) -> bool:
-    found = identity.read(pid)
+    found = proc.read(pid)
     return found is None or found.ended
 
 
@@ -196,7 +196,7 @@ def test_ones_own_address_is_the_one_that_others_reach() -> None:
 
 def test_nothing_here_needs_torch() -> None:
     modules = ", ".join(
-        f"holdfast.checkpoint.peer_{name}" for name in ("wire", "server", "process", "host", "send", "read")
+        f"holdfast.checkpoint.copies.{name}" for name in ("wire", "server", "peer_process", "peers")
     )
     told = subprocess.run(
         [sys.executable, "-c", f"import {modules}, sys; print('torch' in sys.modules)"],

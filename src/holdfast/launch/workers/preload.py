@@ -27,7 +27,7 @@ from holdfast.base import FORMAT_VARIABLE as LOG_FORMAT
 from holdfast.base import is_format
 from holdfast.errors import NoProcessesError
 from holdfast.launch.workers.forked_worker import may_differ
-from holdfast.process import receive, send
+from holdfast.process import proc, receive, send
 
 # Starts the preloaded parent before torch is imported here, from a quick look at the command line.
 #
@@ -55,7 +55,8 @@ def insist_on_room() -> None:
             thread.start()
             started.append(thread)
     except RuntimeError as error:
-        raise NoProcessesError(f"there is room for {len(started)}, at least {ROOM} are needed") from error
+        what = f"there is room for {len(started)}, at least {ROOM} are needed"
+        raise NoProcessesError(what, proc.threads_of(os.getuid())) from error
     finally:
         over.set()
         for thread in started:
@@ -379,10 +380,7 @@ def _inherited() -> dict[str, Any]:
 
 
 def _umask() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o022
+    return int(proc.status(os.getpid()).get("Umask", "0022"), 8)
 
 
 @contextlib.contextmanager
