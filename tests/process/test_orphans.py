@@ -19,7 +19,7 @@ from holdfast.launch.workers import orphans
 from holdfast.launch.workers.orphans import Left, Orphans, Workers, recognise
 from holdfast.launch.workers.sweeper import REPLACEMENTS, Keeper
 from holdfast.process import proc
-from holdfast.process.identity import AGENT, OUTLIVES, outliving
+from holdfast.process.companion import AGENT, OUTLIVES, outliving
 from kit.harness import REPO, Job, job, python, wait_until
 
 SCRIPT = REPO / "tests" / "scripts" / "agent_of_strays.py"

@@ -8,18 +8,20 @@ from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
     from holdfast.process import proc as proc
+    from holdfast.process.companion import AGENT as AGENT
+    from holdfast.process.companion import OUTLIVES as OUTLIVES
+    from holdfast.process.companion import Companion as Companion
+    from holdfast.process.companion import leave_stopping_to_the_trainer as leave_stopping_to_the_trainer
+    from holdfast.process.companion import outliving as outliving
+    from holdfast.process.companion import own_child as own_child
+    from holdfast.process.companion import start_child as start_child
+    from holdfast.process.companion import stopping_blocked as stopping_blocked
     from holdfast.process.guard import guarded as guarded
-    from holdfast.process.identity import AGENT as AGENT
-    from holdfast.process.identity import OUTLIVES as OUTLIVES
     from holdfast.process.identity import Holder as Holder
     from holdfast.process.identity import Waking as Waking
     from holdfast.process.identity import is_gone as is_gone
     from holdfast.process.identity import is_here as is_here
     from holdfast.process.identity import job_of as job_of
-    from holdfast.process.identity import leave_stopping_to_the_trainer as leave_stopping_to_the_trainer
-    from holdfast.process.identity import outliving as outliving
-    from holdfast.process.identity import own_child as own_child
-    from holdfast.process.identity import stopping_blocked as stopping_blocked
     from holdfast.process.identity import this_process as this_process
     from holdfast.process.proc import ANCESTORS as ANCESTORS
     from holdfast.process.proc import STATES as STATES

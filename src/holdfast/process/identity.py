@@ -1,4 +1,4 @@
-"""Who a process of ours is: started in one way, known by its marks, and told from all others later.
+"""Who a process is, told from all others also later, and whether this one ran all the time.
 
 Guarantee: what is recorded of a process is enough to say afterwards whether it still lives. In doubt the
 answer is "not known to be dead".
@@ -6,68 +6,15 @@ answer is "not known to be dead".
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import re
-import signal
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
 from holdfast.process import proc
-
-# Marks in the environment by which processes are recognised, whoever their parent is by now.
-#
-# A process's parent, group and session say where it belongs only until it leaves them. What it was started
-# with stays: the kernel shows it (`proc.environment`).
-
-
-AGENT = "HOLDFAST_AGENT"
-"""Which agent a process descends from: `<pid>.<start time>`, unique until the next boot."""
-OUTLIVES = "HOLDFAST_OUTLIVES"
-"""Set for a process that may outlive the trainer which started it: `<module> <trainer's pid>`."""
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals by which schedulers and people ask a whole job to end."""
-
-
-def outliving(module: str) -> dict[str, str]:
-    """The environment for a process of ours, run as `-m module`, that may outlive this one."""
-    return {**os.environ, OUTLIVES: f"{module} {os.getpid()}"}
-
-
-@contextlib.contextmanager
-def stopping_blocked() -> Iterator[None]:
-    """Around the start of such a process, which inherits it: while it starts, nothing can be ignored yet."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def leave_stopping_to_the_trainer() -> None:
-    """For such a process: schedulers signal every process of a job; what that means, the trainer decides."""
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-
-
-# How a process of our own is started: without importing anything from the directory it happens to be in.
-#
-# Guarantee: what lies in the current directory (an `xxhash.py` in somebody's project, or one that was planted
-# there) is never imported by a child of ours. `python -m` alone puts that directory first on the path, and
-# `-P` keeps it away. PYTHONPATH is kept: it is how an installation may be found, and its owner chose it. A
-# training script keeps the path that `python SCRIPT` gives it.
-
-
-def own_child(module: str, *arguments: str) -> list[str]:
-    """The command line that runs one of our modules."""
-    return [sys.executable, "-P", "-m", module, *arguments]
-
 
 # Whether this process ran all the time, or was stopped itself (SIGSTOP, a suspended machine, starvation).
 #
