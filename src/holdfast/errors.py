@@ -190,33 +190,18 @@ class NoProcessesError(HoldfastError):
 
     exit_code = ExitCode.NO_CAPACITY
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, running: int = 0) -> None:
+        """`running`: processes and threads of this user here, as the limit counts them; 0 if not known."""
         import resource
 
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         limit = "none" if soft == resource.RLIM_INFINITY else str(soft)
-        running = _run_by_this_user()
         has = f" (now {running})" if running else ""
         super().__init__(
             f"no more processes or threads can be started ({what}): `ulimit -u` is {limit} for all that this "
             f"user runs here{has}, and a container may have a limit of its own (pids.max). Raise it, or end "
             "something else, then launch again"
         )
-
-
-def _run_by_this_user() -> int:
-    """Processes and their threads, as the limit counts them; 0 if that cannot be seen."""
-    import os
-    from pathlib import Path
-
-    found = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if process.stat().st_uid == os.getuid():
-                found += (process / "task").stat().st_nlink - 2
-        except OSError:  # it has ended, or is hidden
-            continue
-    return found
 
 
 class DecisionTimeoutError(HoldfastError):

@@ -853,7 +853,7 @@ def test_a_reader_that_keeps_dying_is_given_up_and_told_once(
     for _ in range(6):
         trainer.reader.committed()
         trainer.reader.poll()
-        process = trainer.reader._process
+        process = trainer.reader._child
         if process is not None:
             process.wait(10)
     assert trainer.reader.pid is None

@@ -42,6 +42,7 @@ from holdfast.health.findings import (
 from holdfast.health.gpu_facts import Gpu, Gpus, ask_nvidia_smi, names_of, normal_bus, read_kernel_log
 from holdfast.health.gpu_facts import judged as judged_log
 from holdfast.policy.signs import XIDS, XidClass, accuses_device, proves_broken
+from holdfast.process import proc
 from kit.harness import REPO
 from kit.nodes.machines import SECOND, hung_mount, inside_mounts, nvidia_smi
 
@@ -274,11 +275,11 @@ def test_without_a_limit_the_machines_own_memory_counts(
     own.write_text("0::/\n")
     assert node.cgroup_memory(tmp_path / "none", own) is None
     assert node.cgroup_memory(tmp_path / "none", tmp_path / "missing") is None
-    monkeypatch.setattr(node, "_available", lambda: 77 * GIB)
+    monkeypatch.setattr(proc, "memory_available", lambda: 77 * GIB)
     assert node.check_memory(tmp_path / "none", own).found == "77.0 GiB available"
     monkeypatch.undo()
     (told,) = re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    assert 0.5 < node._available() / (int(told) * 1024) < 2, "in bytes, as the kernel has it"
+    assert 0.5 < proc.memory_available() / (int(told) * 1024) < 2, "in bytes, as the kernel has it"
 
 
 def test_space_is_looked_at_where_a_directory_will_be(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import pytest
 from holdfast.launch.workers import orphans
 from holdfast.launch.workers.orphans import Left, Orphans, Workers, recognise
 from holdfast.launch.workers.sweeper import REPLACEMENTS, Keeper
-from holdfast.process import identity
-from holdfast.process.identity import AGENT, OUTLIVES, outliving
+from holdfast.process import proc
+from holdfast.process.companion import AGENT, OUTLIVES, outliving
 from kit.harness import REPO, Job, is_alive, job, python, wait_until
 
 SCRIPT = REPO / "tests" / "scripts" / "agent_of_strays.py"
@@ -31,8 +31,8 @@ SCRUBBED = "(env -i setsid sleep 305 & echo $! > scrubbed.pid); sleep 306"
 """Has given up its environment as well."""
 CRASHED = "setsid sleep 307 & echo $! > crashed.pid; exit 3"
 WRITER = (
-    f"exec {sys.executable} -c \"import socket, time\nfrom holdfast.checkpoint import writer_client\n"
-    "ours, theirs = socket.socketpair()\nprocess = writer_client.spawn(theirs.fileno())\n"
+    f"exec {sys.executable} -c \"import socket, time\nfrom holdfast.checkpoint.save import writer\n"
+    "ours, theirs = socket.socketpair()\nprocess = writer.spawn(theirs.fileno())\n"
     "open('writer.pid', 'w').write(str(process.pid))\ntime.sleep(600)\""
 )  # fmt: skip
 STUBBORN = "trap '' TERM; echo $$ > stubborn.pid; while :; do sleep 308; done"
@@ -137,7 +137,7 @@ def test_a_stopped_and_a_stubborn_worker_end(tmp_path: Path) -> None:
     with agent(tmp_path, "kill -STOP $$; sleep 311", STUBBORN) as running:
         stopped = running.workers()["0"]
         running.pid_of("stubborn")
-        wait_until(lambda: (p := identity.read(stopped)) and p.state == "T", 30, "it is stopped")
+        wait_until(lambda: (p := proc.read(stopped)) and p.state == "T", 30, "it is stopped")
         done = running.stop(grace=0.3)
         assert done["dead"]
         assert done["codes"] == {"0": -signal.SIGKILL, "1": -signal.SIGKILL}
@@ -177,8 +177,8 @@ def test_only_our_own_start_of_a_writer_is_recognised() -> None:
     ) -> tuple[str, int] | None:
         with subprocess.Popen(argv, start_new_session=apart, env=env) as process:
             try:
-                wait_until(lambda: identity.arguments(process.pid)[:1] == argv[:1], 30, "it is executed")
-                found = identity.read(process.pid)
+                wait_until(lambda: proc.arguments(process.pid)[:1] == argv[:1], 30, "it is executed")
+                found = proc.read(process.pid)
                 assert found is not None
                 return recognise(found)
             finally:
@@ -203,7 +203,7 @@ def test_what_a_writer_forks_for_its_work_is_spared_with_it_and_nothing_else_is(
             assert process.stdout is not None
             child = int(process.stdout.readline())
             try:
-                found = identity.read(child)
+                found = proc.read(child)
                 assert found is not None
                 return recognise(found)
             finally:
@@ -281,10 +281,8 @@ def test_what_sigkill_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     argv = [sys.executable, "-c", "import signal, time; signal.signal(15, lambda *_: None); time.sleep(600)"]
     with subprocess.Popen(argv, start_new_session=True) as process:
         try:
-            wait_until(lambda: identity.catches(process.pid, 15), 30, "Python has started")
-            wait_until(
-                lambda: "time.sleep" in " ".join(identity.arguments(process.pid)), 30, "it is executed"
-            )
+            wait_until(lambda: proc.catches(process.pid, 15), 30, "Python has started")
+            wait_until(lambda: "time.sleep" in " ".join(proc.arguments(process.pid)), 30, "it is executed")
             group = Workers({4: process.pid})
             started = time.monotonic()
             assert group.stop(0.1) is False
@@ -304,12 +302,12 @@ def test_where_orphans_cannot_be_adopted_what_is_below_a_worker_still_ends(tmp_p
         path = tmp_path / "below.pid"
         wait_until(lambda: path.exists() and path.read_text().strip(), 30, "it is started")
         assert Workers({0: process.pid}).stop(0.0)
-        below = identity.read(int(path.read_text()))
+        below = proc.read(int(path.read_text()))
         try:
             wait_until(lambda: below is None or not is_alive(below.pid), 10, "it ends")
         finally:
             if below is not None:
-                identity.send(below, signal.SIGKILL)
+                proc.send(below, signal.SIGKILL)
 
 
 def test_a_kill_from_a_signals_handler_does_not_wait_for_this_thread() -> None:
@@ -325,13 +323,13 @@ def test_a_kill_from_a_signals_handler_does_not_wait_for_this_thread() -> None:
 
 def test_a_signal_goes_to_that_process_or_to_none() -> None:
     with sleeper(apart=False) as process:
-        found = identity.read(process.pid)
+        found = proc.read(process.pid)
         assert found is not None
-        assert not identity.send(found._replace(started=found.started - 1), signal.SIGKILL)
+        assert not proc.send(found._replace(started=found.started - 1), signal.SIGKILL)
         assert process.poll() is None, "the id belonged to another process before"
-        assert identity.send(found, signal.SIGKILL)
+        assert proc.send(found, signal.SIGKILL)
         process.wait(30)
-    assert not identity.send(found, signal.SIGKILL)
+    assert not proc.send(found, signal.SIGKILL)
 
 
 def test_threads_are_read_with_what_they_wait_for(tmp_path: Path) -> None:
@@ -347,24 +345,24 @@ def test_threads_are_read_with_what_they_wait_for(tmp_path: Path) -> None:
         (task / "stat").write_text(f"{tid} ({name}) {state} {rest}")
         (task / "wchan").write_text(wchan)
         (task / "stack").write_text("[<0>] nv_wait+0x1/0x2\n[<0>] ioctl+0x1/0x2\n")
-    found = identity.threads(7, proc=tmp_path)
+    found = proc.threads(7, proc=tmp_path)
     assert [(t.tid, t.state, t.name, t.wchan) for t in found] == [
         (7, "S", "a) b (c", ""), (8, "t", "gdb", ""), (9, "D", "nccl", "nv_wait"),
     ]  # fmt: skip
     assert found[2].stack == ("nv_wait+0x1/0x2", "ioctl+0x1/0x2")
-    assert identity.threads(1234, proc=tmp_path) == []
-    assert identity.read(1234, proc=tmp_path) is None
+    assert proc.threads(1234, proc=tmp_path) == []
+    assert proc.read(1234, proc=tmp_path) is None
     (tmp_path / "5").mkdir()
     (tmp_path / "5" / "stat").write_text("torn")
-    assert identity.everyone(proc=tmp_path) == {}
+    assert proc.everyone(proc=tmp_path) == {}
 
 
 def test_a_read_that_hangs_is_given_up() -> None:
     started = time.monotonic()
-    assert identity.within(0.1, lambda: time.sleep(20)) is None
+    assert proc.within(0.1, lambda: time.sleep(20)) is None
     assert time.monotonic() - started < 15
-    assert identity.within(10.0, lambda: 7) == 7
-    assert identity.within(10.0, lambda: 1 // 0) is None
+    assert proc.within(10.0, lambda: 7) == 7
+    assert proc.within(10.0, lambda: 1 // 0) is None
 
 
 def test_without_the_right_to_reap_nothing_counts_as_adopted() -> None:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import ControlError, LeaseLostError
-from holdfast.process import identity as holders
+from holdfast.process import proc
 from holdfast.process.identity import Holder, is_gone, is_here, this_process
 from holdfast.record import attempts, directory
 from holdfast.record.attempts import (
@@ -192,10 +192,10 @@ def test_a_process_that_cannot_be_seen_from_here_is_never_called_dead(elsewhere:
     assert not is_gone(holder)
 
 
-@pytest.mark.parametrize(("part", "unknown"), [("_boot_id", ""), ("_pid_namespace", 0)])
+@pytest.mark.parametrize(("part", "unknown"), [("boot_id", ""), ("pid_namespace", 0)])
 def test_unknown_does_not_equal_unknown(monkeypatch: pytest.MonkeyPatch, part: str, unknown: object) -> None:
     """Two machines without /proc must not take each other's processes for their own."""
-    monkeypatch.setattr(holders, part, lambda: unknown)
+    monkeypatch.setattr(proc, part, lambda: unknown)
     nobody = msgspec.structs.replace(this_process(), pid=2**22 + 1)
     assert not is_here(nobody)
     assert not is_gone(nobody)
@@ -204,7 +204,7 @@ def test_unknown_does_not_equal_unknown(monkeypatch: pytest.MonkeyPatch, part: s
 def test_a_process_hidden_from_this_user_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc mounted with hidepid shows nothing of other users' processes."""
     me = this_process()
-    monkeypatch.setattr(holders, "_state_and_start", lambda pid: None)
+    monkeypatch.setattr(proc, "read", lambda pid: None)
     assert not is_gone(me)
 
 

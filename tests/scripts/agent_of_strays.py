@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast.launch.workers.orphans import Orphans, Workers
 from holdfast.launch.workers.sweeper import Keeper
-from holdfast.process import identity
+from holdfast.process import proc
 from holdfast.process.guard import guarded
 
 
@@ -26,7 +26,7 @@ def say(path: Path, what: object) -> None:
 
 
 def zombies(but: set[int]) -> list[int]:
-    everyone = identity.everyone().values()
+    everyone = proc.everyone().values()
     return [p.pid for p in everyone if p.parent == os.getpid() and p.ended and p.pid not in but]
 
 

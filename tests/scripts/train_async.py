@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train_tiny
 
 from holdfast.checkpoint.save import writer
-from holdfast.process.identity import outliving
+from holdfast.process.companion import outliving
 
 SLOW = str(Path(__file__).resolve().parent / "slow_writer")
 WRITER = "holdfast.checkpoint.save.writer_process"

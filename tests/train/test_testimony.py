@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.process import identity
+from holdfast.process import proc
 from holdfast.train import testimony
 from kit.harness import finish, python, wait_until
 
@@ -48,7 +48,7 @@ def test_every_thread_is_told_with_its_name() -> None:
 def test_a_process_without_torch_stays_one(tmp_path: Path) -> None:
     script = tmp_path / "light.py"
     script.write_text(
-        "import sys\nfrom holdfast.worker import testimony\n"
+        "import sys\nfrom holdfast.train import testimony\n"
         "said = testimony.testify()\nassert b'MainThread' in said\nassert 'torch' not in sys.modules\n"
     )
     result = finish(python(script), cwd=tmp_path)
@@ -94,7 +94,7 @@ def test_a_recorders_entries_say_which_is_the_first_that_is_not_done() -> None:
 ONE_RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
-from holdfast.worker import testimony
+from holdfast.train import testimony
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 for _ in range(5): dist.all_reduce(torch.ones(2))
 said = json.loads(testimony.testify())
@@ -171,7 +171,7 @@ def test_a_signal_that_somebody_handles_is_not_taken(tmp_path: Path) -> None:
         record = testimony.registered(tmp_path, 3)
         assert record is not None
         assert (record.pid, record.signal) == (os.getpid(), installed.signal)
-        assert identity.catches(os.getpid(), installed.signal)
+        assert proc.catches(os.getpid(), installed.signal)
         os.kill(os.getpid(), installed.signal)
         path = testimony.stacks_path(tmp_path, 3)
         wait_until(
@@ -187,7 +187,7 @@ def test_a_signal_that_somebody_handles_is_not_taken(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_nothing_is_registered(tmp_path: Path) -> None:
     assert testimony.install(tmp_path / "missing", 0) is None
-    code = "import signal,sys\nfrom holdfast.worker import testimony\nfrom pathlib import Path\n"
+    code = "import signal,sys\nfrom holdfast.train import testimony\nfrom pathlib import Path\n"
     code += "print(testimony.install(Path('/missing'), 0))\n"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -40,7 +40,7 @@ from holdfast.base import OpenFile, make_dirs, printable, read_regular, replace_
 from holdfast.checkpoint.format import CheckpointName, CheckpointRoot, Inspection, Reason, parse_name, verify
 from holdfast.errors import ControlError, HoldfastError, LeaseLostError
 from holdfast.journal import CopyQuarantined, CopyReadBack, JournalWriter, Warned
-from holdfast.process import own_child
+from holdfast.process import Companion, start_child
 from holdfast.record import (
     MAX_RECORD_BYTES,
     ControlDirectory,
@@ -249,13 +249,12 @@ class ReadBack:
         self._journal = journal
         self._settle = SETTLE if settle is None else settle
         self._due: float | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None
+        self._child: Companion | None = None
         self._started = 0
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        return self._child.pid if self._child is not None else None
 
     def committed(self) -> None:
         """There is a new checkpoint."""
@@ -277,17 +276,16 @@ class ReadBack:
             self._give_up(f"checkpoints are not read back: {type(error).__name__}: {error}")
 
     def _ask(self) -> None:
-        if self._process is not None and self._process.poll() is not None:
+        if self._child is not None and self._child.code is not None:
             self._hang_up()
-        if self._process is None:
+        if self._child is None:
             if self._started > REPLACEMENTS:
                 return
             self._start()
-        if self._line is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # it has been told often enough, or is dead: the next time shows
-                self._line.send(b"look", socket.MSG_NOSIGNAL)
+        if self._child is not None and self._child.connected:
+            # It may have been told often enough, or be dead: the next time shows.
+            with contextlib.suppress(OSError):
+                self._child.line.send(b"look", socket.MSG_NOSIGNAL)
 
     def _start(self) -> None:
         self._started += 1
@@ -297,42 +295,23 @@ class ReadBack:
                 "none is read back any more before the next start"
             )
             return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        argv = own_child("holdfast.checkpoint.read_back")
-        try:
-            make_dirs(self._log.parent)
-            with self._log.open("ab") as log_file:
-                self._process = subprocess.Popen(
-                    [
-                        *argv,
-                        msgspec.json.encode(self._order).decode(),
-                        str(theirs.fileno()),
-                        str(os.getpid()),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=log_file,
-                    pass_fds=[theirs.fileno()],
-                )
-            ours.setblocking(False)
-            self._line = ours
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        self._child = Companion(self._spawn, packets=True)
+
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
+        order = msgspec.json.encode(self._order).decode()
+        arguments = [order, str(descriptor), str(os.getpid())]
+        return start_child("holdfast.checkpoint.read_back", *arguments, passed=[descriptor], log=self._log)
 
     def _listen(self) -> None:
-        while self._line is not None:
+        while self._child is not None and self._child.connected:
             try:
-                packet = self._line.recv(65536)
+                packet = self._child.line.recv(65536)
             except BlockingIOError:
                 return
             except OSError:
                 packet = b""
             if not packet:
-                self._line.close()
-                self._line = None
+                self._child.hang_up()
                 return
             log.error("holdfast: %s", packet.decode(errors="replace"))
 
@@ -343,14 +322,9 @@ class ReadBack:
         log.warning("holdfast: %s", why)
 
     def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
-        process, self._process = self._process, None
-        if process is not None and process.poll() is None:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill(1.0)
 
     def close(self) -> None:
         """The run ends, and with it the reading; what was not read now is read by the next attempt."""

@@ -31,6 +31,7 @@ def run(ctx: typer.Context) -> None:
     from holdfast.base import Source, install, is_table_full
     from holdfast.errors import NoProcessesError
     from holdfast.launch.workers import choose_format, insist_on_room, mark_environment, start_early
+    from holdfast.process import proc
 
     install(Source.LAUNCHER)
     choose_format(ctx.args)
@@ -48,7 +49,7 @@ def run(ctx: typer.Context) -> None:
     except (RuntimeError, OSError) as error:
         if not is_table_full(error):
             raise
-        raise NoProcessesError(str(error)) from error
+        raise NoProcessesError(str(error), proc.threads_of(os.getuid())) from error
     finally:
         if parent is not None:
             parent.close()

@@ -24,7 +24,7 @@ from holdfast.checkpoint.format import MetadataError
 from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.errors import HoldfastError
 from holdfast.journal import JournalReader, Line, WorkersStarted
-from holdfast.process import AGENT, guarded, own_child
+from holdfast.process import AGENT, guarded, own_child, proc
 
 LARGEST_ITEM = 64 * 1024 * 1024
 """Stored tensors above this size are not aimed at: finding the payload reads the item into memory."""
@@ -88,11 +88,10 @@ def stopped_rank(lines: Iterable[Line], rank: int, *, timeout: float = 10.0) -> 
 
 def _is_stopped(pid: int, rank: int) -> bool:
     """All threads of it: the signal reaches them one after the other."""
-    try:
-        threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except OSError as error:
-        raise FaultError(f"cannot stop rank {rank}: its process {pid} is gone: {error.strerror}") from error
-    return bool(threads) and all(stat.rpartition(")")[2].split()[0] == "T" for stat in threads)
+    threads = proc.threads(pid)
+    if not threads:
+        raise FaultError(f"cannot stop rank {rank}: its process {pid} is gone")
+    return all(thread.state == "T" for thread in threads)
 
 
 def _process_of(lines: Iterable[Line], rank: int) -> tuple[Line, int]:
@@ -119,12 +118,10 @@ def _check_identity(pid: int, rank: int) -> None:
     A worker is a child of the agent whose mark is in the environment that it, or what it was forked from, was
     started with.
     """
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError as error:
-        raise FaultError(f"cannot kill rank {rank}: its process {pid} is gone: {error.strerror}") from error
-    if not any(entry.startswith(f"{AGENT}={parent}.".encode()) for entry in environment):
+    worker = proc.read(pid)
+    if worker is None:
+        raise FaultError(f"cannot kill rank {rank}: its process {pid} is gone")
+    if not proc.environment(pid).get(AGENT, "").startswith(f"{worker.parent}."):
         raise FaultError(f"cannot kill rank {rank}: process {pid} is not its worker any more")
 
 

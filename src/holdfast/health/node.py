@@ -31,6 +31,7 @@ from holdfast.health.findings import (
     judge_storage,
     judge_threads,
 )
+from holdfast.process import proc
 
 # What a directory is mounted from: whether it is there at all, and what is known of such file systems.
 #
@@ -262,19 +263,11 @@ _NO_LIMIT = 1 << 60
 
 
 def check_memory(cgroups: Path = CGROUPS, own: Path = OWN) -> CheckResult:
-    available = _available()
+    available = proc.memory_available()
     found = cgroup_memory(cgroups, own)
     if found is None:
         return judge_memory(available, None)
     return judge_memory(max(0, min(available, found.limit - found.used)), found.limit)
-
-
-def _available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise OSError("/proc/meminfo does not say how much memory is available")
 
 
 class MemoryLimit(NamedTuple):
@@ -376,21 +369,11 @@ def check_threads(cgroups: Path = CGROUPS, own: Path = OWN) -> CheckResult:
             found.append((limit, used, "this container or job"))
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # root is not held to it
-        found.append((soft, _threads_of(os.geteuid()), "this user"))
+        found.append((soft, proc.threads_of(os.geteuid()), "this user"))
     if not found:
         return judge_threads(0, None, "")
     limit, used, whose = min(found, key=lambda one: one[0] - one[1])
     return judge_threads(used, limit, whose)
-
-
-def _threads_of(user: int) -> int:
-    count = 0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it may end while we look
-                if entry.stat().st_uid == user:
-                    count += len(os.listdir(entry / "task"))
-    return count
 
 
 def check_load() -> CheckResult:

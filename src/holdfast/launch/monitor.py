@@ -39,7 +39,7 @@ from holdfast.policy import (
     hello_limit,
     ruling,
 )
-from holdfast.process import ANCESTORS, Waking, descends, identity, lineage, make_private, peer_of
+from holdfast.process import ANCESTORS, Waking, descends, lineage, make_private, peer_of, proc, short_address
 from holdfast.record import HelloRecord
 from holdfast.train import (
     PACKET_LIMIT,
@@ -56,7 +56,6 @@ from holdfast.train import (
     State,
     StopAt,
     Wish,
-    short_address,
 )
 
 # What the ranks of one node have said about stopping, in one attempt.
@@ -672,13 +671,13 @@ def _has_exited(known: _Rank) -> bool:
     """Whether what spoke for a rank is gone while its worker lives: a shell that has more to do, say."""
     if known.connection is not None or known.speaker in (0, known.pid):
         return False
-    process = identity.read(known.speaker)
+    process = proc.read(known.speaker)
     return process is None or process.state in ("Z", "X")
 
 
 def _stopped(known: _Rank) -> bool:
     """Whether the process that speaks for a rank, or should, is stopped by a signal."""
-    process = identity.read(known.connection.pid if known.connection is not None else known.pid)
+    process = proc.read(known.connection.pid if known.connection is not None else known.pid)
     return process is not None and process.state == "T"
 
 

@@ -14,36 +14,28 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.process import identity
-    from holdfast.process.guard import guarded
-    from holdfast.process.identity import (
+    from holdfast.process import proc
+    from holdfast.process.companion import (
         AGENT,
         OUTLIVES,
+        Companion,
+        leave_stopping_to_the_trainer,
+        own_child,
+        start_child,
+    )
+    from holdfast.process.guard import guarded
+    from holdfast.process.identity import Holder, Waking, is_gone, is_here, job_of, this_process
+    from holdfast.process.proc import (
+        ANCESTORS,
         STATES,
-        Holder,
+        MemoryMapping,
         Process,
         Thread,
-        Waking,
-        is_gone,
-        is_here,
-        job_of,
-        leave_stopping_to_the_trainer,
-        outliving,
-        own_child,
-        started_at,
-        stopping_blocked,
-        this_process,
-    )
-    from holdfast.process.senders import Seen, from_whom, named, seen, take, watch
-    from holdfast.process.sockets import (
-        ANCESTORS,
-        Message,
         descends,
         lineage,
-        make_private,
-        peer_of,
-        receive,
-        send,
+        started_at,
     )
+    from holdfast.process.senders import Seen, from_whom, named, seen, take, watch
+    from holdfast.process.sockets import Message, make_private, peer_of, receive, send, short_address
 else:
     __getattr__ = offers(__name__)

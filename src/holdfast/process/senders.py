@@ -11,7 +11,7 @@ called until the process ends. Whoever calls `signal.signal` later replaces them
 does at its own end; an exec forgets them. Where anything is not as it was checked to be (another processor,
 another C library, no memory that can be made executable), nothing is installed, and the sender is not known.
 
-What is known of a process is read at once from /proc/PID/status, which waits for nothing; what may hang (the
+What is known of a process is read at once (`proc.status`), which waits for nothing; what may hang (the
 user's name, the command line) is asked for on a thread that is left behind if it does.
 """
 
@@ -30,6 +30,8 @@ import threading
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, NamedTuple
+
+from holdfast.process import proc
 
 log = logging.getLogger("holdfast")
 
@@ -280,14 +282,7 @@ def seen(origin: Origin | None) -> Seen | None:
         return None
     if origin.code not in _HAS_PID or not origin.pid:
         return Seen(origin, "", False)
-    fields: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        descriptor = os.open(f"/proc/{origin.pid}/status", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            text = os.read(descriptor, 4096).decode(errors="replace")
-        finally:
-            os.close(descriptor)
-        fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+    fields = proc.status(origin.pid)
     if str(origin.uid) not in fields.get("Uid", "").split():
         return Seen(origin, "", True)
     return Seen(origin, _plain(fields.get("Name", "")), fields.get("State", "").startswith("Z"))
@@ -364,8 +359,7 @@ def _script(found: Seen) -> str:
     """What an interpreter runs: its own name says nothing. The rest of its command line may hold secrets."""
     if found.name.rstrip("0123456789.") not in _INTERPRETERS:
         return ""
-    with open(f"/proc/{found.origin.pid}/cmdline", "rb") as file:  # noqa: PTH123
-        words = file.read(4096).decode(errors="replace").split("\0")
+    words = proc.arguments(found.origin.pid)
     if len(words) > 2 and words[1] == "-m":
         return f"-m {_plain(words[2])}"
     return _plain(PurePath(words[1]).name) if len(words) > 1 and not words[1].startswith("-") else ""

@@ -6,6 +6,7 @@ tells which of our own processes speaks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -14,8 +15,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ANCESTORS = 64
-"""How far up a process's parents are followed."""
+UNIX_PATH = 100
+"""Characters from which on the path of a socket is reached through its directory: the kernel takes 107."""
+
+
+@contextlib.contextmanager
+def short_address(path: Path) -> Iterator[str]:
+    """The path of a socket in a form that the kernel takes, whatever its length."""
+    if len(os.fsencode(path)) < UNIX_PATH:
+        yield str(path)
+        return
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
 
 
 def peer_of(channel: socket.socket) -> tuple[int, int]:
@@ -33,27 +47,6 @@ def make_private(directory: Path) -> None:
         raise PermissionError(f"{directory} belongs to somebody else; a socket of ours may not lie there")
     if info.st_mode & 0o077:
         directory.chmod(0o700)
-
-
-def _parent_of(pid: int) -> int:
-    """The parent's process id; 0 if the process is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def lineage(pid: int) -> Iterator[int]:
-    """A process, its parent, that one's parent …"""
-    for _ in range(ANCESTORS):
-        if pid <= 1:
-            return
-        yield pid
-        pid = _parent_of(pid)
-
-
-def descends(pid: int, ancestor: int) -> bool:
-    return ancestor in lineage(pid)
 
 
 # Messages between the agent, the preloaded parent and a forked worker: JSON over a socket pair.

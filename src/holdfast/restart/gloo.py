@@ -32,8 +32,9 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
+
+from holdfast.process import proc
 
 # Which of this process's sockets belong to gloo.
 #
@@ -49,7 +50,6 @@ from typing import NamedTuple
 
 
 _ENTRY = re.compile(r"^tfd:\s*(\d+) events:\s*(\w+) data:\s*(\w+)\s+pos:\w+ ino:(\w+)", re.MULTILINE)
-_DESCRIPTORS = Path("/proc/self/fd")
 _DIAL_SECONDS = 1.0
 """For one connection to a listener in this process: it takes microseconds."""
 
@@ -89,10 +89,10 @@ class GlooDevice(NamedTuple):
 def gloo_devices() -> set[GlooDevice]:
     """All that this process has now."""
     found = set()
-    for name in os.listdir(_DESCRIPTORS):
+    for number in proc.descriptors():
         with contextlib.suppress(OSError):
-            if str((_DESCRIPTORS / name).readlink()) == "anon_inode:[eventpoll]":
-                device = _device(int(name))
+            if proc.file_of(number) == "anon_inode:[eventpoll]":
+                device = _device(number)
                 if device is not None:
                     found.add(device)
     return found
@@ -138,12 +138,12 @@ def shut(descriptor: Descriptor, how: int = socket.SHUT_RDWR) -> None:
 def connections_to(port: int) -> set[Descriptor]:
     """TCP connections of this process to a port, wherever that is."""
     found = set()
-    for name in os.listdir(_DESCRIPTORS):
+    for number in proc.descriptors():
         with contextlib.suppress(OSError):
-            status = (_DESCRIPTORS / name).stat()
+            status = os.fstat(number)
             if not stat.S_ISSOCK(status.st_mode):
                 continue
-            descriptor = Descriptor(int(name), status.st_ino)
+            descriptor = Descriptor(number, status.st_ino)
             with duplicate(descriptor) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
                     found.add(descriptor)
@@ -190,10 +190,9 @@ def _mode(descriptor: Descriptor) -> int:
 
 
 def _entries(epoll: int) -> list[Entry]:
-    text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
     return [
         Entry(Descriptor(int(number), int(inode, 16)), int(events, 16), int(handler, 16))
-        for number, events, handler, inode in _ENTRY.findall(text)
+        for number, events, handler, inode in _ENTRY.findall(proc.details_of(epoll))
     ]
 
 

@@ -32,7 +32,7 @@ import msgspec
 
 from holdfast.config import InProcessSettings
 from holdfast.policy import Fault, FaultKind, describe_end
-from holdfast.process import Waking, descends, make_private, peer_of
+from holdfast.process import Waking, descends, make_private, peer_of, proc, short_address
 from holdfast.restart.messages import (
     KEEPS,
     LEFT,
@@ -57,7 +57,6 @@ from holdfast.restart.messages import (
     plan_key,
     text,
 )
-from holdfast.train import short_address
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -433,7 +432,7 @@ class Keeper:
             self._hear(member)  # it may have said farewell before
         if member.over:
             return
-        code = exit_code_of(member.pid or 0)
+        code = proc.exit_code_of(member.pid or 0)
         detail = member.why or _in_words(code)
         fault = Fault(
             member=member.number,
@@ -478,7 +477,7 @@ class Keeper:
         if self._lost_at and now - max(self._lost_at, self._fresh) > hard:
             return f"it did not end within {hard:g} s after the store was lost"
         silent, allowed = now - max(member.heard, self._fresh), hard + beat.allowance
-        limit = hard if silent > hard and _state_of(member.pid or 0) == "T" else allowed
+        limit = hard if silent > hard and _is_stopped(member.pid or 0) else allowed
         if silent > limit:
             return f"no sign of life for {limit:g} s"
         if min(beat.idle, awake) > allowed:
@@ -521,25 +520,10 @@ def kill(pidfd: int, pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def exit_code_of(pid: int) -> int:
-    """Of a process that has ended and was not reaped by its parent yet, as from waitpid; otherwise 0."""
-    fields = _stat(pid)
-    try:
-        return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else 0
-    except (ValueError, IndexError):
-        return 0
-
-
-def _state_of(pid: int) -> str:
-    """The kernel's letter for it: T if it is stopped by a signal."""
-    return next(iter(_stat(pid)), "")
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+def _is_stopped(pid: int) -> bool:
+    """By a signal, or a terminal."""
+    found = proc.read(pid)
+    return found is not None and found.state == "T"
 
 
 def _in_words(exit_code: int) -> str:

@@ -30,12 +30,11 @@ from holdfast.base import remove
 from holdfast.config import InProcessSettings
 from holdfast.errors import ExitCode, HandedOverError, HoldfastError
 from holdfast.policy import STAYS, Action, PastAttempt, after, decide, failed_iteration, highest_step
-from holdfast.process import leave_stopping_to_the_trainer, own_child
+from holdfast.process import leave_stopping_to_the_trainer, own_child, short_address
 from holdfast.record import HostedStore, connect
 from holdfast.restart.conductor import Conductor, Denied, Granted, Restart
 from holdfast.restart.keeper import SOCKET, Keeper, log_path, stamped
 from holdfast.restart.messages import KEEPS, LEFT
-from holdfast.train import short_address
 
 if TYPE_CHECKING:
     from torch.distributed import Store

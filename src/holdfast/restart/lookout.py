@@ -26,9 +26,9 @@ import msgspec
 
 from holdfast.base import Scope
 from holdfast.errors import HandedOverError, UsageError
+from holdfast.process import short_address
 from holdfast.restart.groups import GroupWatch
 from holdfast.restart.messages import Beat, Farewell, Hello, Said
-from holdfast.train import short_address
 
 if TYPE_CHECKING:
     from torch.distributed import Store

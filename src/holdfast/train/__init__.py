@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         State,
         StopAt,
         Wish,
-        short_address,
     )
     from holdfast.train.crash import CrashHook, chain_of, write_error_file
     from holdfast.train.halting import Halting

@@ -26,6 +26,7 @@ from typing import Protocol
 import msgspec
 
 from holdfast.policy import BEFORE_TRAINING, CHECKPOINTING, SETUP, STEP, Limits, Observed, OpenSection
+from holdfast.process import short_address
 
 # What a rank and its agent say to each other: one msgpack message a packet.
 #
@@ -168,21 +169,6 @@ URGENT = 5.0
 """Seconds that a word about stopping is waited for to be taken; later it is said by the thread."""
 MOST_INSIDE = 32
 """Names of sections inside a section that are told; what has further ones counts as the outer one's."""
-UNIX_PATH = 100
-"""Characters from which on the path of a socket is reached through its directory: the kernel takes 107."""
-
-
-@contextlib.contextmanager
-def short_address(path: Path) -> Iterator[str]:
-    """The path of a socket in a form that the kernel takes, whatever its length."""
-    if len(os.fsencode(path)) < UNIX_PATH:
-        yield str(path)
-        return
-    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{path.name}"
-    finally:
-        os.close(fd)
 
 
 class Heeds(Protocol):

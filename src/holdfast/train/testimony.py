@@ -39,6 +39,7 @@ from holdfast.errors import ConfigError, PingFailedError
 from holdfast.health import LivenessPing
 from holdfast.journal import JournalWriter, PingFailed, Warned
 from holdfast.policy import SETUP, STEP, Position
+from holdfast.process import proc
 from holdfast.record import (
     UNPROTECTED,
     ControlDirectory,
@@ -141,7 +142,7 @@ def install(directory: Path, rank: int) -> Installed | None:
         # Only once the handler is there: before, the signal would have ended this process.
         registered = Registered(
             pid=os.getpid(),
-            started=_started(),
+            started=proc.started_at(os.getpid()),
             signal=number,
             main_thread=threading.main_thread().ident or 0,
         )
@@ -162,19 +163,12 @@ def registered(directory: Path, rank: int) -> Registered | None:
 
 def _free_signal() -> int | None:
     """A real-time signal that nobody in this process handles, in Python or in C."""
-    caught = 0
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
+    caught = proc.caught(os.getpid())
     for offset in _CANDIDATES:
         number = signal.SIGRTMIN + offset
         if number <= signal.SIGRTMAX and not caught >> (number - 1) & 1:
             return int(number)
     return None
-
-
-def _started() -> int:
-    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 
 
 # --- what a thread of the rank can tell --------------------------------------------------------------------

@@ -104,10 +104,10 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     made = Lab(tmp_path)
     yield made
     for drain in made.drains:
-        if drain.pid is not None and drain._process is not None:
+        if drain._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(drain.pid, signal.SIGKILL)
-            drain._process.wait(10)
+            drain._child.process.wait(10)
     assert "Traceback" not in made.log(), made.log()
 
 
@@ -148,8 +148,8 @@ def test_what_is_pushed_gets_a_copy_what_is_deleted_loses_it_and_the_process_end
     drain.delete([first])
     assert [outcome.job for outcome in drain.close(20)] == ["delete"]
     assert lab.there() == [second]
-    assert drain._process is not None
-    assert drain._process.returncode == 0
+    assert drain._child is not None
+    assert drain._child.code == 0
     assert [event.checkpoint for event in lab.events(CopyDrained)] == [first, second]
     assert [event.checkpoint for event in lab.events(CopyDeleted)] == [first]
     assert lab.events(Warned) == []
@@ -211,9 +211,9 @@ def test_one_that_is_killed_is_replaced_and_told_again(lab: Lab) -> None:
 def test_one_that_is_killed_again_and_again_is_given_up_and_training_goes_on(lab: Lab) -> None:
     drain = lab.drain()
     for _ in range(REPLACEMENTS + 1):
-        assert drain._process is not None
-        os.kill(drain._process.pid, signal.SIGKILL)
-        drain._process.wait(10)
+        assert drain._child is not None
+        os.kill(drain._child.pid, signal.SIGKILL)
+        drain._child.process.wait(10)
         drain.poll()
     drain.push(lab.commit(3))
     assert drain.poll() == []

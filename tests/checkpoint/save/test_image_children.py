@@ -15,7 +15,7 @@ from holdfast.checkpoint.format.layout import Item, Layout, Shard
 from holdfast.checkpoint.save import image
 from holdfast.checkpoint.save.image import Piece, in_children
 from holdfast.errors import SaveFailedError, TornSnapshotError
-from holdfast.process import identity
+from holdfast.process import proc
 
 LENGTHS = [5000, 1 << 20, 3, 70_000, 2_000_001, 40_000]
 
@@ -115,4 +115,4 @@ def test_anything_else_keeps_its_traceback() -> None:
 
 
 def children() -> list[int]:
-    return [process.pid for process in identity.everyone().values() if process.parent == os.getpid()]
+    return [process.pid for process in proc.everyone().values() if process.parent == os.getpid()]

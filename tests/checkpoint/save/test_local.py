@@ -628,8 +628,7 @@ def test_the_memory_of_the_local_tier_is_within_its_formula(tmp_path: Path, shm:
 
 def test_the_memory_limit_of_a_job_counts(tmp_path: Path) -> None:
     """As cgroups say it, of both versions, the tightest of the groups above included."""
-    process = tmp_path / "self"
-    process.mkdir()
+    own = tmp_path / "own"
     groups = tmp_path / "groups"
     inner = groups / "job" / "step"
     inner.mkdir(parents=True)
@@ -637,15 +636,15 @@ def test_the_memory_limit_of_a_job_counts(tmp_path: Path) -> None:
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text("anon 5\ninactive_file 40\nactive_file 10\n")
-    (process / "cgroup").write_text("0::/job/step\n")
-    assert memory_left(process, groups) == 350
+    own.write_text("0::/job/step\n")
+    assert memory_left(own, groups) == 350
     old = groups / "memory" / "job"
     old.mkdir(parents=True)
     (old / "memory.limit_in_bytes").write_text("500\n")
     (old / "memory.usage_in_bytes").write_text("450\n")
     (old / "memory.stat").write_text("inactive_file 0\n")
-    (process / "cgroup").write_text("3:cpu,memory:/job\n0::/\n")
-    assert memory_left(process, groups) == 50
+    own.write_text("3:cpu,memory:/job\n0::/\n")
+    assert memory_left(own, groups) == 50
     assert memory_left(tmp_path / "none", groups) > 1 << 60
 
 

@@ -18,17 +18,17 @@ import torch
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.manifest import Proof
 from holdfast.checkpoint.save import snapshot
-from holdfast.checkpoint.state import proof, proof_fork
+from holdfast.checkpoint.state import proof
 from holdfast.checkpoint.state.proof import Report, Subject
-from holdfast.checkpoint.state.proof_fork import Mapping, Mappings, mappings
+from holdfast.checkpoint.state.proof_fork import Mappings
 from holdfast.launch.workers import orphans
-from holdfast.process import identity
+from holdfast.process import MemoryMapping, proc
 from kit.harness import wait_until
 from kit.tiny import checkpoints, train
 
 
 def shared(tensor: torch.Tensor) -> bool:
-    return mappings().shares(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+    return Mappings(proc.mapped()).shares(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
 def test_memory_that_a_fork_would_write_to_for_all_is_found(tmp_path: Path) -> None:
@@ -44,9 +44,9 @@ def test_memory_that_a_fork_would_write_to_for_all_is_found(tmp_path: Path) -> N
 def test_a_range_is_shared_if_any_of_it_is() -> None:
     view = Mappings(
         [
-            Mapping(0x1000, 0x4000, "[heap]", shared=False),
-            Mapping(0x4000, 0x5000, "/dev/shm/x", shared=True),
-            Mapping(0x6000, 0x7000, "", shared=False),
+            MemoryMapping(0x1000, 0x4000, "[heap]", shared=False),
+            MemoryMapping(0x4000, 0x5000, "/dev/shm/x", shared=True),
+            MemoryMapping(0x6000, 0x7000, "", shared=False),
         ]
     )
     assert view.shares(0x4000, 0x5000)
@@ -61,10 +61,10 @@ def test_a_network_adapter_is_found_behind_a_gpu_too(tmp_path: Path, monkeypatch
     maps = tmp_path / "maps"
     gpu = "200000000-200200000 rw-s 00000000 00:06 486 /dev/nvidia0\n"
     maps.write_text(gpu)
-    assert mappings(str(maps)).network_adapter == ""
+    assert Mappings(proc.mapped(maps)).network_adapter == ""
     maps.write_text(f"{gpu}7f0000000000-7f0000001000 rw-s 00000000 00:06 512 /dev/infiniband/uverbs0\n")
-    found = mappings(str(maps))
-    monkeypatch.setattr(proof_fork, "mappings", lambda: found)
+    found = proc.mapped(maps)
+    monkeypatch.setattr(proc, "mapped", lambda: found)
     told = "this process has memory of a network adapter mapped (/dev/infiniband/uverbs0), and is not forked"
     assert proven(tmp_path, monkeypatch, Report).why_not == told
 
@@ -160,7 +160,7 @@ def test_a_launcher_does_not_take_the_fork_for_one_that_may_outlive_its_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work() -> Report:
-        found = identity.read(os.getpid())
+        found = proc.read(os.getpid())
         assert found is not None
         return Report(why_not=f"taken for {orphans.recognise(found)}")
 

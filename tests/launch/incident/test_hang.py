@@ -28,7 +28,7 @@ from holdfast.launch.incident.hang import (
     summarise,
 )
 from holdfast.policy.evidence import Position
-from holdfast.process import identity
+from holdfast.process import proc
 from holdfast.train import testimony
 from kit.harness import REPO, Job, job, python, wait_until
 
@@ -129,7 +129,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def state(pid: int) -> str:
-    found = identity.read(pid)
+    found = proc.read(pid)
     return found.state if found is not None else ""
 
 
@@ -242,7 +242,7 @@ def test_a_registration_alone_is_not_believed(ranks: Ranks) -> None:
     ranks.start(0, "mute")
     ranks.await_ready()
     pid = ranks.pids[0]
-    found = identity.read(pid)
+    found = proc.read(pid)
     assert found is not None
     record = testimony.Registered(pid=pid, started=found.started, signal=signal.SIGRTMIN + 7, main_thread=1)
     testimony.record_path(ranks.private, 0).write_bytes(msgspec.json.encode(record))

@@ -8,7 +8,6 @@ are refused at once and do not wait in vain.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
 import os
@@ -22,12 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.base import make_dirs
 from holdfast.checkpoint.copies.server import PeerServer
 from holdfast.checkpoint.copies.tier import LocalTier
 from holdfast.errors import PeerError
 from holdfast.journal import JournalWriter, Warned
-from holdfast.process import leave_stopping_to_the_trainer, outliving, own_child
+from holdfast.process import Companion, leave_stopping_to_the_trainer, start_child
 from holdfast.record import ControlDirectory, listen
 
 # The process of a place's peer server, started by the place leader; without torch.
@@ -125,8 +123,7 @@ class PeerHost:
         self._log = control.attempt(attempt) / f"peer-{tier.place}.log"
         self._journal = journal
         self._node = tier.record.node
-        self._process: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None
+        self._child: Companion | None = None
         self._replaced = 0
         try:
             self._listener: socket.socket | None = listen(0, host)
@@ -137,41 +134,29 @@ class PeerHost:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        return self._child.pid if self._child is not None else None
 
     def start(self) -> None:
         """Start the process; a failure is journalled, and training goes on without replicas here."""
         if self._listener is None:
             return
-        ours, theirs = socket.socketpair()
-        order = msgspec.json.encode(self._order).decode()
-        passed = [self._listener.fileno(), theirs.fileno()]
-        argv = own_child(MODULE, order, *map(str, passed), str(os.getpid()))
+        listening = self._listener.fileno()
         try:
-            make_dirs(self._log.parent)
-            with self._log.open("ab") as log_file:
-                self._process = subprocess.Popen(
-                    argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,  # not the trainer's: whoever reads that to its end must not wait for us
-                    stderr=log_file,
-                    pass_fds=passed,
-                    env=outliving(MODULE),
-                    start_new_session=True,
-                )
-            self._line = ours
+            self._child = Companion(lambda line: self._spawn(listening, line))
         except OSError as error:
-            ours.close()
             self._give_up(f"the peer server of node {self._node} could not be started: {error}")
-        finally:
-            theirs.close()
+
+    def _spawn(self, *passed: int) -> subprocess.Popen[bytes]:
+        order = msgspec.json.encode(self._order).decode()
+        arguments = [order, *map(str, passed), str(os.getpid())]
+        return start_child(MODULE, *arguments, passed=passed, log=self._log, outlives=True)
 
     def poll(self) -> None:
         """Replace a process that has died."""
-        if self._process is None or (code := self._process.poll()) is None:
+        if self._child is None or (code := self._child.code) is None:
             return
-        self._hang_up()
-        self._process = None
+        self._child.hang_up()
+        self._child = None
         if self._replaced >= REPLACEMENTS:
             self._give_up(
                 f"the peer server of node {self._node} ended {self._replaced + 1} times (code {code}, "
@@ -188,21 +173,15 @@ class PeerHost:
     def close(self, timeout: float = 0.0) -> None:
         """Let nobody new in, and wait for the process; replicas on their way may arrive without us."""
         self._close_door()
-        self._hang_up()
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout)
-            self._process = None
+        if self._child is not None:
+            self._child.hang_up()
+            self._child.wait(timeout)
+            self._child = None
 
     def _close_door(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-
-    def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
 
     def _give_up(self, why: str) -> None:
         self._close_door()

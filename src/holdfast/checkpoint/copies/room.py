@@ -22,11 +22,11 @@ from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.copies.rules import Held, Room, make_room
 from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
 from holdfast.errors import SaveFailedError
+from holdfast.health import CGROUPS, OWN, cgroup_memory
 from holdfast.journal import CopiesDropped, Event
 from holdfast.record import ControlDirectory
 
 TMPFS = 0x01021994
-CGROUPS = Path("/sys/fs/cgroup")
 LOCK_PATIENCE = 60.0
 """Seconds for which a rank waits until the others of its place have taken their memory."""
 _POLL = 0.005
@@ -44,44 +44,13 @@ def is_in_memory(path: Path) -> bool:
     return bool(libc.statfs(os.fsencode(path), ctypes.byref(found)) == 0 and found.kind == TMPFS)
 
 
-def memory_left(process: Path = Path("/proc/self"), groups: Path = CGROUPS) -> int:
+def memory_left(own: Path = OWN, groups: Path = CGROUPS) -> int:
     """Bytes that this process may still take under the memory limits of its job; very many if none is set.
 
     What the kernel can drop at once (pages of files on disks) counts as free.
     """
-    left = _ANY
-    try:
-        lines = (process / "cgroup").read_text().splitlines()
-    except OSError:
-        return left
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names, top = ("memory.max", "memory.current"), groups
-        elif "memory" in controllers.split(","):
-            names, top = ("memory.limit_in_bytes", "memory.usage_in_bytes"), groups / "memory"
-        else:
-            continue
-        folder = top / path.lstrip("/")
-        while True:
-            left = min(left, _left_in(folder, *names))
-            if folder == top or top not in folder.parents:
-                break
-            folder = folder.parent
-    return left
-
-
-def _left_in(folder: Path, limit: str, usage: str) -> int:
-    try:
-        allowed = (folder / limit).read_text().strip()
-        if allowed == "max":
-            return _ANY
-        used = int((folder / usage).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        can_go = sum(int(stat.get(key, 0)) for key in ("inactive_file", "active_file"))
-        return max(0, int(allowed) - used + can_go)
-    except (OSError, ValueError):  # the top of the tree has no limit; an odd one is no reason to stop
-        return _ANY
+    found = cgroup_memory(groups, own)
+    return _ANY if found is None else max(0, found.limit - found.used)
 
 
 class Made(msgspec.Struct, frozen=True):

@@ -20,10 +20,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from holdfast.base import LiveLine, Waiting, make_dirs
+from holdfast.base import LiveLine, Waiting
 from holdfast.checkpoint.format import CheckpointRoot, parse_name
 from holdfast.journal import JournalWriter, Warned
-from holdfast.process import outliving, own_child
+from holdfast.process import Companion, start_child
 from holdfast.record import ControlDirectory
 
 # What a trainer and its drain process say to each other: one JSON message a packet.
@@ -104,8 +104,7 @@ class Drain:
         )
         self._log = control.attempt(attempt) / "drain.log"
         self._journal = journal
-        self._process: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None
+        self._child: Companion | None = None
         self._unsent: collections.deque[Push | Delete] = collections.deque()
         self._unanswered: dict[tuple[str, str], Push | Delete] = {}
         self._replaced = 0
@@ -113,7 +112,7 @@ class Drain:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        return self._child.pid if self._child is not None else None
 
     @property
     def waiting(self) -> int:
@@ -122,31 +121,24 @@ class Drain:
 
     def start(self) -> None:
         """Start the process; a failure is journalled, and training goes on without remote copies."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = msgspec.json.encode(self._order).decode()
-        argv = own_child("holdfast.checkpoint.remote.drain_process")
         try:
-            make_dirs(self._log.parent)
-            with self._log.open("ab") as log_file:
-                self._process = subprocess.Popen(
-                    [*argv, order, str(theirs.fileno()), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,  # not the trainer's: whoever reads that to its end must not wait for us
-                    stderr=log_file,
-                    pass_fds=[theirs.fileno()],
-                    env=outliving("holdfast.checkpoint.remote.drain_process"),
-                    start_new_session=True,
-                )
-            ours.setblocking(False)
-            self._line = ours
+            self._child = Companion(self._spawn, packets=True)
         except OSError as error:
-            ours.close()
             self._warn(
                 f"the drain process could not be started, nothing is copied to {self._order.url}: {error}"
             )
             self._given_up = True
-        finally:
-            theirs.close()
+
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
+        return start_child(
+            "holdfast.checkpoint.remote.drain_process",
+            msgspec.json.encode(self._order).decode(),
+            str(descriptor),
+            str(os.getpid()),
+            passed=[descriptor],
+            log=self._log,
+            outlives=True,
+        )
 
     def push(self, name: str) -> None:
         """Have a committed checkpoint copied."""
@@ -165,7 +157,7 @@ class Drain:
     def poll(self) -> list[Outcome]:
         """What became of jobs since the last call. Replaces a drain process that has died."""
         outcomes = self._receive()
-        if self._process is not None and self._process.poll() is not None:
+        if self._child is not None and self._child.code is not None:
             outcomes += self._receive()  # what it said before it died
             self._replace()
         self._send()
@@ -176,7 +168,7 @@ class Drain:
         deadline = time.monotonic() + timeout
         outcomes = self.poll()
         told, line = False, LiveLine()
-        while self._process is not None and self._process.poll() is None:
+        while self._child is not None and self._child.code is None:
             self._send()
             if not told and not self._unsent and self._line is not None:
                 with contextlib.suppress(OSError):
@@ -190,8 +182,7 @@ class Drain:
                 select.select([self._line], [], [], min(left, 0.05))
             outcomes += self._receive()
             if self._line is None:  # it has said all it had to say, and is about to end
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(min(left, 5.0))
+                self._child.wait(min(left, 5.0))
                 break
         line.over()
         outcomes += self._receive()
@@ -248,16 +239,20 @@ class Drain:
             f"root. Look at {url} (checkpoint.remote_root); the next start copies what is missing there"
         )
 
+    @property
+    def _line(self) -> socket.socket | None:
+        """None once it is hung up."""
+        return self._child.line if self._child is not None and self._child.connected else None
+
     def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self._child is not None:
+            self._child.hang_up()
 
     def _replace(self) -> None:
-        assert self._process is not None
-        code = self._process.returncode
+        assert self._child is not None
+        code = self._child.code
         self._hang_up()
-        self._process = None
+        self._child = None
         self._unsent.extendleft(reversed(self._unanswered.values()))
         self._unanswered.clear()
         if code == 0:  # it ended on purpose, because a newer attempt holds the run; the journal has its word

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -41,7 +40,7 @@ from holdfast.checkpoint.save.handoff import (
 from holdfast.checkpoint.save.plan import Plan
 from holdfast.checkpoint.save.staging import Buffer
 from holdfast.errors import SaveFailedError
-from holdfast.process import outliving, own_child, stopping_blocked
+from holdfast.process import Companion, start_child
 from holdfast.record import announce, give_up, lock_for_writer
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -56,14 +55,8 @@ News = Outcome | LocalDone
 
 def spawn(descriptor: int) -> subprocess.Popen[bytes]:
     """Start a writer process that talks over this socket."""
-    with stopping_blocked():
-        return subprocess.Popen(
-            own_child("holdfast.checkpoint.save.writer_process", str(descriptor)),
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-            env=outliving("holdfast.checkpoint.save.writer_process"),
-            start_new_session=True,  # what ends a trainer's session or group must not end its writer
-        )
+    module = "holdfast.checkpoint.save.writer_process"
+    return start_child(module, str(descriptor), passed=[descriptor], outlives=True)
 
 
 class _Handed(NamedTuple):
@@ -78,7 +71,7 @@ class WriterClient:
 
     def __init__(self, start: Start) -> None:
         self._start = start
-        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: Companion | None = None
         self._channel: Channel | None = None
         self._deaths = 0
         self._jobs: dict[int, _Handed] = {}
@@ -98,20 +91,13 @@ class WriterClient:
 
     def launch(self) -> None:
         """Start the process, if it does not run. Returns at once."""
-        if self._process is not None:
+        if self._writer is not None:
             return  # if it has died, that shows in the next exchange, and is seen to there
         try:
-            ours, theirs = socket.socketpair()
+            self._writer = Companion(spawn)
         except OSError as error:
             raise SaveFailedError(f"the writer process cannot be started: {error}") from error
-        try:
-            self._process = spawn(theirs.fileno())
-        except OSError as error:
-            ours.close()
-            raise SaveFailedError(f"the writer process cannot be started: {error}") from error
-        finally:
-            theirs.close()
-        self._channel = Channel.of_trainer(ours)
+        self._channel = Channel.of_trainer(self._writer.line)
         self._told = set()
         self._send_start()
         for buffer in self._buffers.values():
@@ -138,7 +124,7 @@ class WriterClient:
 
         What goes wrong here is told when the snapshot is handed over.
         """
-        if self._process is not None and self._process.poll() is not None:
+        if self._writer is not None and self._writer.code is not None:
             self._drain()
         with contextlib.suppress(Gone, SaveFailedError):
             self.launch()
@@ -168,7 +154,7 @@ class WriterClient:
         if job.slot >= 0:
             self._holding[job.slot] = job.serial
         try:
-            if self._process is None:
+            if self._writer is None:
                 self.launch()
             elif not known:
                 self._tell_buffer(buffer)
@@ -182,8 +168,8 @@ class WriterClient:
 
     def _drain(self) -> None:
         """The writer is gone: hear what it had still said; hearing its end, `_receive` replaces it."""
-        process = self._process
-        while self._process is process and self._receive(0.0):
+        writer = self._writer
+        while self._writer is writer and self._receive(0.0):
             pass
 
     def _tell_buffer(self, buffer: Buffer) -> None:
@@ -295,9 +281,8 @@ class WriterClient:
         self._fail_all(f"the writer process ended {self._deaths} times ({code})")
 
     def _end_stuck(self, why: str) -> None:
-        if self._process is not None:
-            with contextlib.suppress(OSError):
-                self._process.kill()
+        if self._writer is not None:
+            self._writer.kill(0.0)
         self._reap()
         self._fail_all(why)
 
@@ -315,15 +300,12 @@ class WriterClient:
 
     def _reap(self) -> str:
         """Let go of the process; how it ended, in words."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        process, self._process = self._process, None
-        if process is None:
+        writer, self._writer, self._channel = self._writer, None, None
+        if writer is None:
             return "it was not running"
-        try:
-            code = process.wait(5.0)
-        except subprocess.TimeoutExpired:
+        writer.hang_up()
+        code = writer.wait(5.0)
+        if code is None:
             return "it does not end"  # stuck in the kernel; its socket is closed, so it will when it can
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -332,12 +314,10 @@ class WriterClient:
 
         `await_at_exit`: seconds for which the interpreter, if it ends without an error, waits for that.
         """
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        if self._process is not None:
-            _see_off(self._process, await_at_exit if self._jobs else 0.0)
-        self._process = None
+        if self._writer is not None:
+            self._writer.hang_up()
+            _see_off(self._writer.process, await_at_exit if self._jobs else 0.0)
+        self._writer = self._channel = None
         self._jobs.clear()
 
     def close(self, timeout: float = 5.0) -> None:
@@ -345,19 +325,15 @@ class WriterClient:
         if self._channel is not None:
             with contextlib.suppress(Gone, SaveFailedError):
                 self._channel.send(Leave())
-            self._channel.close()
-            self._channel = None
-        if self._process is not None:
-            try:
-                self._process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(timeout)
-            self._process = None
+        if self._writer is not None:
+            self._writer.hang_up()
+            if self._writer.wait(timeout) is None:
+                self._writer.kill(timeout)
+        self._writer = self._channel = None
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        return self._writer.pid if self._writer is not None else None
 
 
 def _see_off(process: subprocess.Popen[bytes], await_at_exit: float) -> None:

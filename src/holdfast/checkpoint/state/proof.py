@@ -49,6 +49,7 @@ from holdfast.checkpoint.state.adapters import flatten
 from holdfast.checkpoint.state.tracked import Tracked, check_parts, check_strict, from_blob, to_blob
 from holdfast.checkpoint.state.untracked import Unheld, versions_of
 from holdfast.errors import IncompleteStateError
+from holdfast.process import proc
 
 # Where two states differ.
 
@@ -660,7 +661,7 @@ def _live(trainer: int, report: int, subject: Subject) -> NoReturn:
     try:
         proof_fork.die_with(trainer)
         proof_fork.keep_only(report)
-        proof_fork.be_ended_first()
+        proc.be_ended_first()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
@@ -716,7 +717,7 @@ def prove(subject: Subject) -> Report:
 
 
 def _cannot_fork(subject: Subject) -> str:
-    mapped = proof_fork.mappings()
+    mapped = proof_fork.Mappings(proc.mapped())
     if adapter := mapped.network_adapter:
         return f"this process has memory of a network adapter mapped ({adapter}), and is not forked"
     for name, tensor in flatten(subject.tensors).items():
@@ -750,7 +751,7 @@ def _await(reading: int, process: int, pid: int) -> Report:
                 break
             if time.monotonic() >= look:
                 began = time.monotonic()
-                if proof_fork.private_bytes(pid) > MEMORY:
+                if proc.private_bytes(pid) > MEMORY:
                     why = f"it needed more than {MEMORY >> 20} MiB"
                     break
                 look = time.monotonic() + max(MEMORY_LOOK, 10 * (time.monotonic() - began))

@@ -22,10 +22,9 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 from holdfast.checkpoint.save import PR_SET_PDEATHSIG
+from holdfast.process import MemoryMapping, proc
 
 REAP_PATIENCE = 10.0
 """Seconds for a fork that has reported, or was killed, to be gone; it has its view of the memory to undo."""
@@ -38,20 +37,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # --- before the fork ----------------------------------------------------------------------------------------
 
 
-class Mapping(NamedTuple):
-    """One line of `/proc/self/maps`."""
-
-    start: int
-    end: int
-    path: str
-    shared: bool
-    """What a child writes there, its parent reads."""
-
-
 class Mappings:
     """The memory of this process, as it is mapped now."""
 
-    def __init__(self, mappings: Sequence[Mapping]) -> None:
+    def __init__(self, mappings: Sequence[MemoryMapping]) -> None:
         self._mappings = mappings
         self._starts = [mapping.start for mapping in mappings]
 
@@ -71,19 +60,6 @@ class Mappings:
         What its driver does to memory that it has pinned when its process forks is not known here.
         """
         return next((one.path for one in self._mappings if one.path.startswith("/dev/infiniband")), "")
-
-
-def mappings(maps: str = "/proc/self/maps") -> Mappings:
-    """What is mapped now; raises OSError where the kernel does not tell."""
-    with Path(maps).open("rb") as lines:
-        return Mappings([_mapping(line) for line in lines])
-
-
-def _mapping(line: bytes) -> Mapping:
-    fields = line.split(None, 5)
-    start, _, end = fields[0].partition(b"-")
-    path = os.fsdecode(fields[5].rstrip(b"\n")) if len(fields) > 5 else ""
-    return Mapping(int(start, 16), int(end, 16), path, fields[1][3:4] == b"s")
 
 
 @contextlib.contextmanager
@@ -116,19 +92,11 @@ def die_with(parent: int) -> None:
 def keep_only(kept: int) -> None:
     """No file or socket of the trainer's but this one: what is printed or sent goes nowhere."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in (kept, nowhere):
+    for number in proc.descriptors():
+        if number not in (kept, nowhere):
             with contextlib.suppress(OSError):  # that of the listing itself
-                os.fstat(int(name))
-                os.dup2(nowhere, int(name))
-
-
-def be_ended_first() -> None:
-    """If the host runs out of memory, this process goes and not the trainer, which would look as large."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(descriptor, b"1000")
-        os.close(descriptor)
+                os.fstat(number)
+                os.dup2(nowhere, number)
 
 
 def say(descriptor: int, told: bytes) -> None:
@@ -138,15 +106,6 @@ def say(descriptor: int, told: bytes) -> None:
 
 
 # --- in the trainer, beside it ------------------------------------------------------------------------------
-
-
-def private_bytes(pid: int) -> int:
-    """Of memory that the fork does not share with the trainer; 0 where the kernel does not tell."""
-    try:
-        with Path(f"/proc/{pid}/smaps_rollup").open("rb") as lines:
-            return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(b"Private_"))
-    except OSError:
-        return 0
 
 
 def end(process: int) -> str:

@@ -39,7 +39,7 @@ from holdfast.policy import (
     ranks,
     suspects,
 )
-from holdfast.process import STATES, Thread, identity
+from holdfast.process import STATES, Thread, proc
 from holdfast.train import Frame, Registered, Testimony, ThreadStack, registered, stacks_path
 
 # What is known of a hang: per node as its agent found it, and merged for the whole job.
@@ -390,7 +390,7 @@ class _Look:
     def all(self) -> tuple[RankEvidence, str]:
         """The evidence, and the whole of it as text."""
         self._look_behind_wrapper()
-        before = identity.read(self._pid)
+        before = proc.read(self._pid)
         stopped = before is not None and before.state in ("T", "t")
         told: Testimony | None = None
         by, stacks = "", list[ThreadStack]()
@@ -405,7 +405,7 @@ class _Look:
             else:
                 stacks = self._signalled()
                 by = "signal" if stacks else ""
-        threads = identity.threads(self._pid)
+        threads = proc.threads(self._pid)
         main = threads[0] if threads else None
         evidence = RankEvidence(
             rank=self._rank,
@@ -425,8 +425,8 @@ class _Look:
         """The worker may be a shell that started the rank and waits for it: then look at the rank."""
         record = self._record
         if record is not None and record.pid != self._child:
-            everyone = identity.everyone()
-            below = {process.identity for process in identity.descendants([self._child], everyone)}
+            everyone = proc.everyone()
+            below = {process.identity for process in proc.descendants([self._child], everyone)}
             if (record.pid, record.started) in below:
                 self._pid = record.pid
 
@@ -446,21 +446,21 @@ class _Look:
 
     def _signalled(self) -> list[ThreadStack]:
         """The stacks that the stack signal's handler writes, if there is such a handler."""
-        record, process = self._record, identity.read(self._pid)
+        record, process = self._record, proc.read(self._pid)
         if self._directory is None or record is None or process is None:
             self._problems.append("registered no stack signal")
             return []
-        if (record.pid, record.started) != process.identity or not identity.catches(self._pid, record.signal):
+        if (record.pid, record.started) != process.identity or not proc.catches(self._pid, record.signal):
             self._problems.append("does not handle the stack signal that was registered for it")
             return []
         path = stacks_path(self._directory, self._rank)
         start = path.stat().st_size
-        identity.send(process, record.signal)
+        proc.send(process, record.signal)
         text = self._await_stacks(path, start, self._left((ASKING + SIGNALLING) / 2))
         if not text and self._pid == self._child:
             # The kernel gives the signal to the main thread, which cannot take it in uninterruptible sleep.
-            for thread in identity.threads(self._pid)[1:4]:
-                identity.send_thread(self._pid, thread.tid, record.signal)
+            for thread in proc.threads(self._pid)[1:4]:
+                proc.send_thread(self._pid, thread.tid, record.signal)
             text = self._await_stacks(path, start, self._left(SIGNALLING))
         if not text:
             self._problems.append("the stack signal had no effect")

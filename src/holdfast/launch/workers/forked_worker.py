@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.base import say_as_rank
-from holdfast.process import Message, guarded, receive, send
+from holdfast.process import Message, guarded, proc, receive, send
 
 WORD = 60.0
 """Seconds that a prepared worker waits for the agent's word."""
@@ -374,7 +374,7 @@ class Worker:
             with contextlib.suppress(OSError), open(request["note"], "x") as file:  # noqa: PTH123
                 file.write(why)
         what = f"this worker goes on as it is, although it should start over: {why}; "
-        if children := _children():
+        if children := ", ".join(str(pid) for pid in proc.children()):
             say_as_rank(f"{what}but it has started processes ({children})")
             return
         try:
@@ -427,18 +427,8 @@ class Worker:
 def _show_command(command: list[str]) -> None:
     """Let `ps` show the worker's own command line, as far as there is room where this one's stands."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        with open("/proc/self/stat") as file:  # noqa: PTH123
-            fields = file.read().rpartition(")")[2].split()
-        start, end = int(fields[45]), int(fields[46])
+        start, end = proc.place_of_arguments()
         text = b"\0".join(os.fsencode(part) for part in command)[: end - start - 1]
         if start:
             ctypes.memset(start, 0, end - start)
             ctypes.memmove(start, text, len(text))
-
-
-def _children() -> str:
-    found = []
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:  # noqa: PTH123
-            found += file.read().split()
-    return ", ".join(found)

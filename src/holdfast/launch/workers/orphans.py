@@ -22,8 +22,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from holdfast.process import OUTLIVES, Process, identity
-from holdfast.process import identity as processes
+from holdfast.process import OUTLIVES, Process, proc
 
 MODULES = (
     "holdfast.checkpoint.save.writer_process",
@@ -56,12 +55,10 @@ def recognise(process: Process) -> tuple[str, int] | None:
     works for it, on a large image, and ends with it.
     """
     if process.session != process.pid:
-        leader = processes.read(process.session)
+        leader = proc.read(process.session)
         ours = leader is not None and leader.pid == leader.session == process.parent
         return recognise(leader) if leader is not None and ours else ("", 0)
-    told = processes.within(
-        PATIENCE, lambda: (processes.environment(process.pid), processes.arguments(process.pid))
-    )
+    told = proc.within(PATIENCE, lambda: (proc.environment(process.pid), proc.arguments(process.pid)))
     if told is None:
         return None
     environment, arguments = told
@@ -85,18 +82,18 @@ class Orphans:
 
     def become_reaper(self) -> bool:
         """From now on what workers leave behind becomes a child of this process; False if that is refused."""
-        self._reaps = processes.become_reaper()
+        self._reaps = proc.become_reaper()
         return self._reaps
 
     def own(self, pid: int) -> None:
         """This child was started by the agent itself: its end is awaited elsewhere, and it is no stray."""
-        found = processes.read(pid)
+        found = proc.read(pid)
         if found is not None:
             self._own.add(found.identity)
 
     def below(self, workers: Collection[int]) -> list[Process]:
         """What these workers started, as far as it is still below them."""
-        return processes.descendants(workers, processes.everyone())
+        return proc.descendants(workers, proc.everyone())
 
     def clear(self, workers: Collection[int], seen: Iterable[Process] = ()) -> list[Process]:
         """Kill what these workers started, they themselves and what may outlive them left out.
@@ -105,7 +102,7 @@ class Orphans:
         called until there is nothing. The workers must not be reaped yet, since their ids would be free.
         Adopted processes that have ended are reaped.
         """
-        everyone = processes.everyone()
+        everyone = proc.everyone()
         since = min((everyone[pid].started for pid in workers if pid in everyone), default=None)
         if since is None:
             return []
@@ -113,7 +110,7 @@ class Orphans:
         self._reap(adopted)
         there = {process.identity for process in everyone.values()}
         known = [*adopted, *(everyone[process.pid] for process in seen if process.identity in there)]
-        below = processes.descendants([*workers, *(process.pid for process in known)], everyone)
+        below = proc.descendants([*workers, *(process.pid for process in known)], everyone)
         found = {process.pid: process for process in [*known, *below]}
         left = []
         for process in found.values():
@@ -122,7 +119,7 @@ class Orphans:
             if self._recognised(process):
                 if self._known[process.identity] is not None:
                     continue
-                processes.send(process, signal.SIGKILL)
+                proc.send(process, signal.SIGKILL)
             left.append(process)
         return left
 
@@ -131,7 +128,7 @@ class Orphans:
 
         To be called every now and then, also while no workers run.
         """
-        everyone = processes.everyone()
+        everyone = proc.everyone()
         self._reap(self._adopted(everyone.values()))
         here = {process.identity for process in everyone.values() if not process.ended}
         self._known = {identity: one for identity, one in self._known.items() if identity in here}
@@ -139,7 +136,7 @@ class Orphans:
         alive = [one for one in self._known.values() if one is not None]
         for one in alive:
             if time.monotonic() >= one.until:
-                processes.send(one.process, signal.SIGKILL)
+                proc.send(one.process, signal.SIGKILL)
         return alive
 
     def _adopted(self, among: Iterable[Process]) -> list[Process]:
@@ -207,7 +204,7 @@ class Left(NamedTuple):
     def __str__(self) -> str:
         who = f"rank {self.rank}, " if self.rank is not None else ""
         waits = f" in {self.wchan}" if self.wchan else ""
-        return f"{who}pid {self.pid} ({self.name}), {identity.STATES.get(self.state, self.state)}{waits}"
+        return f"{who}pid {self.pid} ({self.name}), {proc.STATES.get(self.state, self.state)}{waits}"
 
 
 class Workers:
@@ -284,10 +281,10 @@ class Workers:
         self.left += [_left(stray.pid, None) for stray in strays if stray.pid not in alive]
         return not alive
 
-    def _below(self) -> list[identity.Process]:
+    def _below(self) -> list[proc.Process]:
         return self._orphans.below(set(self.pids.values())) if self._ours else []
 
-    def _clear(self, seen: list[identity.Process]) -> list[identity.Process]:
+    def _clear(self, seen: list[proc.Process]) -> list[proc.Process]:
         """Kill what workers started outside their groups; what of it was found alive."""
         return self._orphans.clear(set(self.pids.values()), seen) if self._ours else []
 
@@ -306,9 +303,9 @@ class Workers:
 
 
 def _left(pid: int, rank: int | None) -> Left:
-    found = identity.read(pid)
+    found = proc.read(pid)
     # In a thread: the files of one that hangs in the kernel may make their reader hang as well.
-    threads = identity.within(1.0, lambda: identity.threads(pid)) or []
+    threads = proc.within(1.0, lambda: proc.threads(pid)) or []
     # The one that cannot be ended is seldom the main thread, which may have ended.
     stuck = next((thread for thread in threads if thread.state == "D"), threads[0] if threads else None)
     return Left(

@@ -27,7 +27,7 @@ from holdfast.base import FORMAT_VARIABLE as LOG_FORMAT
 from holdfast.base import is_format
 from holdfast.errors import NoProcessesError
 from holdfast.launch.workers.forked_worker import may_differ
-from holdfast.process import receive, send
+from holdfast.process import Companion, proc, receive, send
 
 # Starts the preloaded parent before torch is imported here, from a quick look at the command line.
 #
@@ -55,7 +55,8 @@ def insist_on_room() -> None:
             thread.start()
             started.append(thread)
     except RuntimeError as error:
-        raise NoProcessesError(f"there is room for {len(started)}, at least {ROOM} are needed") from error
+        what = f"there is room for {len(started)}, at least {ROOM} are needed"
+        raise NoProcessesError(what, proc.threads_of(os.getuid())) from error
     finally:
         over.set()
         for thread in started:
@@ -212,34 +213,34 @@ class PreloadedParent:
         self.preload = preload
         self._ready = False
         self._deadline = time.monotonic() + IMPORTS
-        ours, theirs = socket.socketpair()
+        try:
+            self._child = Companion(self._spawn)
+        except OSError as error:
+            raise ColdStart(f"the preloaded parent cannot be started: {error}") from error
+        self._channel = self._child.line
+
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
+        """As a worker is started, and not as our own children are: that is what it is to become."""
         told = {
-            "socket": theirs.fileno(),
+            "socket": descriptor,
             "agent": os.getpid(),
-            "first_path": preload.first_path,
-            "modules": preload.modules,
-            "later": preload.later,
+            "first_path": self.preload.first_path,
+            "modules": self.preload.modules,
+            "later": self.preload.later,
         }
         # Room for the command line that a worker shows in the place of this one.
         room = " " * (256 + sum(len(os.fsencode(part)) + 1 for part in sys.argv))
         path = str(Path(__file__).resolve().with_name("preloaded_parent.py"))
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", path, json.dumps(told), room],
-                env=dict(preload.environment),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # the terminal's signals are for the agent
-            )
-        except OSError as error:
-            ours.close()
-            raise ColdStart(f"the preloaded parent cannot be started: {error}") from error
-        finally:
-            theirs.close()
-        self._channel = ours
+        return subprocess.Popen(
+            [sys.executable, "-u", path, json.dumps(told), room],
+            env=dict(self.preload.environment),
+            pass_fds=[descriptor],
+            start_new_session=True,  # the terminal's signals are for the agent
+        )
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def wait(self) -> None:
         """Until it has imported everything, or raise ColdStart."""
@@ -303,22 +304,19 @@ class PreloadedParent:
             raise ColdStart(self._end_of_parent()) from error
 
     def _end_of_parent(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(1.0)
-            how = f"with {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-            return f"the preloaded parent ended {how}"
-        return "the preloaded parent closed its connection"
+        code = self._child.wait(1.0)
+        if code is None:
+            return "the preloaded parent closed its connection"
+        how = f"with {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        return f"the preloaded parent ended {how}"
 
     def ended(self) -> str:
         """How it ended; empty while it lives."""
-        return self._end_of_parent() if self._process.poll() is not None else ""
+        return self._end_of_parent() if self._child.code is not None else ""
 
     def close(self) -> None:
         """End it. Workers that it forked are not its children, and stay."""
-        self._channel.close()
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(ANSWER)
+        self._child.kill(ANSWER)
 
 
 class Forked:
@@ -379,10 +377,7 @@ def _inherited() -> dict[str, Any]:
 
 
 def _umask() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o022
+    return int(proc.status(os.getpid()).get("Umask", "0022"), 8)
 
 
 @contextlib.contextmanager

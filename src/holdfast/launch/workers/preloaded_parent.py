@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Sequence
 
 from holdfast.launch.workers.forked_worker import ROOTS, Ahead, Chance, Worker, die_with
-from holdfast.process import Message, receive, send
+from holdfast.process import Message, proc, receive, send
 from holdfast.train import write_error_file
 
 ADOPTION = 30.0
@@ -202,15 +202,11 @@ def _signature(path: str) -> tuple[int, int, int] | None:
 
 
 def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    return len(proc.thread_ids(os.getpid()))
 
 
 def _thread_names() -> str:
-    names = set()
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:  # noqa: PTH123
-            names.add(file.read().strip())
-    return ", ".join(sorted(names))
+    return ", ".join(sorted({thread.name for thread in proc.threads(os.getpid())}))
 
 
 def _fork_for_nothing() -> None:
@@ -221,9 +217,9 @@ def _fork_for_nothing() -> None:
 
 
 def _open_device() -> str:
-    for descriptor in os.listdir("/proc/self/fd"):
+    for descriptor in proc.descriptors():
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
+            target = proc.file_of(descriptor)
             if target.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
                 return target
     return ""

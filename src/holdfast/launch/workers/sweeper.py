@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from holdfast.launch import say
 from holdfast.launch.workers.orphans import PATIENCE, recognise
-from holdfast.process import AGENT, Process, identity, leave_stopping_to_the_trainer, own_child
+from holdfast.process import AGENT, Process, leave_stopping_to_the_trainer, own_child, proc
 
 POLL = 0.05
 LOOK = 1.0
@@ -45,7 +45,7 @@ def mark_environment() -> str:
 
 
 def _mark_of(pid: int) -> str:
-    found = identity.read(pid)
+    found = proc.read(pid)
     return f"{pid}.{found.started if found is not None else 0}"
 
 
@@ -113,7 +113,7 @@ def end_the_rest(mark: str, outlive: float) -> tuple[int, int]:
         if not mortal and not outliving:
             return len(killed), 0
         for process in mortal:
-            if identity.send(process, signal.SIGKILL):
+            if proc.send(process, signal.SIGKILL):
                 killed.add(process.identity)
         if mortal and not outliving and late >= max(outlive, 0.0) + KILL_PATIENCE:
             return len(killed), len(mortal)
@@ -123,7 +123,7 @@ def end_the_rest(mark: str, outlive: float) -> tuple[int, int]:
 def _sort(mark: str) -> tuple[list[Process], list[Process]]:
     """Processes with the mark: those to be ended at once, and those that may go on for a while."""
     mortal, outliving = [], []
-    for process in identity.everyone().values():
+    for process in proc.everyone().values():
         if process.ended or process.pid == os.getpid() or not _has(process, mark):
             continue
         recognised = recognise(process)
@@ -138,7 +138,7 @@ def _has(process: Process, mark: str) -> bool:
     # What started before the agent cannot descend from it; most of a machine's processes did.
     if process.started < int(mark.rpartition(".")[2]):
         return False
-    environment = identity.within(PATIENCE, lambda: identity.environment(process.pid))
+    environment = proc.within(PATIENCE, lambda: proc.environment(process.pid))
     return environment is not None and environment.get(AGENT) == mark
 
 

@@ -1,0 +1,150 @@
+"""A child of ours that works beside this process: how it is started, known, spoken to, and ended.
+
+Guarantee: nothing here waits for the child for longer than it is told to, whatever the child does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from holdfast.base import make_dirs
+
+# Marks in the environment by which processes are recognised, whoever their parent is by now.
+#
+# A process's parent, group and session say where it belongs only until it leaves them. What it was started
+# with stays: the kernel shows it (`proc.environment`).
+
+
+AGENT = "HOLDFAST_AGENT"
+"""Which agent a process descends from: `<pid>.<start time>`, unique until the next boot."""
+OUTLIVES = "HOLDFAST_OUTLIVES"
+"""Set for a process that may outlive the trainer which started it: `<module> <trainer's pid>`."""
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals by which schedulers and people ask a whole job to end."""
+
+
+def outliving(module: str) -> dict[str, str]:
+    """The environment for a process of ours, run as `-m module`, that may outlive this one."""
+    return {**os.environ, OUTLIVES: f"{module} {os.getpid()}"}
+
+
+@contextlib.contextmanager
+def stopping_blocked() -> Iterator[None]:
+    """Around the start of such a process, which inherits it: while it starts, nothing can be ignored yet."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_stopping_to_the_trainer() -> None:
+    """For such a process: schedulers signal every process of a job; what that means, the trainer decides."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+# How a process of our own is started: without importing anything from the directory it happens to be in.
+#
+# Guarantee: what lies in the current directory (an `xxhash.py` in somebody's project, or one that was planted
+# there) is never imported by a child of ours. `python -m` alone puts that directory first on the path, and
+# `-P` keeps it away. PYTHONPATH is kept: it is how an installation may be found, and its owner chose it. A
+# training script keeps the path that `python SCRIPT` gives it.
+
+
+def own_child(module: str, *arguments: str) -> list[str]:
+    """The command line that runs one of our modules."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def start_child(
+    module: str,
+    *arguments: str,
+    passed: Sequence[int] = (),
+    log: Path | None = None,
+    outlives: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start one of our modules. Raises OSError.
+
+    `passed`: descriptors that it gets; `log`: where its output goes, if not to where this process's does;
+    `outlives`: it may outlive this process, and what ends this one's session or group must not end it.
+    """
+    with contextlib.ExitStack() as around:
+        output = None
+        if log is not None:  # whoever reads this process's output to its end must not wait for the child
+            make_dirs(log.parent)
+            output = around.enter_context(log.open("ab"))
+        if outlives:
+            around.enter_context(stopping_blocked())
+        return subprocess.Popen(
+            own_child(module, *arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=passed,
+            env=outliving(module) if outlives else None,
+            start_new_session=outlives,
+        )
+
+
+class Companion:
+    """One such child, and the line to it: a socket pair, of which it has the other end."""
+
+    def __init__(self, start: Callable[[int], subprocess.Popen[bytes]], *, packets: bool = False) -> None:
+        """`start` gets the descriptor of the child's end. `packets`: the line keeps messages apart.
+
+        Raises OSError if it cannot be started.
+        """
+        kind = socket.SOCK_SEQPACKET if packets else socket.SOCK_STREAM
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        try:
+            self.process = start(theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self.line = ours
+        """Without waiting, unless its user sets a timeout."""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def connected(self) -> bool:
+        """Whether the line is open at this end. The child may live on without it."""
+        return self.line.fileno() >= 0
+
+    @property
+    def code(self) -> int | None:
+        """How it ended, as from waitpid; None while it runs. What it had said may still be in the line."""
+        return self.process.poll()
+
+    def hang_up(self) -> None:
+        """Close the line, by which a child learns that it is to end."""
+        self.line.close()
+
+    def wait(self, seconds: float) -> int | None:
+        """How it ended; None if it still runs after so many seconds."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self, seconds: float) -> int | None:
+        """End it and hang up; None if it is still there after so many seconds: it hangs in the kernel."""
+        with contextlib.suppress(OSError):
+            self.process.kill()
+        self.hang_up()
+        return self.wait(seconds)

@@ -1,0 +1,399 @@
+"""Processes as the kernel shows them: what they are, what they descend from, what they wait for.
+
+The one place that reads what /proc says of processes. psutil is asked where it says the same. It does not
+know a session, a start in clock ticks, what a thread waits for, or which signals are caught. And it is not
+imported for what is read within a signal's handler, in a process that workers are forked from, or again and
+again of every process on a node.
+
+Guarantee: a process is identified by its id and the time it started, and a signal goes to that process or to
+none, also when the id has been given to another one meanwhile. Nothing here waits for a process, but the
+files that show a process's memory (arguments, environment) may make the reader wait as long as that process
+holds its memory's lock, which in the kernel can be for ever: read them through `within`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from holdfast.base import Bounded
+
+PROC = Path("/proc")
+PR_SET_CHILD_SUBREAPER = 36
+ANCESTORS = 64
+"""How far up a process's parents are followed."""
+READ_LIMIT = 256 * 1024
+"""Of a file in /proc; arguments and environment may have megabytes."""
+
+STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "ended",
+    "X": "ended",
+    "I": "idle",
+}
+
+_TGKILL = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine, 0)
+
+T = TypeVar("T")
+
+
+class Process(NamedTuple):
+    pid: int
+    started: int
+    """In clock ticks since the boot. With the id it names one process for good."""
+    parent: int
+    group: int
+    session: int
+    state: str
+    name: str
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return self.pid, self.started
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("Z", "X")
+
+
+class Thread(NamedTuple):
+    tid: int
+    name: str
+    state: str
+    wchan: str
+    """The kernel function it waits in; empty if it does not wait, or may not be known."""
+    syscall: str
+    stack: tuple[str, ...]
+    """Of the kernel, innermost first; only root may read it."""
+
+
+def read(pid: int, *, proc: Path = PROC) -> Process | None:
+    """A process, or None if there is none with this id, or it is hidden from this user."""
+    # The name is in brackets and may hold anything, brackets too.
+    before, _, after = _stat(pid, proc).rpartition(")")
+    fields = after.split()
+    try:
+        return Process(
+            pid=pid,
+            started=int(fields[19]),
+            parent=int(fields[1]),
+            group=int(fields[2]),
+            session=int(fields[3]),
+            state=fields[0],
+            name=before.partition("(")[2],
+        )
+    except (IndexError, ValueError):
+        return None
+
+
+def started_at(pid: int) -> int:
+    """When a process was started, in clock ticks since the boot; 0 if that cannot be told."""
+    found = read(pid)
+    return found.started if found is not None else 0
+
+
+def exit_code_of(pid: int) -> int:
+    """Of a process that has ended and was not reaped by its parent yet, as from waitpid; otherwise 0."""
+    fields = _stat(pid).rpartition(")")[2].split()
+    try:
+        return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else 0
+    except (ValueError, IndexError):
+        return 0
+
+
+def _stat(pid: int, proc: Path = PROC) -> str:
+    """Empty if there is none."""
+    try:
+        fd = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # a node may have thousands of them
+    except OSError:
+        return ""
+    try:
+        return os.read(fd, 4096).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+
+
+def everyone(*, proc: Path = PROC) -> dict[int, Process]:
+    """Every process that can be seen, zombies too."""
+    try:
+        names = os.listdir(proc)
+    except OSError:
+        return {}
+    found = (read(int(name), proc=proc) for name in names if name.isdigit())
+    return {process.pid: process for process in found if process is not None}
+
+
+def descendants(of: Iterable[int], among: Mapping[int, Process]) -> list[Process]:
+    """What descends from these processes, them left out, parents before their children."""
+    children: dict[int, list[Process]] = {}
+    for process in among.values():
+        children.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    seen = set(of)
+    ahead = sorted(seen)
+    while ahead:
+        for child in children.get(ahead.pop(), ()):
+            if child.pid not in seen:
+                seen.add(child.pid)
+                found.append(child)
+                ahead.append(child.pid)
+    return found
+
+
+def lineage(pid: int) -> Iterator[int]:
+    """A process, its parent, that one's parent …"""
+    for _ in range(ANCESTORS):
+        if pid <= 1:
+            return
+        yield pid
+        found = read(pid)
+        pid = found.parent if found is not None else 0
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    return ancestor in lineage(pid)
+
+
+def send(process: Process, number: int) -> bool:
+    """Send a signal to this process and no other; False if it is gone or not ours."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            return False
+        fd = -1  # a kernel before 5.3: there is a moment in which the id could change hands
+    try:
+        now = read(process.pid)  # the descriptor was opened first, so this is whom it stands for
+        if now is None or now.started != process.started:
+            return False
+        if fd >= 0:
+            signal.pidfd_send_signal(fd, number)
+        else:
+            os.kill(process.pid, number)
+    except OSError:
+        return False
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return True
+
+
+def send_thread(pid: int, tid: int, number: int) -> bool:
+    """Send a signal to one thread of a child that is not reaped yet, whose id is therefore still its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.syscall(_TGKILL, pid, tid, number)) == 0 if _TGKILL else False
+
+
+def thread_ids(pid: int, *, proc: Path = PROC) -> list[int]:
+    """Raises OSError if there is no such process."""
+    return sorted(int(name) for name in os.listdir(proc / str(pid) / "task") if name.isdigit())
+
+
+def threads(pid: int, *, proc: Path = PROC) -> list[Thread]:
+    """What each thread of a process waits for, the main thread first."""
+    task = proc / str(pid) / "task"
+    try:
+        numbers = thread_ids(pid, proc=proc)
+    except OSError:
+        return []
+    found = []
+    for number in sorted(numbers, key=lambda tid: tid != pid):
+        seen = read(number, proc=task)
+        if seen is not None:
+            one = task / str(number)
+            found.append(
+                Thread(
+                    tid=number,
+                    name=seen.name,
+                    state=seen.state,
+                    wchan=wchan if (wchan := _text(one / "wchan")) != "0" else "",
+                    syscall=_text(one / "syscall"),
+                    stack=tuple(line.removeprefix("[<0>] ") for line in _text(one / "stack").splitlines()),
+                )
+            )
+    return found
+
+
+def status(pid: int, *, proc: Path = PROC) -> dict[str, str]:
+    """What the kernel says of a process in words; nothing if it is gone. Waits for nothing."""
+    pairs = (line.partition(":") for line in _text(proc / str(pid) / "status").splitlines())
+    return {name: value.strip() for name, _, value in pairs}
+
+
+def caught(pid: int, *, proc: Path = PROC) -> int:
+    """The signals that a process handles, in Python or in C, as a mask: bit n - 1 for signal n."""
+    return int(status(pid, proc=proc).get("SigCgt", "0"), 16)
+
+
+def catches(pid: int, number: int, *, proc: Path = PROC) -> bool:
+    """Whether a process handles this signal: if not, the signal's default action would end it."""
+    return bool(caught(pid, proc=proc) >> (number - 1) & 1)
+
+
+def environment(pid: int) -> dict[str, str]:
+    """What a process was started with; empty if that cannot be read. May wait: see above."""
+    pairs = (item.partition("=") for item in _items(PROC / str(pid) / "environ"))
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def arguments(pid: int) -> list[str]:
+    return _items(PROC / str(pid) / "cmdline")
+
+
+def within(seconds: float, call: Callable[[], T]) -> T | None:
+    """What `call` returns, or None if it takes longer (it then goes on in a thread of its own) or raises."""
+    called = Bounded(call, "within")
+    with contextlib.suppress(Exception):  # None says that there is no answer
+        return called.result() if called.ended(seconds) else None
+    return None
+
+
+def become_reaper() -> bool:
+    """Make this process the parent of what its descendants leave behind, in place of init."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) == 0
+
+
+# --- this process itself ------------------------------------------------------------------------------------
+
+
+def boot_id() -> str:
+    """Another one after each boot of the machine; empty if that cannot be told."""
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> int:
+    """Within which this process's ids are ids; 0 if that cannot be told."""
+    try:
+        return (PROC / "self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def children() -> list[int]:
+    """What this process has started and not reaped."""
+    found = []
+    for thread in thread_ids(os.getpid()):
+        found += [int(pid) for pid in _text(PROC / "self/task" / str(thread) / "children").split()]
+    return found
+
+
+def descriptors() -> list[int]:
+    """This process's open files; the one with which they are listed is among them."""
+    return [int(name) for name in os.listdir(PROC / "self/fd")]
+
+
+def file_of(descriptor: int) -> str:
+    """What a descriptor of this process refers to, as the kernel names it. Raises OSError if it is closed."""
+    return os.readlink(PROC / "self/fd" / str(descriptor))  # noqa: PTH115 - it need not be a path
+
+
+def details_of(descriptor: int) -> str:
+    """What the kernel says of a descriptor of ours; of an epoll, what it waits for. Raises OSError."""
+    return (PROC / "self/fdinfo" / str(descriptor)).read_text()
+
+
+def place_of_arguments() -> tuple[int, int]:
+    """From where to where this process's command line lies in its memory; (0, 0) if that cannot be told."""
+    fields = _stat(os.getpid()).rpartition(")")[2].split()
+    return (int(fields[45]), int(fields[46])) if len(fields) > 46 else (0, 0)
+
+
+def be_ended_first() -> None:
+    """If the host runs out of memory, the kernel ends this process before any other."""
+    with contextlib.suppress(OSError):
+        fd = os.open(PROC / "self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, b"1000")
+        finally:
+            os.close(fd)
+
+
+class MemoryMapping(NamedTuple):
+    """Memory of this process, as it is mapped."""
+
+    start: int
+    end: int
+    path: str
+    shared: bool
+    """What a child writes there, its parent reads."""
+
+
+def mapped(maps: Path = PROC / "self/maps") -> list[MemoryMapping]:
+    """Raises OSError where the kernel does not tell. (psutil would measure each, for seconds.)"""
+    with maps.open("rb") as lines:
+        return [_mapping(line) for line in lines]
+
+
+def _mapping(line: bytes) -> MemoryMapping:
+    fields = line.split(None, 5)
+    start, _, end = fields[0].partition(b"-")
+    path = os.fsdecode(fields[5].rstrip(b"\n")) if len(fields) > 5 else ""
+    return MemoryMapping(int(start, 16), int(end, 16), path, fields[1][3:4] == b"s")
+
+
+# --- what psutil says ---------------------------------------------------------------------------------------
+
+
+def threads_of(user: int) -> int:
+    """Processes of a user here and their threads, as `ulimit -u` counts them; 0 if that cannot be seen."""
+    import psutil
+
+    found = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is hidden
+            if process.uids().real == user:
+                found += process.num_threads()
+    return found
+
+
+def private_bytes(pid: int) -> int:
+    """Of a process's memory, what it shares with no other; 0 where the kernel does not tell."""
+    import psutil
+
+    try:
+        return int(psutil.Process(pid).memory_full_info().uss)
+    except (psutil.Error, OSError):
+        return 0
+
+
+def memory_available() -> int:
+    """Bytes that this machine can still give without swapping. Raises OSError."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+# --- its files ----------------------------------------------------------------------------------------------
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(READ_LIMIT).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _items(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(READ_LIMIT)
+    except OSError:
+        return []
+    return [item.decode(errors="replace") for item in raw.split(b"\0") if item]

@@ -1,0 +1,83 @@
+"""A child beside its process: started, spoken to, and ended within bounds."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.process.companion import OUTLIVES, Companion, start_child
+
+ECHO = "import socket, sys\nwith socket.socket(fileno=int(sys.argv[1])) as line:\n    "
+
+
+def starting(body: str) -> Callable[[int], subprocess.Popen[bytes]]:
+    """Starts a child that does this with its end of the line."""
+
+    def start(descriptor: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", ECHO + body, str(descriptor)]
+        return subprocess.Popen(command, pass_fds=[descriptor])
+
+    return start
+
+
+def answer(child: Companion) -> bytes:
+    assert select.select([child.line], [], [], 30)[0], "it said nothing"
+    return child.line.recv(64)
+
+
+def test_it_is_spoken_to_and_ends_when_the_line_does() -> None:
+    child = Companion(starting("while (said := line.recv(64)): line.send(said)"), packets=True)
+    assert child.code is None
+    child.line.send(b"one")
+    assert answer(child) == b"one"
+    assert child.connected
+    child.hang_up()
+    assert not child.connected
+    assert child.wait(30) == child.code == 0
+
+
+def test_its_end_is_seen_in_the_line_after_what_it_said() -> None:
+    child = Companion(starting("line.send(b'last'); sys.exit(3)"))
+    assert answer(child) == b"last"
+    assert answer(child) == b""
+    assert child.wait(30) == 3
+    assert child.kill(0.0) == 3
+
+
+def test_one_that_does_not_end_is_waited_for_no_longer_than_told() -> None:
+    child = Companion(starting("line.send(b'here'); line.settimeout(None)\n    while True: pass"))
+    assert answer(child) == b"here"
+    began = time.monotonic()
+    child.hang_up()
+    assert child.wait(0.1) is None
+    assert time.monotonic() - began < 20
+    assert child.kill(30) == -signal.SIGKILL
+
+
+def test_one_that_cannot_be_started_leaves_nothing_open() -> None:
+    def start(descriptor: int) -> subprocess.Popen[bytes]:
+        raise OSError("no room")
+
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="no room"):
+        Companion(start)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_one_that_may_outlive_us_is_marked_apart_and_writes_to_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "made" / "log"
+    child = start_child("holdfast.process.no_such_module", log=log, outlives=True)
+    environment = Path(f"/proc/{child.pid}/environ").read_bytes()
+    assert os.getsid(child.pid) == child.pid != os.getsid(0)
+    assert f"{OUTLIVES}=holdfast.process.no_such_module {os.getpid()}".encode() in environment
+    assert child.wait(30) != 0
+    assert "no_such_module" in log.read_text()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "ours are not blocked any longer"
