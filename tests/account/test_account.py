@@ -26,8 +26,8 @@ from holdfast.account.words import (
 )
 from holdfast.base.text import duration
 from holdfast.errors import ExitCode
+from holdfast.journal import Account, StopAsked, StopSaved, StragglerFound, StragglersReported
 from holdfast.journal.events import AttemptEnded, Resumed, RungRejected, StepRejected, StepsDone
-from holdfast.journal.subjects import Account, StopAsked, StopSaved, StragglerFound, StragglersReported
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.diagnosis import KERNEL_OOM
 from holdfast.policy.evidence import Hang, Loss, LostNode, Raised

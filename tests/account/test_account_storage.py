@@ -16,9 +16,9 @@ from holdfast.base.text import size
 from holdfast.checkpoint.format.manifest import CheckpointName, parse_name
 from holdfast.errors import ExitCode
 from holdfast.health.findings import Trouble, last_words
+from holdfast.journal import Account, Event
 from holdfast.journal.events import SaveCommitted, SaveFailed, SaveSkipped, SaveStarted
 from holdfast.journal.reader import unfinished_save
-from holdfast.journal.subjects import Account, Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.diagnosis import KERNEL_OOM

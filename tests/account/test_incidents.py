@@ -13,7 +13,7 @@ from rich.console import Console
 
 from holdfast.account.incidents import incidents_of
 from holdfast.account.ledger import accounting, steps_done
-from holdfast.journal.events import (
+from holdfast.journal import (
     AttemptEnded,
     AttemptStarted,
     Decision,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from holdfast.journal import Account
 from holdfast.journal.events import StepRejected
-from holdfast.journal.subjects import Account
 from holdfast.observe.report import report_html
 from kit.harness import finish, holdfast
 from kit.journals import Journal, name_of

@@ -17,9 +17,8 @@ from holdfast.cluster.slurm import job_found
 from holdfast.cluster.time_limit import TimeLimit
 from holdfast.config.settings import Settings
 from holdfast.errors import ExitCode, StorageError
-from holdfast.journal.events import Line, SaveCommitted
+from holdfast.journal import Line, RequeueAsked, SaveCommitted, StopAgreed, StopAsked
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import RequeueAsked, StopAgreed, StopAsked
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch import scheduler as launch_scheduler
 from holdfast.launch.scheduler import Scheduler

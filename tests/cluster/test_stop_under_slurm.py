@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ExitCode
-from holdfast.journal.subjects import JobFound, RequeueAsked, StopAsked
+from holdfast.journal import JobFound, RequeueAsked, StopAsked
 from holdfast.record.lease import current_epoch, read_beat
 from kit.acting import Place, clean_place
 from kit.harness import job, wait_until

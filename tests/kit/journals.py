@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint.format.manifest import CheckpointName, derive_id
-from holdfast.journal.events import (
+from holdfast.journal import (
     AttemptEnded,
     AttemptStarted,
     Decision,
+    Event,
     LeaseClaimed,
     Line,
     RejectedOption,
@@ -28,7 +29,6 @@ from holdfast.journal.events import (
     encode_loss,
 )
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
 
 START = 1_763_000_000.0
 ALTERED = "altered __0_0.distcp: its digest does not match"

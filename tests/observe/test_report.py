@@ -12,18 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.journal.events import (
+from holdfast.journal import (
     Decision,
     DeterminismMeasured,
     ProbationEnded,
     RejectedOption,
     StandingChanged,
     StepRejected,
+    StragglerFound,
+    StragglersReported,
     Unknown,
     Verdict,
     Warned,
 )
-from holdfast.journal.subjects import StragglerFound, StragglersReported
 from holdfast.observe.chart import AttemptLosses, Chart, LossPoint, draw, losses, nice_ticks, thin
 from holdfast.observe.chart import draw_heat_map as draw_heat
 from holdfast.observe.report import report_html, write_report

@@ -17,8 +17,8 @@ import pytest
 from holdfast.account.incidents import incidents_of
 from holdfast.account.remarks import answers_of, remarks_of
 from holdfast.account.words import closing
+from holdfast.journal import Account, StopAsked, StopSaved, StragglerFound, StragglersReported
 from holdfast.journal.events import RungRejected, StepRejected
-from holdfast.journal.subjects import Account, StopAsked, StopSaved, StragglerFound, StragglersReported
 from holdfast.observe.chart import Chart, Fault, draw, losses
 from holdfast.observe.report import report_html
 from kit.journals import ALTERED, Journal, name_of

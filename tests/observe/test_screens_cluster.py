@@ -9,9 +9,9 @@ import pytest
 from test_stop_under_slurm import slurm
 
 from holdfast.errors import ExitCode
+from holdfast.journal import StopAsked
 from holdfast.journal.events import AttemptStarted
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import StopAsked
 from holdfast.record.directory import ControlDirectory
 from kit.acting import Place
 from kit.golden import compare

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.journal import StopAgreed, StopAsked, StopForced, StopHastened, StopSaved
 from holdfast.journal.events import StepsDone, WorkersStarted
-from holdfast.journal.subjects import StopAgreed, StopAsked, StopForced, StopHastened, StopSaved
 from holdfast.journal.writer import JournalWriter
 from holdfast.observe.status import Status, look, rows, short
 from holdfast.policy.recovery import Decision

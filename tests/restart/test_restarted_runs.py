@@ -22,9 +22,9 @@ import holdfast
 from holdfast.account.incidents import incidents_of
 from holdfast.base.scope import RestartRequested, Scope, entered
 from holdfast.base.torch_internals import collective_timeout
+from holdfast.journal import Account, FunctionRestarted, RestartFaulted, RestartPlanned
 from holdfast.journal.events import LeaseClaimed
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Account, FunctionRestarted, RestartFaulted, RestartPlanned
 from holdfast.observe.status import look
 from holdfast.policy.evidence import FaultKind
 from holdfast.record.attempts import ACCOUNT, ends_of

@@ -16,8 +16,8 @@ import pytest
 import holdfast
 from holdfast.checkpoint.format.structure import verify
 from holdfast.errors import ExitCode, SaveFailedError, UsageError
+from holdfast.journal import JobFound, StopAgreed, StopAsked, StopForced, StopSaved
 from holdfast.journal.events import AttemptEnded, RunFinished, SaveStarted
-from holdfast.journal.subjects import JobFound, StopAgreed, StopAsked, StopForced, StopSaved
 from holdfast.stop import signals
 from kit.harness import REPO, Job, free_port, job, python, wait_until
 from kit.ranks.local_ranks import memory

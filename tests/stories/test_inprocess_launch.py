@@ -11,9 +11,8 @@ import pytest
 from test_end_to_end import record
 
 from holdfast.errors import ExitCode
-from holdfast.journal import events
+from holdfast.journal import RestartHandedOver, RestartPlanned, StopAgreed, StopAsked, events
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import RestartHandedOver, RestartPlanned, StopAgreed, StopAsked
 from holdfast.observe.status import look
 from holdfast.record.attempts import ends_of, failures_of
 from holdfast.record.directory import ControlDirectory

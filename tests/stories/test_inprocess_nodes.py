@@ -10,8 +10,7 @@ import pytest
 from test_end_to_end import record
 from test_inprocess_launch import LONGEST, QUICK, SCRIPT, decided, ends, journalled, reference
 
-from holdfast.journal import events
-from holdfast.journal.subjects import RestartPlanned
+from holdfast.journal import RestartPlanned, events
 from holdfast.record.directory import ControlDirectory
 from kit.harness import wait_until
 from kit.nodes.nodes import Cluster, cluster

@@ -17,9 +17,9 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import SaveFailedError, Stopped, ValidationFailedError
+from holdfast.journal import Event
 from holdfast.journal.events import RunFinished, SaveSkipped, StepRejected, Warned
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
 from holdfast.policy.results import COLLAPSED, SKIPS, Scale
 from holdfast.train.check.checks import Deferred
 from kit.ranks.together import together

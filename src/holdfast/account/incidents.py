@@ -31,8 +31,6 @@ from holdfast.journal import (
     StandingChanged,
     StepsDone,
     WorkerFailed,
-    restart_fault,
-    worker_end,
 )
 from holdfast.policy import is_symptom
 
@@ -279,10 +277,10 @@ def _first_fault(attempt: Attempt) -> RestartFaulted | None:
 def _what(attempt: Attempt) -> str:
     fault = _first_fault(attempt)
     if fault is not None:  # says more than the record of a process that did not end
-        return restart_fault(fault)
+        return fault.summary()
     root = _root(attempt)
     if root is not None:
-        return worker_end(root)
+        return root.summary()
     if attempt.ended is not None and attempt.ended.outcome == "failed":
         code = f" with exit code {attempt.ended.exit_code}" if attempt.ended.exit_code else ""
         return f"attempt {attempt.number} failed{code}"
@@ -317,11 +315,11 @@ def _evidence(attempt: Attempt, after: Attempt | None) -> list[str]:
         found.append("no end was recorded before the next attempt")
     first = _first_fault(attempt)
     others_in_place = [fault for _, fault in attempt.faults if fault is not first]
-    found.extend(f"followed by: {restart_fault(fault)}" for fault in others_in_place[:MAX_OTHERS])
+    found.extend(f"followed by: {fault.summary()}" for fault in others_in_place[:MAX_OTHERS])
     found.extend(decided)
     if not any(text.startswith("ranks ") for text in decided):  # recovery has named the others already
         others = [failure for _, failure in attempt.failures if failure is not root]
-        found.extend(f"followed by: {worker_end(failure)}" for failure in others[:MAX_OTHERS])
+        found.extend(f"followed by: {failure.summary()}" for failure in others[:MAX_OTHERS])
         if len(others) > MAX_OTHERS:
             found.append(f"followed by {len(others) - MAX_OTHERS} more")
     if after is not None:

@@ -340,11 +340,10 @@ def _show_people(pairs: list[Pair]) -> None:
 
     from holdfast.base import printable
     from holdfast.journal import condense
-    from holdfast.journal import render_event as render
 
     console = Console(highlight=False)
     for line in condense(line for line, _ in pairs):
-        shown = render(line.body)
+        shown = line.body.render()
         text = Text(show_time(line.at), style="dim")
         text.append(f"  {line.attempt:>3}  {printable(line.who):<12}  ", style="dim")
         text.append(shown.text, style=STYLES[shown.style])

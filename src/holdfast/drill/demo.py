@@ -53,7 +53,6 @@ from holdfast.journal import (
     Warned,
     WorkerFailed,
     decode_loss,
-    render_event,
 )
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ class DemoView:
         elif told:
             self.say(told, STYLES["warning" if isinstance(body, RungRejected) else "decision"])
         elif isinstance(body, SHOWN) and not quiet:
-            shown = render_event(body)
+            shown = body.render()
             self.say(shown.text, STYLES.get(shown.style, ""))
             for detail in shown.details:
                 self.say(f"  {detail}", "dim")

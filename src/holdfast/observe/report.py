@@ -45,7 +45,6 @@ from holdfast.journal import (
     ThroughputLow,
     Verdict,
     condense,
-    render_event,
 )
 from holdfast.observe.chart import Chart, Fault, draw, draw_heat_map, losses
 from holdfast.observe.status import cost
@@ -184,7 +183,7 @@ def _events(lines: list[Line], began: float) -> str:
         return ""
     rows = []
     for line in found[-MOST_ROWS:]:
-        shown = render_event(line.body)
+        shown = line.body.render()
         details = "".join(f"<li>{text(detail)}</li>" for detail in shown.details)
         rows.append(
             f'<tr><td data-label="When">{when(line.at, began)}</td>'
@@ -650,7 +649,7 @@ def _decisions(lines: list[Line], began: float) -> str:
     for line in lines:
         if not isinstance(line.body, Decision):
             continue
-        shown = render_event(line.body)
+        shown = line.body.render()
         details = "".join(f"<li>{text(detail)}</li>" for detail in shown.details)
         items.append(
             f'<li><p><b>{text(line.body.about)}: {text(line.body.chosen)}</b></p><p class="soft small">'
@@ -669,7 +668,7 @@ def _timeline(lines: list[Line], began: float, most: int) -> str:
     shown = condense(lines)
     rows = []
     for line in shown[-most:]:
-        event = render_event(line.body)
+        event = line.body.render()
         details = "".join(f'<br><span class="soft">{text(detail)}</span>' for detail in event.details)
         rows.append(
             f"<tr><td>{when(line.at, began)}</td><td>{line.attempt}</td><td>{text(line.who)}</td>"

@@ -21,7 +21,7 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.cluster import node_name
 from holdfast.errors import ControlError, ExitCode, UsageError
 from holdfast.health import try_storage, why_not_first
-from holdfast.journal import Line, SaveStarted, condense, render_event
+from holdfast.journal import Line, SaveStarted, condense
 from holdfast.observe import Status, look
 from holdfast.policy import (
     FRESH,
@@ -331,6 +331,6 @@ def _answer(report: Report, status: Status) -> str:
 def timeline(lines: list[Line]) -> list[Moment]:
     """What the journal tells of the last attempts, a line each."""
     return [
-        Moment(at=line.at, attempt=line.attempt, who=printable(line.who), text=render_event(line.body).text)
+        Moment(at=line.at, attempt=line.attempt, who=printable(line.who), text=line.body.render().text)
         for line in condense(line for line in lines if not isinstance(line.body, SaveStarted))[-MOMENTS:]
     ]

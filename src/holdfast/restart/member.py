@@ -32,7 +32,7 @@ from holdfast.account import on_the_terminal
 from holdfast.base import RestartRequested, Scope, entered
 from holdfast.config import InProcessSettings, Settings, parse_signals
 from holdfast.errors import ExitCode, HandedOverError, HoldfastError, Stopped
-from holdfast.journal import Account, Event, FunctionRestarted, restart_fault
+from holdfast.journal import Account, Event, FunctionRestarted
 from holdfast.policy import (
     Fault,
     FaultKind,
@@ -414,7 +414,7 @@ class Member:
                 "holdfast: %s, %.3f s after it was left%s",
                 what if rank >= 0 else "waits as a reserve while the others call the function again",
                 self._waited(),
-                f": {restart_fault(faulted(why, plan.iteration - 1))}" if why is not None else "",
+                f": {faulted(why, plan.iteration - 1).summary()}" if why is not None else "",
             )
         return Iteration(
             number=plan.iteration,

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.account import answers_about
 from holdfast.base import printable
 from holdfast.errors import ExitCode, HoldfastError
-from holdfast.journal import Account, JournalWriter, restart_fault
+from holdfast.journal import Account, JournalWriter
 from holdfast.policy import (
     Action,
     Decision,
@@ -81,7 +81,7 @@ def as_evidence(
             failure = _failure(fault, found.ends[0], pid, device, seen)
             (ended if fault.kind is FaultKind.LOST else raised).append(failure)
         else:
-            facts.append(restart_fault(faulted(fault, 0)))
+            facts.append(faulted(fault, 0).summary())
     return Faulted(
         attempt=attempt, ended=ended, raised=raised, hangs=hangs, lost=list(lost.values()), facts=facts
     )

@@ -18,9 +18,9 @@ import holdfast
 from holdfast.checkpoint.remote.copies import QUARANTINE, open_remote, open_store
 from holdfast.checkpoint.remote.store import Budget, RemoteRefusedError, RemoteUnavailableError, Retrier
 from holdfast.errors import ConfigError, NoValidRungError, UsageError
+from holdfast.journal import Event
 from holdfast.journal.events import CopyDeleted, CopyDrained, CopyFetched, DrainFailed, RungRejected, Warned
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
 from kit.commands import ckpt, ckpt_json
 from kit.harness import REPO, finish, wait_until
 from kit.harness import holdfast as holdfast_command

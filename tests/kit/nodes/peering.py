@@ -21,8 +21,8 @@ from holdfast.checkpoint.copies.peer_process import PeerHost
 from holdfast.checkpoint.copies.server import PeerServer
 from holdfast.checkpoint.copies.tier import CopyFile, CopyRecord, LocalTier
 from holdfast.checkpoint.format.manifest import Chunk, FileEntry, digest_bytes
+from holdfast.journal import Event
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, python, wait_until

@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader, Dataset
 import holdfast
 import holdfast.run
 from holdfast.checkpoint.state.tracked import from_blob
+from holdfast.journal import Event
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
 from holdfast.policy.results import Rejection, Rerun, Trial
 from holdfast.record.attempts import begin_attempt
 from holdfast.record.directory import ControlDirectory

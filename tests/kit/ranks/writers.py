@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from holdfast.checkpoint.save import writer as writer_client
 from holdfast.checkpoint.save import writer_process
+from holdfast.journal import Event
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
 from kit.tiny import counting_file_operations, die
 
 Around = Callable[[int], AbstractContextManager[Any]]

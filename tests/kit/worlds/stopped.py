@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from holdfast.errors import ExitCode
-from holdfast.journal.subjects import StopAgreed, StopAsked, StopForced, StopSaved
+from holdfast.journal import StopAgreed, StopAsked, StopForced, StopSaved
 from holdfast.record.attempts import ends_of
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, Job, Result, holdfast, wait_until

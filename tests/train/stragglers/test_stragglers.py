@@ -19,8 +19,8 @@ from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.config.sections import StragglerSettings
 from holdfast.config.sources import load
 from holdfast.errors import ConfigError, ExitCode, RerunWantedError, Stopped, UsageError
+from holdfast.journal import StopAsked, StopSaved, StragglerFound, StragglersReported
 from holdfast.journal.events import Resumed, Warned
-from holdfast.journal.subjects import StopAsked, StopSaved, StragglerFound, StragglersReported
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.attempts import begin_attempt
 from holdfast.record.decisions import join_group
