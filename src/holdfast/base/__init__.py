@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from holdfast.base.text import MAX_TEXT as MAX_TEXT
     from holdfast.base.text import Rendered as Rendered
     from holdfast.base.text import duration as duration
+    from holdfast.base.text import escaped as escaped
     from holdfast.base.text import moment as moment
     from holdfast.base.text import number as number
     from holdfast.base.text import plural as plural

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.base import escaped
 from holdfast.checkpoint.choose.ladder import REFUSED as REFUSED_STANDINGS
 from holdfast.checkpoint.choose.ladder import Resolution
 from holdfast.checkpoint.format import (
@@ -41,7 +42,6 @@ from holdfast.checkpoint.format import (
     checkpoints_under,
     open_beneath,
     parse_name,
-    printable,
     show_key,
     verify,
 )
@@ -171,11 +171,11 @@ def _judged(path: Path) -> list[str]:
 def _row(path: Path, verdict: str, reasons: list[str], inspection: Inspection | None = None) -> RungOutlook:
     manifest = inspection.manifest if inspection is not None else None
     return RungOutlook(
-        name=printable(path.name),
+        name=escaped(path.name),
         step=manifest.step if manifest is not None else step_of(path.name),
         verdict=verdict,
-        reasons=[printable(reason, 2000) for reason in reasons],
-        path=printable(str(path), 4096),
+        reasons=[escaped(reason, 2000) for reason in reasons],
+        path=escaped(str(path), 4096),
         world=manifest.world.size if manifest is not None else None,
         bytes=inspection.size if inspection is not None else 0,
     )
@@ -237,7 +237,7 @@ def check_values(inspection: Inspection, progress: Progress | None = None) -> Va
     try:
         meta = metadatas.read(inspection.directory)
     except MetadataError as error:
-        inspection.add(Reason.UNREADABLE_METADATA, METADATA, printable(str(error)))
+        inspection.add(Reason.UNREADABLE_METADATA, METADATA, escaped(str(error)))
         return Values()
     odd: list[str] = []
     masks: list[str] = []
@@ -269,7 +269,7 @@ def check_values(inspection: Inspection, progress: Progress | None = None) -> Va
 
 
 def _few(names: list[str]) -> str:
-    shown = ", ".join(printable(name, 120) for name in names[:NAMED])
+    shown = ", ".join(escaped(name, 120) for name in names[:NAMED])
     return f"{shown} and {len(names) - NAMED} more" if len(names) > NAMED else shown
 
 
@@ -312,7 +312,7 @@ class _Item:
                             odd, masked = odd or found.odd, masked or found.masked
         except _CUT_SHORT as error:
             inspection.add(
-                Reason.ALTERED, entry.path, f"{where} is not what was written: {printable(str(error))}"
+                Reason.ALTERED, entry.path, f"{where} is not what was written: {escaped(str(error))}"
             )
             return _Look(checked=True)
         width = _WIDTHS.get(self._dtype)

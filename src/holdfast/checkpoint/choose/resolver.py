@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.base import escaped
 from holdfast.checkpoint import reading, removed
 from holdfast.checkpoint.choose.inventory import look_at, take_inventory, take_pinned
 from holdfast.checkpoint.choose.ladder import REFUSED as REFUSED_STANDINGS
@@ -30,7 +31,6 @@ from holdfast.checkpoint.format import (
     Progress,
     is_url,
     parse_name,
-    printable,
     verify,
 )
 from holdfast.checkpoint.remote import Remote, open_remote
@@ -196,7 +196,7 @@ class _Resolver:
         code = 0 if chosen != REFUSED else int(ExitCode.NO_VALID_RUNG)
         why = self._why(chosen, first, rows, resume_from)
         if pin is not None:
-            why.append(f"pinned by {printable(pin.request.describe(), 2000)}: no other one is looked at")
+            why.append(f"pinned by {escaped(pin.request.describe(), 2000)}: no other one is looked at")
         if live is not None:
             code = int(ExitCode.RUN_IS_LIVE)
             why = [
@@ -234,7 +234,7 @@ class _Resolver:
             self._remote = open_remote(self._url, retry_seconds=REMOTE_SECONDS)
             self._in_remote = set(self._remote.names(time.monotonic() + REMOTE_SECONDS))
         except (HoldfastError, OSError) as error:
-            self._unseen.append(f"{self._url}: {printable(str(error), 500)}")
+            self._unseen.append(f"{self._url}: {escaped(str(error), 500)}")
 
     def _ladder(self, resume_from: str, *, force: bool) -> tuple[Ladder, bool]:
         """The ladder of a resume, and whether it may start fresh if the nodes hold nothing any more."""
@@ -360,9 +360,9 @@ class _Resolver:
         name = parse_name(row.name)
         return msgspec.structs.replace(
             row,
-            name=printable(row.name),
-            path=printable(row.path, 4096) if row.path is not None else None,
-            reasons=[printable(reason, 2000) for reason in row.reasons],
+            name=escaped(row.name),
+            path=escaped(row.path, 4096) if row.path is not None else None,
+            reasons=[escaped(reason, 2000) for reason in row.reasons],
             standing=str(self._book.of(str(name))) if name is not None else "",
             local=recorded.get(row.name),
         )
@@ -398,7 +398,7 @@ class _Resolver:
             found, problems = self._remote.verify(name, self._progress)
             return found, [str(problem) for problem in problems]
         except (HoldfastError, OSError) as error:
-            return None, [printable(str(error), 500)]
+            return None, [escaped(str(error), 500)]
 
     def _why(
         self, chosen: str, first: RungOutlook | None, rows: list[RungOutlook], resume_from: str

@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.format.manifest import is_safe_path as is_safe_path
     from holdfast.checkpoint.format.manifest import is_url as is_url
     from holdfast.checkpoint.format.manifest import parse_name as parse_name
-    from holdfast.checkpoint.format.manifest import printable as printable
     from holdfast.checkpoint.format.manifest import read as read
     from holdfast.checkpoint.format.manifest import saver_of as saver_of
     from holdfast.checkpoint.format.metadata import MetadataError as MetadataError
