@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.account.incidents import incidents_of
-from holdfast.account.ledger import accounting
+from holdfast.account.ledger import ledger_of
 from holdfast.journal import FunctionRestarted, RestartFaulted, RestartPlanned, condense
 from holdfast.policy.diagnosis import is_symptom
 from holdfast.policy.evidence import Fault, FaultKind
@@ -59,7 +59,7 @@ def test_the_ledger_counts_the_time_of_a_restart_in_place() -> None:
     run.pass_time(0.5)
     restarted(run, fault, resume=(ten, 10), takes=0.25)
     run.steps(11, 20).finish(20)
-    ledger = accounting(run.lines)
+    ledger = ledger_of(run.lines)
     assert ledger.down == pytest.approx(0.5, abs=0.01), "from the fault, not from the next attempt's start"
     assert ledger.starting == pytest.approx(1.0 + 0.25, abs=0.01)
     assert (ledger.recomputed, ledger.other) == pytest.approx((0.0, 0.0), abs=0.01)

@@ -13,7 +13,7 @@ from test_end_to_end import record
 from holdfast.errors import ExitCode
 from holdfast.journal import RestartHandedOver, RestartPlanned, StopAgreed, StopAsked, events
 from holdfast.journal.reader import read_journal
-from holdfast.observe.status import look
+from holdfast.observe.status import status_of
 from holdfast.record.attempts import ends_of, failures_of
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, Result, finish, holdfast, job, wait_until
@@ -93,7 +93,7 @@ def test_after_an_exception_the_same_processes_go_on_as_the_next_attempt(
     assert (planned.iteration, planned.world_size, planned.promoted, planned.ended) == (1, 2, [], 1)
     epochs = [one.epoch for one in journalled(tmp_path, events.AttemptStarted)]
     assert epochs == sorted(set(epochs))
-    status = look(control(tmp_path))
+    status = status_of(control(tmp_path))
     assert (status.state, status.attempt, status.step, status.problems) == ("finished", 2, 9, [])
     assert list(status.nodes.values()) == [[0, 1]]
     assert status.incident is not None
@@ -170,7 +170,7 @@ def test_a_stop_between_two_calls_is_honoured(tmp_path: Path, whom: str) -> None
     assert result.code == ExitCode.STOPPED, result.text
     assert ends(tmp_path) == [("stopped", int(ExitCode.STOPPED), "")]
     assert not decided(tmp_path)
-    assert look(control(tmp_path)).state == "stopped"
+    assert status_of(control(tmp_path)).state == "stopped"
 
 
 @pytest.mark.drill

@@ -97,7 +97,7 @@ _SAID = re.compile(
 """Evidence that is said in other words here."""
 
 
-def answers_about(
+def account_of_failure(
     situation: Situation,
     decision: Decision,
     root: FailureRecord | None,
@@ -559,7 +559,9 @@ def _files(root: FailureRecord | None, saved: str) -> list[str]:
 # Accounts of ends that nobody decided about: the store, the lease or the whole launch was lost. Pure.
 
 
-def store_lost(attempt: int, node: str, error: str, step: int | None, saved: int | None) -> Account:
+def account_of_lost_store(
+    attempt: int, node: str, error: str, step: int | None, saved: int | None
+) -> Account:
     """As a node tells it that has nobody left to decide with."""
     tried = error.partition("(")[2].partition(")")[0] or error
     return Account(
@@ -580,7 +582,7 @@ def store_lost(attempt: int, node: str, error: str, step: int | None, saved: int
     )
 
 
-def lease_taken(
+def account_of_lost_lease(
     attempt: int, evidence: str, by: str, found: str, step: int | None, saved: int | None
 ) -> Account:
     """`by`: the process that claimed the run; `found`: what it took this launch for dead by."""
@@ -604,7 +606,7 @@ def lease_taken(
     )
 
 
-def launch_lost(
+def account_of_lost_launch(
     attempt: int, holder: str, found: str, asked: StopAsked | None, step: int | None, saved: int | None
 ) -> Account:
     """What a new launch says of the one before, which left no end. `found`: why the run was free to take;
@@ -640,7 +642,7 @@ def launch_lost(
     )
 
 
-def untold(attempt: int, code: int, step: int | None, saved: int | None) -> Account | None:
+def account_of_exit_code(attempt: int, code: int, step: int | None, saved: int | None) -> Account | None:
     """Of an attempt that ended for good and of which no more than its code could be written down, as on a
     disk that is full; None for a code that says nothing."""
     if code not in set(ExitCode) or code in (ExitCode.OK, ExitCode.FAILED, ExitCode.USAGE):
@@ -684,7 +686,7 @@ _ASKED = {
 _UNSAVED = (ExitCode.STOPPED_UNSAVED,)
 
 
-def of_stop(
+def account_of_stop(
     attempt: int, request: StopRequest, code: int, *, detail: str, step: int | None, saved: int | None
 ) -> Account:
     """What is told of a run that was asked to stop, and did.

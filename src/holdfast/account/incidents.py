@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median, mode
 
-from holdfast.account.answers import untold
-from holdfast.account.ledger import Attempt, attempts
+from holdfast.account.answers import account_of_exit_code
+from holdfast.account.ledger import Attempt, attempts_of
 from holdfast.base import plural, printable
 from holdfast.checkpoint.format import parse_name
 from holdfast.journal import (
@@ -79,7 +79,7 @@ class Incident:
 
 def incidents_of(lines: list[Line]) -> list[Incident]:
     """Every incident of a run, oldest first."""
-    life = attempts(lines)
+    life = attempts_of(lines)
     last_at = max((line.at for line in lines), default=0.0)
     faults = [(index, fault) for index in range(len(life)) if (fault := _fault(life, index)) is not None]
     judged = [line.body for line in lines if isinstance(line.body, StandingChanged)]
@@ -127,9 +127,9 @@ def investigations(found: Sequence[Incident]) -> list[list[Incident]]:
     return together
 
 
-def stops(lines: list[Line]) -> list[Incident]:
+def stops_of(lines: list[Line]) -> list[Incident]:
     """Every stop that was asked for and told of, oldest first: its down time ends with the next launch."""
-    life = attempts(lines)
+    life = attempts_of(lines)
     last_at = max((line.at for line in lines), default=0.0)
     found: list[Incident] = []
     for index, attempt in enumerate(life):
@@ -249,7 +249,9 @@ def _untold(life: list[Attempt]) -> Account | None:
     if failed.ended is None or failed.ended.outcome != "failed" or failed.recovery is not None:
         return None
     saved = [save.step for one in life for _, save in one.saves if save.tier != "local"]
-    return untold(failed.number, failed.ended.exit_code, failed.reached, max(saved, default=None))
+    return account_of_exit_code(
+        failed.number, failed.ended.exit_code, failed.reached, max(saved, default=None)
+    )
 
 
 def _steps_lost(position: int, resumed: Attempt | None, first: int | None) -> int:
@@ -400,7 +402,7 @@ class ObservedCosts:
 
 def observed_costs(lines: list[Line]) -> ObservedCosts:
     """Everything that the journal says about costs."""
-    life = [attempt for attempt in attempts(lines) if attempt.resumed is not None or attempt.steps]
+    life = [attempt for attempt in attempts_of(lines) if attempt.resumed is not None or attempt.steps]
     trained = {attempt.number for attempt in life}
     faults = [incident for incident in incidents_of(lines) if incident.attempt in trained]
     down = [

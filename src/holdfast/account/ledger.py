@@ -170,7 +170,7 @@ class Attempt:
         return max(known, default=None)
 
 
-def attempts(lines: list[Line]) -> list[Attempt]:
+def attempts_of(lines: list[Line]) -> list[Attempt]:
     """The run's attempts, in order."""
     found: dict[int, Attempt] = {}
     for line in lines:
@@ -283,14 +283,14 @@ class Ledger:
         return [(part.name, getattr(self, part.name)) for part in fields(self)]
 
 
-def accounting(lines: list[Line]) -> Ledger:
+def ledger_of(lines: list[Line]) -> Ledger:
     """Account for every second between the first line and the last."""
     if not lines:
         return Ledger()
     begin, end = min(line.at for line in lines), max(line.at for line in lines)
     claims: list[tuple[int, str, Span]] = []
     highest: int | None = None
-    life = attempts(lines)
+    life = attempts_of(lines)
     if life:
         claims.append((2, "starting", Span(begin, life[0].first_at)))
     for attempt in life:

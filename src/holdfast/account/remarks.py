@@ -75,7 +75,7 @@ KINDS = {
 """What one of each kind is called."""
 
 
-def counted(others: Sequence[Remark]) -> list[tuple[int, str]]:
+def counts_by_kind(others: Sequence[Remark]) -> list[tuple[int, str]]:
     """How many there were of each kind; the same slow rank, stop or checkpoint counts once."""
     found: dict[str, int] = {}
     for one in others:
@@ -132,16 +132,16 @@ def _slow_saves(lines: Sequence[Line]) -> dict[str, list[tuple[Line, SaveCommitt
     """By the directory that it was."""
     found: dict[str, list[tuple[Line, SaveCommitted]]] = {}
     for line in lines:
-        if isinstance(line.body, SaveCommitted) and stored_slowly(line.body):
+        if isinstance(line.body, SaveCommitted) and is_slow_save(line.body):
             found.setdefault(line.body.root, []).append((line, line.body))
     return found
 
 
-def stored_slowly(body: SaveCommitted) -> bool:
+def is_slow_save(body: SaveCommitted) -> bool:
     return bool(body.root) and is_slow(body.bytes, body.stored_seconds)
 
 
-def what_of_slow_storage(blocked: float) -> str:
+def slow_storage_advice(blocked: float) -> str:
     """What to do about it; `blocked`: the seconds for which training stood still."""
     if blocked < 1:
         return "use faster storage for checkpoints if saves are to be newer; training did not wait for it"
@@ -167,7 +167,7 @@ def _slow_storage(root: str, saves: Sequence[tuple[Line, SaveCommitted]], lines:
         "storage",
         saves[0][0].at,
         f"{who} {did}: {why}; {cost}",
-        what_of_slow_storage(blocked),
+        slow_storage_advice(blocked),
         len(saves),
         who=who,
         did=did,
@@ -231,7 +231,7 @@ def _look_at(body: StepRejected, steps: int) -> str:
     )
 
 
-def drop_on_the_terminal(body: StepRejected) -> str:
+def drop_text(body: StepRejected) -> str:
     """At the moment at which a step is dropped."""
     often = f", the {ordinal(body.in_a_row)} in a row" if body.in_a_row > 1 else ""
     lines = [
@@ -249,7 +249,7 @@ def ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-def resized(body: Resumed) -> str:
+def resize_text(body: Resumed) -> str:
     """What going on with another number of ranks changed; empty if it is the same number."""
     was, now = body.saved_by, body.world_size
     if not was or not now or was == now:
@@ -269,7 +269,7 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
             return _stop(body, line, lines[index:])
         case StragglerFound():
             return _slow(body, line)
-        case Resumed() if text := resized(body):
+        case Resumed() if text := resize_text(body):
             return Remark(
                 "resized", line.at, text, "nothing to do, if that many ranks are what you want",
                 who="the run", did=text, why="it was started with another number of ranks", done="it went on",

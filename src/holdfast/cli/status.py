@@ -40,14 +40,14 @@ def status(
     there is no run. Changes nothing.
     """
     from holdfast.errors import ExitCode
-    from holdfast.observe import look
+    from holdfast.observe import status_of
 
     control = _open(run_dir)
     try:
         if watch:
             _watch(control, every, as_json=as_json)
             return
-        found = look(control)
+        found = status_of(control)
         _print_json(found) if as_json else _print(found)
     except BrokenPipeError:
         # The reader of our output has seen enough. Python flushes stdout once more at exit: give it a sink.
@@ -74,52 +74,52 @@ def _open(run_dir: Path | None) -> ControlDirectory:
 
 
 def _watch(control: ControlDirectory, every: float, *, as_json: bool) -> None:
-    from holdfast.observe import look, short
+    from holdfast.observe import status_line, status_of
 
     if not as_json and sys.stdout.isatty():
         _watch_live(control, every)
         return
     while True:
-        found = look(control)
+        found = status_of(control)
         if as_json:
             _print_json(found)
         else:
-            print(short(found), flush=True)
+            print(status_line(found), flush=True)
         time.sleep(every)
 
 
 def _watch_live(control: ControlDirectory, every: float) -> None:
     from rich.live import Live
 
-    from holdfast.observe import look
+    from holdfast.observe import status_of
 
-    with Live(_text(look(control)), auto_refresh=False, screen=False) as live:
+    with Live(_text(status_of(control)), auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)
-            live.update(_text(look(control)), refresh=True)
+            live.update(_text(status_of(control)), refresh=True)
 
 
 def _text(found: Status) -> Text:
     from rich.text import Text
 
-    from holdfast.observe import rows
+    from holdfast.observe import status_rows
 
     lines = [
         Text.assemble((f"{row.label:<10}", "dim"), (row.text, row.style), overflow="fold")
-        for row in rows(found)
+        for row in status_rows(found)
     ]
     return Text("\n").join(lines)
 
 
 def _print(found: Status) -> None:
-    from holdfast.observe import rows
+    from holdfast.observe import status_rows
 
     if sys.stdout.isatty():
         from rich.console import Console
 
         Console(highlight=False).print(_text(found), soft_wrap=True)
         return
-    for row in rows(found):
+    for row in status_rows(found):
         print(f"{row.label:<10}{row.text}")
     sys.stdout.flush()
 
@@ -150,7 +150,7 @@ def why(
 
     from holdfast.account import incidents_of as incidents
     from holdfast.account import remarks_of as remarks
-    from holdfast.account import stops
+    from holdfast.account import stops_of
     from holdfast.journal import read_journal
 
     if not (run_dir / "run.json").is_file():
@@ -158,7 +158,7 @@ def why(
     lines = read_journal(run_dir / "journal")
     found = incidents(lines)
     others = remarks(lines, found)
-    asked = stops(lines)
+    asked = stops_of(lines)
     told = sorted([*found, *asked], key=lambda one: one.at)
     if attempt is None:
         chosen = told[-1] if told else None
@@ -198,10 +198,10 @@ def _show_remark(one: Remark, which: str) -> None:
 
 
 def _show(incident: Incident, which: str) -> None:
-    from holdfast.account import five
+    from holdfast.account import five_answers
 
     typer.echo(f"{which}, attempt {incident.attempt}, {show_time(incident.at)}")
-    for question, text in five(incident):
+    for question, text in five_answers(incident):
         typer.echo(f"  {question:<5} {text}")
     for name in incident.account.files if incident.account is not None else []:
         typer.echo(f"  file  {name}")

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from holdfast import __version__
-from holdfast.account import Incident, Story, back, headline, incidents_of
+from holdfast.account import Incident, Story, back_line, headline, incidents_of
 from holdfast.base import duration, number, plural, printable
 from holdfast.drill import compare
 from holdfast.drill.compare import Comparison
@@ -157,7 +157,7 @@ class DemoView:
         over = self._story.is_back(line)
         mine = [one for one in incidents_of(self._lines) if over is not None and one.attempt == over.attempt]
         for incident in mine[-1:]:
-            self.say(back(incident, self._story.target), STYLES["good"])
+            self.say(back_line(incident, self._story.target), STYLES["good"])
 
     def _progress(self, line: Line, body: StepsDone) -> None:
         step = body.first + len(body.seconds) - 1

@@ -39,7 +39,7 @@ class AttemptLosses:
     """The last step that still counts; later ones were done again by a later attempt. None: all count."""
 
 
-def losses(lines: list[Line]) -> list[AttemptLosses]:
+def losses_by_attempt(lines: list[Line]) -> list[AttemptLosses]:
     """Each attempt's losses in the order of its steps; attempts that recorded none are left out."""
     points: dict[int, list[LossPoint]] = {}
     first: dict[int, int] = {}

@@ -18,15 +18,15 @@ from holdfast.account import (
     Incident,
     Ledger,
     Remark,
-    accounting,
     answers_of,
-    attempts,
+    attempts_of,
     cost_of,
-    counted,
-    finished,
-    five,
+    counts_by_kind,
+    finished_line,
+    five_answers,
     incidents_of,
     investigations,
+    ledger_of,
     remarks_of,
 )
 from holdfast.base import check_output, duration, plural, printable, replace_atomic, size
@@ -46,7 +46,7 @@ from holdfast.journal import (
     Verdict,
     condense,
 )
-from holdfast.observe.chart import Chart, Fault, draw, draw_heat_map, losses
+from holdfast.observe.chart import Chart, Fault, draw, draw_heat_map, losses_by_attempt
 from holdfast.observe.status import cost
 from holdfast.observe.style import STYLE
 
@@ -348,7 +348,7 @@ def _lead(
     steps = max((attempt.reached or 0 for attempt in life), default=0)
     style, said, left = "", "", ""
     if state == "Finished":
-        style, said = " good", finished(found, others, steps).partition(": ")[2]
+        style, said = " good", finished_line(found, others, steps).partition(": ")[2]
     elif state == "Running":
         caught = found[-1] if found and found[-1].open else None
         where = f"step {steps}" if steps else "no step is done yet"
@@ -377,7 +377,7 @@ def _badge(one: Incident) -> str:
 
 
 def _of(one: Incident) -> list[tuple[str, str]]:
-    return [(question, answer) for question, answer in five(one)]
+    return [(question, answer) for question, answer in five_answers(one)]
 
 
 def _whole(case: Sequence[Incident]) -> list[tuple[str, str]]:
@@ -437,7 +437,7 @@ def _times(one: Remark) -> str:
 
 def _figures(life: Sequence[Attempt], found: list[Incident], others: list[Remark], ledger: Ledger) -> str:
     reached = max((attempt.reached or 0 for attempt in life), default=0)
-    kinds = ([(len(found), "failure")] if found else []) + counted(others)
+    kinds = ([(len(found), "failure")] if found else []) + counts_by_kind(others)
     lost = sum(one.seconds_lost for one in found) + sum(one.seconds for one in others)
     named = ", ".join(plural(count, kind) for count, kind in kinds) if others else ""
     figures = [
@@ -497,10 +497,10 @@ def report_html(
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The page as text."""
-    life = attempts(lines)
+    life = attempts_of(lines)
     found = incidents_of(lines)
     others = remarks_of(lines, found)
-    ledger = accounting(lines)
+    ledger = ledger_of(lines)
     began = min((line.at for line in lines), default=0.0)
     head = text(title)
     return "\n".join(
@@ -548,7 +548,7 @@ def _facts(lines: list[Line], life: list[Attempt], facts: Sequence[tuple[str, st
 def _chart(
     lines: list[Line], life: list[Attempt], found: list[Incident], reference: Sequence[tuple[int, float]]
 ) -> str:
-    series = losses(lines)
+    series = losses_by_attempt(lines)
     if not series:
         return "<h2>Loss</h2>\n<p class='soft'>No loss was recorded.</p>"
     rejected = [

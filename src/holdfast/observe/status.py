@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.account import Incident
-from holdfast.account import one_line as account_line
+from holdfast.account import Incident, incident_line
 from holdfast.base import duration, number, plural, printable
 from holdfast.checkpoint.choose import still_open
 from holdfast.checkpoint.copies import tier
@@ -122,7 +121,7 @@ def stop_of(journal: Path, files: list[str], attempt: int) -> StopState | None:
     return found
 
 
-def progress(stop: StopState, now: float) -> str:
+def stop_progress(stop: StopState, now: float) -> str:
     """Of a stop that is under way: `asked by SIGTERM to rank 1 on n, 42 s left`."""
     parts = [f"asked by {stop.asked_by}"]
     if stop.ends_at is not None:
@@ -134,7 +133,7 @@ def progress(stop: StopState, now: float) -> str:
     return ", ".join(parts)
 
 
-def outcome(code: int, stop: StopState | None) -> str:
+def stop_outcome(code: int, stop: StopState | None) -> str:
     """Of one that is over."""
     known = code in (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
     if not known or stop is None:
@@ -277,7 +276,7 @@ class _Newest(msgspec.Struct, kw_only=True):
     decided: Decided | None = None
 
 
-def look(control: ControlDirectory) -> Status:
+def status_of(control: ControlDirectory) -> Status:
     """How the run is now."""
     status = Status(at=time.time(), run=control.run_id, run_dir=str(control.path))
 
@@ -387,9 +386,9 @@ def _take_stop(status: Status, control: ControlDirectory, files: list[str]) -> N
     """What asked the newest attempt to stop, and how far that is."""
     status.stop = stop = stop_of(control.journal, files, status.attempt)
     if stop is not None and status.state in ("running", "starting"):
-        status.state, status.detail = "stopping", progress(stop, status.at)
+        status.state, status.detail = "stopping", stop_progress(stop, status.at)
     if status.state == "stopped" and status.exit_code is not None and status.exit_code < FROM_SIGNALS:
-        status.detail = outcome(status.exit_code, stop)
+        status.detail = stop_outcome(status.exit_code, stop)
 
 
 def _take_steps(status: Status, control: ControlDirectory, files: list[str], head: HeadRecord | None) -> None:
@@ -459,7 +458,7 @@ def _last_incident(
             told = read_record(control.attempt(nth) / ACCOUNT, Account)
             if told is not None:
                 head = read_record(control.attempt(nth + 1) / "head.json", HeadRecord)
-                text = account_line(told, head.step if head is not None else None)
+                text = incident_line(told, head.step if head is not None else None)
                 return LastIncident(attempt=nth, text=text, at=end.at, account=told)
             known = _known(control, nth)
             text = line_of_record(
@@ -523,7 +522,7 @@ class Row(NamedTuple):
     style: str = ""
 
 
-def rows(status: Status) -> list[Row]:
+def status_rows(status: Status) -> list[Row]:
     """What a person wants to know, one thing a line."""
     found = [Row("run", f"{status.run} in {printable(status.run_dir)}"), _state_words(status)]
     if status.nodes or status.world_size is not None:
@@ -547,7 +546,7 @@ def rows(status: Status) -> list[Row]:
     return found
 
 
-def short(status: Status) -> str:
+def status_line(status: Status) -> str:
     """The same in one line, for a log."""
     parts = [status.state, f"attempt {status.attempt}"]
     if status.step is not None:

@@ -22,7 +22,7 @@ from holdfast.cluster import node_name
 from holdfast.errors import ControlError, ExitCode, UsageError
 from holdfast.health import try_storage, why_not_first
 from holdfast.journal import Line, SaveStarted, condense
-from holdfast.observe import Status, look
+from holdfast.observe import Status, status_of
 from holdfast.policy import (
     FRESH,
     LIVE,
@@ -183,7 +183,7 @@ def examine(
     progress: Progress | None = None,
 ) -> Report:
     """Every stage, in the order of the runbook. `starts_here`: the command is to be run on this machine."""
-    status = look(control)
+    status = status_of(control)
     lines = recent_lines(control, attempt_numbers(control)[-ATTEMPTS:])
     facts = facts_of(control, status, lines)
     findings = [trigger(facts), classify(facts)]

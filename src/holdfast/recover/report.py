@@ -48,7 +48,7 @@ def check_rows(points: list[Point]) -> Iterator[Row]:
             yield Row("", "", f"{'':12}expected: {point.expected}")
 
 
-def plain(row: Row) -> str:
+def plain_text(row: Row) -> str:
     return f"{row.word:<12}{row.text}".rstrip() if row.word or row.text.startswith(" ") else row.text
 
 

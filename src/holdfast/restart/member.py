@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from holdfast.account import on_the_terminal
+from holdfast.account import incident_text
 from holdfast.base import RestartRequested, Scope, entered
 from holdfast.config import InProcessSettings, Settings, parse_signals
 from holdfast.errors import ExitCode, HandedOverError, HoldfastError, Stopped
@@ -385,7 +385,7 @@ class Member:
             keep(Path(self._run_dir), account)
 
     def _tell(self, account: Account) -> None:
-        log.warning("holdfast: %s", on_the_terminal(account, self._run_dir or "RUN_DIR"))
+        log.warning("holdfast: %s", incident_text(account, self._run_dir or "RUN_DIR"))
 
     def _hand_over(self, why: str) -> NoReturn:
         """End here: by the error that this member had itself, which says more, or by saying why."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.account import answers_about
+from holdfast.account import account_of_failure
 from holdfast.base import printable
 from holdfast.errors import ExitCode, HoldfastError
 from holdfast.journal import Account, JournalWriter
@@ -139,7 +139,7 @@ def account_of(following: Plan | Over, iteration: int, order: Sequence[int], max
     found = as_evidence(following.ended, faults, world_size=len(order), pids={}, devices={}, ends={})
     failures = sorted([*found.ended, *found.raised], key=lambda one: one.at)
     root = next((one for one in failures if one.rank == failed.root_rank), None)
-    account = answers_about(
+    account = account_of_failure(
         Situation(attempt=failed, max_restarts=max_restarts),
         decision,
         root,
