@@ -75,25 +75,30 @@ KINDS = {
 """What one of each kind is called."""
 
 
-def counts_by_kind(others: Sequence[Remark]) -> list[tuple[int, str]]:
+def counts_by_kind(remarks: Sequence[Remark]) -> list[tuple[int, str]]:
     """How many there were of each kind; the same slow rank, stop or checkpoint counts once."""
-    found: dict[str, int] = {}
-    for one in others:
-        often = one.count if one.kind in ("dropped", "save", "storage", "copy") else 1
-        found[one.kind] = found.get(one.kind, 0) + often
-    return [(count, KINDS[kind]) for kind, count in found.items() if kind in KINDS]
+    counts: dict[str, int] = {}
+    for remark in remarks:
+        often = remark.count if remark.kind in ("dropped", "save", "storage", "copy") else 1
+        counts[remark.kind] = counts.get(remark.kind, 0) + often
+    return [(count, KINDS[kind]) for kind, count in counts.items() if kind in KINDS]
 
 
-def answers_of(one: Remark) -> list[tuple[str, str]]:
+def answers_of(remark: Remark) -> list[tuple[str, str]]:
     """The five answers, in the shape that those about an incident have."""
-    asked = [("who", one.who), ("what", one.did or one.what), ("why", one.why), ("done", one.done)]
-    asked += [("cost", one.cost), ("next", one.next)]
+    asked = [
+        ("who", remark.who),
+        ("what", remark.did or remark.what),
+        ("why", remark.why),
+        ("done", remark.done),
+    ]
+    asked += [("cost", remark.cost), ("next", remark.next)]
     return [(question, answer) for question, answer in asked if answer]
 
 
-def remarks_of(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remark]:
+def remarks_of(lines: Sequence[Line], incidents: Sequence[Incident] = ()) -> list[Remark]:
     """Everything of that sort, oldest first; `found`: refusals that these tell of are not told again."""
-    told = {text.partition(":")[0] for incident in found for text in incident.refused}
+    told = {text.partition(":")[0] for incident in incidents for text in incident.refused}
     kept: dict[tuple[str, str], Remark] = {}
     dropped: dict[int, StepRejected] = {}
     slow: dict[str, StragglerFound] = {}
@@ -130,11 +135,11 @@ def remarks_of(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Re
 
 def _slow_saves(lines: Sequence[Line]) -> dict[str, list[tuple[Line, SaveCommitted]]]:
     """By the directory that it was."""
-    found: dict[str, list[tuple[Line, SaveCommitted]]] = {}
+    saves: dict[str, list[tuple[Line, SaveCommitted]]] = {}
     for line in lines:
         if isinstance(line.body, SaveCommitted) and is_slow_save(line.body):
-            found.setdefault(line.body.root, []).append((line, line.body))
-    return found
+            saves.setdefault(line.body.root, []).append((line, line.body))
+    return saves
 
 
 def is_slow_save(body: SaveCommitted) -> bool:
@@ -301,28 +306,28 @@ _FULL = ("No space left on device", "Disk quota exceeded")
 """How an error says that there is no room."""
 
 
-def _say_which(one: Remark, lines: Sequence[Line]) -> None:
+def _say_which(remark: Remark, lines: Sequence[Line]) -> None:
     """Of failed copies: of which checkpoints they were, and whether they were made later after all."""
     failed: dict[str, int] = {}
     for line in lines:
         body = line.body
-        if isinstance(body, DrainFailed) and one.who.endswith(printable(body.remote)):
+        if isinstance(body, DrainFailed) and remark.who.endswith(printable(body.remote)):
             failed[body.checkpoint] = body.step
         elif isinstance(body, CopyDrained):
             failed.pop(body.checkpoint, None)
     if not failed:
-        one.done, one.next = "it was made later", "nothing to do"
+        remark.done, remark.next = "it was made later", "nothing to do"
         return
     steps = sorted(failed.values())
     named = ", ".join(map(str, steps[-NAMED:]))
     of = f"of the checkpoint at step {named}" if len(steps) == 1 else f"of {len(steps)} checkpoints"
     if len(steps) > 1:
         of += f" (steps {named})" if len(steps) <= NAMED else f" (the newest: steps {named})"
-    one.did = f"could not be made {of}"
-    one.what = f"{one.who} {one.did}: {one.why}"
+    remark.did = f"could not be made {of}"
+    remark.what = f"{remark.who} {remark.did}: {remark.why}"
     it = "it lies" if len(steps) == 1 else "they lie"
-    one.done = f"training went on; nothing is lost: {it} in the checkpoint root"
-    one.next = f"{one.next}; the next start copies what is missing"
+    remark.done = f"training went on; nothing is lost: {it} in the checkpoint root"
+    remark.next = f"{remark.next}; the next start copies what is missing"
 
 
 _ASKED_BY = {
@@ -359,10 +364,12 @@ def _stop(body: StopAsked, line: Line, after: Sequence[Line]) -> Remark:
         _ASKED_BY.get(body.source, "it was asked to"),
     )
     next_ = "run the same command to go on"
-    told = next((one.body for one in own if isinstance(one.body, Account) and one.body.kind == STOP), None)
-    if told is not None:  # the launcher's own words; without it nobody made an account
-        who, did, done, next_ = (printable(text) for text in (told.who, told.what, told.done, told.next))
-        why = printable(told.why[0]) if told.why else why
+    account = next((one.body for one in own if isinstance(one.body, Account) and one.body.kind == STOP), None)
+    if account is not None:  # the launcher's own words; without it nobody made an account
+        who, did, done, next_ = (
+            printable(text) for text in (account.who, account.what, account.done, account.next)
+        )
+        why = printable(account.why[0]) if account.why else why
     return Remark(
         "stop",
         line.at,
@@ -397,10 +404,10 @@ def _slow(body: StragglerFound, line: Line) -> Remark:
     )
 
 
-def _add_up(one: Remark, body: StragglerFound, lines: Sequence[Line]) -> None:
-    one.seconds = _waited_for(body, lines)
+def _add_up(remark: Remark, body: StragglerFound, lines: Sequence[Line]) -> None:
+    remark.seconds = _waited_for(body, lines)
     each = f"{duration(body.seconds)} of every step" if body.seconds else ""
-    one.cost = f"the others waited {duration(one.seconds)} for it in all" if one.seconds else each
+    remark.cost = f"the others waited {duration(remark.seconds)} for it in all" if remark.seconds else each
 
 
 def _waited_for(body: StragglerFound, lines: Sequence[Line]) -> float:

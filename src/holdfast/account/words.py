@@ -91,9 +91,9 @@ def stop_text(account: Account, run_dir: str) -> str:
 def cost_of(incident: Incident) -> str:
     """What it cost, by the numbers that every page shows."""
     lost = duration(incident.seconds_lost)
-    told = incident.account
-    if told is not None and told.ends and incident.open:
-        return f"the run ended{_unsaved(told)}"
+    account = incident.account
+    if account is not None and account.ends and incident.open:
+        return f"the run ended{_unsaved(account)}"
     if incident.open:
         return f"{lost} so far, {plural(incident.steps_lost, 'step')} to do again"
     if incident.caught_up_at is None:  # the next one came first, and goes on from there
@@ -132,28 +132,28 @@ def _unsaved(account: Account) -> str:
 
 def five_answers(incident: Incident) -> list[Answer]:
     """Who failed first, what happened, why, what was done and what it cost, what to do now."""
-    told = incident.account
-    if told is None:  # of an older release, or of a run that nobody watched
+    account = incident.account
+    if account is None:  # of an older release, or of a run that nobody watched
         return [
             Answer("what", incident.what),
             Answer("why", "; ".join(incident.evidence[:3]) or "not recorded"),
             Answer("done", incident.decision),
             Answer("cost", cost_of(incident)),
         ]
-    found = [
-        Answer("who", printable(told.who)),
-        Answer("what", printable(told.what)),
-        *(Answer("why" if not at else "", printable(text)) for at, text in enumerate(told.why)),
-        Answer("done", printable(done_of(told, incident.resumed_step))),
+    answers = [
+        Answer("who", printable(account.who)),
+        Answer("what", printable(account.what)),
+        *(Answer("why" if not at else "", printable(text)) for at, text in enumerate(account.why)),
+        Answer("done", printable(done_of(account, incident.resumed_step))),
     ]
     if incident.refused:
-        others = (text for text in incident.refused if text.partition(":")[0] not in told.suspects)
-        found += [Answer("", f"refused {text}") for text in others]
-    found += [Answer("", text) for text in incident.copies]
-    found += [Answer("", text) for text in incident.settled]
-    found.append(Answer("cost", cost_of(incident)))
-    now = told.next if told.ends or not incident.open else "wait: it is not back yet"
-    return [*found, Answer("next", printable(now))]
+        others = (text for text in incident.refused if text.partition(":")[0] not in account.suspects)
+        answers += [Answer("", f"refused {text}") for text in others]
+    answers += [Answer("", text) for text in incident.copies]
+    answers += [Answer("", text) for text in incident.settled]
+    answers.append(Answer("cost", cost_of(incident)))
+    now = account.next if account.ends or not incident.open else "wait: it is not back yet"
+    return [*answers, Answer("next", printable(now))]
 
 
 AVOIDED = "avoided:"
@@ -195,8 +195,8 @@ class Story:
         if isinstance(body, StepRejected):
             return self._drops(body)
         if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
-            told = (_resumed_text(body, self._unsound), *bad_copies(body), resize_text(body))
-            return "\n  ".join(filter(None, told))
+            parts = (_resumed_text(body, self._unsound), *bad_copies(body), resize_text(body))
+            return "\n  ".join(filter(None, parts))
         if isinstance(body, Resumed):
             return "\n  ".join(filter(None, (*bad_copies(body), resize_text(body)))) or None
         if isinstance(body, StandingChanged) and body.checkpoint in self._suspects:
@@ -208,14 +208,14 @@ class Story:
 
     def is_back(self, line: Line) -> Account | None:
         """The incident that this line ends: the run has done again what it had done before it."""
-        told, body = self._open, line.body
-        if told is None or not isinstance(body, StepsDone) or line.attempt <= told.attempt:
+        account, body = self._open, line.body
+        if account is None or not isinstance(body, StepsDone) or line.attempt <= account.attempt:
             return None
         last = body.first + max(len(body.seconds), len(body.loss), 1) - 1
         if last < self.target:
             return None
         self._open = None
-        return told
+        return account
 
     def _drops(self, body: StepRejected) -> str | None:
         if body.then != "dropped" or not body.in_a_row or self._dropped > MOST_DROPPED:
@@ -259,41 +259,42 @@ def _slow_storage_text(body: SaveCommitted) -> str:
 def back_line(incident: Incident, step: int) -> str:
     """Said once the run has caught up."""
     redone = f", {plural(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
-    told = incident.account
-    left = short_advice(told.next) if told is not None else ""
+    account = incident.account
+    left = short_advice(account.next) if account is not None else ""
     return f"back at step {step} after {duration(incident.seconds_lost)}{redone}: {left or NOTHING}"
 
 
-def closing_line(found: list[Incident], others: list[Remark], steps: int, run_dir: str) -> str:
+def closing_line(incidents: list[Incident], remarks: list[Remark], steps: int, run_dir: str) -> str:
     """The last line of a run that finished."""
-    said = finished_line(found, others, steps)
-    if not found and not others:
-        return said
-    return f"{said}; report: holdfast journal {printable(run_dir, 4096)} --report report.html"
+    line = finished_line(incidents, remarks, steps)
+    if not incidents and not remarks:
+        return line
+    return f"{line}; report: holdfast journal {printable(run_dir, 4096)} --report report.html"
 
 
-def finished_line(found: list[Incident], others: list[Remark], steps: int) -> str:
+def finished_line(incidents: list[Incident], remarks: list[Remark], steps: int) -> str:
     """How a run that finished came through, for the terminal's last line and the report's first."""
-    if not found and not others:
+    if not incidents and not remarks:
         return f"finished: {plural(steps, 'step')}, no incident"
-    restarts = sum(one.account is None or not one.account.ends for one in found)
-    redone = sum(one.steps_lost for one in found)
+    restarts = sum(one.account is None or not one.account.ends for one in incidents)
+    redone = sum(one.steps_lost for one in incidents)
     what = [plural(steps, "step"), plural(restarts, "restart") if restarts else "no restart"]
     what += [f"{plural(redone, 'step')} done again"] if redone else []
-    what += [f"{duration(sum(one.seconds_lost for one in found))} lost"] if found else []
-    asked = [one.account.next for one in found if one.account is not None]
-    asked += [one.next for one in others if one.kind != "stop"]  # it went on since
+    what += [f"{duration(sum(one.seconds_lost for one in incidents))} lost"] if incidents else []
+    asked = [one.account.next for one in incidents if one.account is not None]
+    asked += [one.next for one in remarks if one.kind != "stop"]  # it went on since
     left = list(dict.fromkeys(filter(None, map(short_advice, asked))))
     more = f", and {len(left) - 1} more" if len(left) > 1 else ""
     to_do = f"; to do: {left[-1]}{more}" if left else f", {NOTHING}"
-    worst = {KINDS[kind]: _costliest(others, kind) for kind in ("slow", "storage")}
-    met = "".join(f"; {plural(count, kind)}{worst.get(kind, '')}" for count, kind in counts_by_kind(others))
+    worst = {KINDS[kind]: _costliest(remarks, kind) for kind in ("slow", "storage")}
+    met = "".join(f"; {plural(count, kind)}{worst.get(kind, '')}" for count, kind in counts_by_kind(remarks))
     return f"finished: {', '.join(what)}{met}{to_do}"
 
 
-def _costliest(others: list[Remark], kind: str) -> str:
+def _costliest(remarks: list[Remark], kind: str) -> str:
     """What the slow rank, or the slow save, that cost most came to: a count alone says nothing about it."""
-    most = max((one for one in others if one.kind == kind), key=lambda one: one.seconds, default=None)
+    candidates = [remark for remark in remarks if remark.kind == kind]
+    most = max(candidates, key=lambda remark: remark.seconds, default=None)
     if most is None:
         return ""
     return f" ({most.who}{f': {most.cost}' if most.cost else ''})"

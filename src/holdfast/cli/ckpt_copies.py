@@ -264,16 +264,16 @@ def verify_remote(urls: list[str]) -> tuple[list[dict[str, Any]], float]:
     return found, time.perf_counter() - started
 
 
-def print_verified(found: list[dict[str, Any]], seconds: float) -> None:
-    for row in found:
+def print_verified(rows: list[dict[str, Any]], seconds: float) -> None:
+    for row in rows:
         word = f"sound, {row['files']} files" if row["sound"] else "not sound"
         typer.echo(f"{row['path']}: {'deleted meanwhile' if row['gone'] else word}")
         for problem in row["problems"]:
             typer.echo(f"  {problem['reason']:<19}  {problem['path']}  {problem['detail']}")
-    total = sum(row["bytes_checked"] for row in found)
-    bad = sum(not row["sound"] for row in found)
+    total = sum(row["bytes_checked"] for row in rows)
+    bad = sum(not row["sound"] for row in rows)
     verdict = f"{bad} not sound" if bad else "nothing wrong found"
-    there = sum(not row["gone"] for row in found)
+    there = sum(not row["gone"] for row in rows)
     noun = "copy" if there == 1 else "copies"
     typer.echo(f"{there} {noun}, {verdict}; {total / 1e6:.1f} MB read in {seconds:.2f} s")
 

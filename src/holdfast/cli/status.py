@@ -99,35 +99,35 @@ def _watch_live(control: ControlDirectory, every: float) -> None:
             live.update(_text(status_of(control)), refresh=True)
 
 
-def _text(found: Status) -> Text:
+def _text(status: Status) -> Text:
     from rich.text import Text
 
     from holdfast.observe import status_rows
 
     lines = [
         Text.assemble((f"{row.label:<10}", "dim"), (row.text, row.style), overflow="fold")
-        for row in status_rows(found)
+        for row in status_rows(status)
     ]
     return Text("\n").join(lines)
 
 
-def _print(found: Status) -> None:
+def _print(status: Status) -> None:
     from holdfast.observe import status_rows
 
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console(highlight=False).print(_text(found), soft_wrap=True)
+        Console(highlight=False).print(_text(status), soft_wrap=True)
         return
-    for row in status_rows(found):
+    for row in status_rows(status):
         print(f"{row.label:<10}{row.text}")
     sys.stdout.flush()
 
 
-def _print_json(found: Status) -> None:
+def _print_json(status: Status) -> None:
     import msgspec
 
-    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    sys.stdout.write(msgspec.json.encode(status).decode() + "\n")
     sys.stdout.flush()
 
 
@@ -185,15 +185,15 @@ def why(
         typer.echo(f"also, {show_time(one.at)}: {one.what}{times}\n  next  {one.next}")
 
 
-def _is_of(one: Remark, stopped: Incident | None) -> bool:
-    return one.kind == "stop" and stopped is not None and one.attempt == stopped.attempt
+def _is_of(remark: Remark, stopped: Incident | None) -> bool:
+    return remark.kind == "stop" and stopped is not None and remark.attempt == stopped.attempt
 
 
-def _show_remark(one: Remark, which: str) -> None:
+def _show_remark(remark: Remark, which: str) -> None:
     from holdfast.account import answers_of
 
-    typer.echo(f"{which}, attempt {one.attempt}, {show_time(one.at)}")
-    for question, text in answers_of(one):
+    typer.echo(f"{which}, attempt {remark.attempt}, {show_time(remark.at)}")
+    for question, text in answers_of(remark):
         typer.echo(f"  {question:<5} {text}")
 
 

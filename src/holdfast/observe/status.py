@@ -151,7 +151,7 @@ def stop_outcome(code: int, stop: StopState | None) -> str:
 # Tables for terminals, made of what the other modules here work out.
 
 
-def incident_table(found: list[Incident]) -> Table:
+def incident_table(incidents: list[Incident]) -> Table:
     """What happened, on what evidence, what was decided, and what it cost."""
     from rich import box
     from rich.table import Table
@@ -163,7 +163,7 @@ def incident_table(found: list[Incident]) -> Table:
     table.add_column("Evidence", ratio=4, overflow="fold")
     table.add_column("Decision", ratio=3, overflow="fold")
     table.add_column("Time lost", justify="right", no_wrap=True)
-    for incident in found:
+    for incident in incidents:
         table.add_row(
             str(incident.number),
             Text(f"{incident.what}\nattempt {incident.attempt}, last known step {incident.failed_at_step}"),
@@ -393,13 +393,13 @@ def _take_stop(status: Status, control: ControlDirectory, files: list[str]) -> N
 
 def _take_steps(status: Status, control: ControlDirectory, files: list[str], head: HeadRecord | None) -> None:
     """The step, the rate and the loss of the newest attempt; the step it came from while it has none."""
-    found = batches(control.journal, files, status.attempt)
-    if not found:
+    newest = batches(control.journal, files, status.attempt)
+    if not newest:
         status.step = head.step if head is not None else None
         return
-    status.step, status.step_at, status.loss = found[-1].last, found[-1].at, last_loss(found)
+    status.step, status.step_at, status.loss = newest[-1].last, newest[-1].at, last_loss(newest)
     if status.state == "running":
-        status.steps_per_second = rate(found)
+        status.steps_per_second = rate(newest)
 
 
 # --- what the records add ----------------------------------------------------------------------------------
@@ -455,11 +455,11 @@ def _last_incident(
             )
             return LastIncident(attempt=nth, text=text)
         if end is not None and end.outcome == "failed":
-            told = read_record(control.attempt(nth) / ACCOUNT, Account)
-            if told is not None:
+            account = read_record(control.attempt(nth) / ACCOUNT, Account)
+            if account is not None:
                 head = read_record(control.attempt(nth + 1) / "head.json", HeadRecord)
-                text = incident_line(told, head.step if head is not None else None)
-                return LastIncident(attempt=nth, text=text, at=end.at, account=told)
+                text = incident_line(account, head.step if head is not None else None)
+                return LastIncident(attempt=nth, text=text, at=end.at, account=account)
             known = _known(control, nth)
             text = line_of_record(
                 attempt=nth,
@@ -524,26 +524,26 @@ class Row(NamedTuple):
 
 def status_rows(status: Status) -> list[Row]:
     """What a person wants to know, one thing a line."""
-    found = [Row("run", f"{status.run} in {printable(status.run_dir)}"), _state_words(status)]
+    rows = [Row("run", f"{status.run} in {printable(status.run_dir)}"), _state_words(status)]
     if status.nodes or status.world_size is not None:
-        found.append(Row("ranks", _ranks(status)))
+        rows.append(Row("ranks", _ranks(status)))
     if status.lease is not None:
         lease = status.lease
-        found.append(Row("launcher", f"{lease.holder}: {lease.detail}"))
+        rows.append(Row("launcher", f"{lease.holder}: {lease.detail}"))
     if status.step is not None:
-        found.append(Row("step", _step(status)))
+        rows.append(Row("step", _step(status)))
     for what, save in (("last save", status.save), ("local save", status.local_save)):
         if save is not None:
             text = f"step {save.step}, {_ago(status, save.at)} ({printable(save.checkpoint)})"
-            found.append(Row(what, text))
+            rows.append(Row(what, text))
     if status.incident is not None:
         when = f" ({_ago(status, status.incident.at)})" if status.incident.at is not None else ""
-        found.append(Row("incident", f"{status.incident.text}{when}", "red" if not status.ok else ""))
+        rows.append(Row("incident", f"{status.incident.text}{when}", "red" if not status.ok else ""))
     if status.budget is not None:
-        found.append(Row("restarts", _budget_words(status.budget)))
-    found += _controls(status)
-    found += [Row("problem", printable(problem), "yellow") for problem in status.problems]
-    return found
+        rows.append(Row("restarts", _budget_words(status.budget)))
+    rows += _controls(status)
+    rows += [Row("problem", printable(problem), "yellow") for problem in status.problems]
+    return rows
 
 
 def status_line(status: Status) -> str:
@@ -603,24 +603,26 @@ def _budget_words(budget: BudgetState) -> str:
 
 
 def _controls(status: Status) -> list[Row]:
-    found = []
+    rows = []
     if status.paused is not None:
-        found.append(Row("paused", f"recovery, {_asked(status, status.paused)}", "yellow"))
+        rows.append(Row("paused", f"recovery, {_asked(status, status.paused)}", "yellow"))
     if status.pin is not None:
         how = "the next resume" if status.pin.once else "every resume"
         forced = ", forced" if status.pin.force else ""
         what = f"{printable(status.pin.checkpoint)} for {how}{forced}"
-        found.append(Row("pinned", f"{what}, {_asked(status, status.pin.request)}", "yellow"))
+        rows.append(Row("pinned", f"{what}, {_asked(status, status.pin.request)}", "yellow"))
     if status.budget_reset is not None:
         upto = f"restarts up to attempt {status.budget_reset.attempt} no longer count"
-        found.append(Row("reset", f"{upto}, {_asked(status, status.budget_reset)}"))
-    for one in status.exclusions:
-        by = f" ({printable(one.by)}, {_ago(status, one.at)})" if one.at else ""
-        found.append(Row("excluded", f"{printable(one.describe())}: {printable(one.reason)}{by}", "yellow"))
+        rows.append(Row("reset", f"{upto}, {_asked(status, status.budget_reset)}"))
+    for exclusion in status.exclusions:
+        by = f" ({printable(exclusion.by)}, {_ago(status, exclusion.at)})" if exclusion.at else ""
+        rows.append(
+            Row("excluded", f"{printable(exclusion.describe())}: {printable(exclusion.reason)}{by}", "yellow")
+        )
     for suspect in status.suspects:
         why = f": {printable(suspect.evidence[-1])}" if suspect.evidence else ""
-        found.append(Row("suspect", f"{printable(suspect.checkpoint)}{why}", "yellow"))
-    return found
+        rows.append(Row("suspect", f"{printable(suspect.checkpoint)}{why}", "yellow"))
+    return rows
 
 
 def _asked(status: Status, request: Request) -> str:
