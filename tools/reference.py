@@ -16,13 +16,13 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from holdfast.config.settings import FIELDS
 from holdfast.errors import MEANINGS
-from holdfast.journal.events import AnyEvent
-from holdfast.journal.subjects import Event
+from holdfast.journal import AnyEvent, Event
 
 DOCS = Path("docs")
 SOURCE = Path("src") / "holdfast"
@@ -62,7 +62,7 @@ def settings() -> str:
 
 
 def events() -> str:
-    return table(("event", "what it means", "fields"), *(_event(kind) for kind in AnyEvent.__args__))
+    return table(("event", "what it means", "fields"), *(_event(kind) for kind in get_args(AnyEvent)))
 
 
 def _event(kind: type[Event]) -> tuple[str, str, str]:

@@ -32,7 +32,7 @@ from holdfast.base import scope
 from holdfast.checkpoint.format import OF_THE_JOB, CheckpointName, CheckpointRoot
 from holdfast.config import sources
 from holdfast.errors import ExitCode, HoldfastError, LeaseLostError, SaveFailedError, Stopped, UsageError
-from holdfast.journal import AttemptEnded, RunFinished
+from holdfast.journal.events import AttemptEnded, RunFinished
 from holdfast.policy import CHECKPOINTING, LOADING, SETUP, STEP, Source
 from holdfast.record import Group, LaunchInfo, leave_group, one_config
 from holdfast.stop import refuse_stop_file

@@ -10,24 +10,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.account.answers import answers_about, of_stop
-from holdfast.account.incidents import done_of, headline, incidents_of, stops
+from holdfast.account.answers import account_of_failure, account_of_stop
+from holdfast.account.incidents import done_of, headline, incidents_of, stops_of
 from holdfast.account.remarks import remarks_of
 from holdfast.account.words import (
     Story,
-    back,
-    closing,
+    back_line,
+    closing_line,
     cost_of,
-    five,
-    on_the_terminal,
-    one_line,
-    short,
-    stop_on_the_terminal,
+    five_answers,
+    incident_line,
+    incident_text,
+    short_advice,
+    stop_text,
 )
 from holdfast.base.text import duration
 from holdfast.errors import ExitCode
-from holdfast.journal.events import AttemptEnded, Resumed, RungRejected, StepRejected, StepsDone
-from holdfast.journal.subjects import Account, StopAsked, StopSaved, StragglerFound, StragglersReported
+from holdfast.journal.events import (
+    Account,
+    AttemptEnded,
+    Resumed,
+    RungRejected,
+    StepRejected,
+    StepsDone,
+    StopAsked,
+    StopSaved,
+    StragglerFound,
+    StragglersReported,
+)
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.diagnosis import KERNEL_OOM
 from holdfast.policy.evidence import Hang, Loss, LostNode, Raised
@@ -65,7 +75,7 @@ def told(
     fields = {"evidence": ["cause: x", "seen"], **(decided or {})}
     decision = Decision(action=action, exit_code=code, reason="why not", restarts_left=2, **fields)
     failures = [*others] if root is None else [root, *others]
-    return answers_about(situation, decision, root, failures, **more)
+    return account_of_failure(situation, decision, root, failures, **more)
 
 
 # --- the answers --------------------------------------------------------------------------------------------
@@ -87,7 +97,7 @@ def test_a_script_that_raises_is_told_by_its_own_line() -> None:
     assert account.what == "failed in step 25 with ValueError: no luck"
     assert account.next == "mend train.py:44 in __getitem__, then run the same command"
     assert account.ends
-    text = on_the_terminal(account, "runs/a")
+    text = incident_text(account, "runs/a")
     assert "saved up to step 20, steps 21–24 are lost" in text
     assert "more: holdfast why runs/a" in text
     going_on = told(root, Cause.JOB)
@@ -153,7 +163,7 @@ def test_every_answer_is_there_and_no_terminal_obeys_any(
     record = ended(1, code, message, where, left=left) if root else None
     account = told(record, cause, action=action, code=22, last=last, rungs=tuple(rungs), detail=message)
     assert all([account.who, account.what, account.why, account.done, account.next])
-    lines = [headline(account), one_line(account), *on_the_terminal(account, "r").split("\n")]
+    lines = [headline(account), incident_line(account), *incident_text(account, "r").split("\n")]
     assert all(line.isprintable() for line in lines)
     assert sum(map(len, lines)) < 20_000
 
@@ -195,8 +205,8 @@ def test_a_hang_costs_the_time_in_which_nothing_moved() -> None:
     assert incident.seconds_lost > 10.0
     assert incident.steps_lost == 4
     assert ("cost", f"{incident.seconds_lost:.1f} s") == (
-        five(incident)[-2].question,
-        five(incident)[-2].text.partition(": ")[0],
+        five_answers(incident)[-2].question,
+        five_answers(incident)[-2].text.partition(": ")[0],
     )
 
 
@@ -241,12 +251,12 @@ def test_an_end_is_not_followed() -> None:
 def test_the_closing_line() -> None:
     journal = killed_and_corrupted()
     found = incidents_of(journal.lines)
-    text = closing(found, remarks_of(journal.lines, found), 60, "runs/a")
+    text = closing_line(found, remarks_of(journal.lines, found), 60, "runs/a")
     assert text.startswith("finished: 60 steps, ")
     assert text.endswith("report: holdfast journal runs/a --report report.html")
     assert "nothing to do" in text
-    assert closing([], [], 60, "runs/a") == "finished: 60 steps, no incident"
-    assert "nothing to do" in back(found[0], 24)
+    assert closing_line([], [], 60, "runs/a") == "finished: 60 steps, no incident"
+    assert "nothing to do" in back_line(found[0], 24)
 
 
 # --- what did not fail --------------------------------------------------------------------------------------
@@ -267,7 +277,7 @@ def test_dropped_steps_stops_and_slow_ranks_are_no_silence() -> None:
     assert found["dropped"].what.startswith("2 steps dropped (25, 27)")
     assert found["slow"].count == 2
     assert "rank 1 on b slowed the others, 200 ms of every step" in found["slow"].what
-    text = closing([], list(found.values()), 40, "r")
+    text = closing_line([], list(found.values()), 40, "r")
     assert text.startswith("finished: 40 steps, no restart; ")
     assert "2 dropped steps" in text
     assert "1 slow rank (rank 1 on b: 200 ms of every step);" in text, (
@@ -281,7 +291,7 @@ def test_a_stop_is_told_once_in_five_answers_and_is_no_failure(source: Source) -
     journal = Journal().start().steps(1, 24)
     journal.write(StopAsked(source=source, detail="the stop file run/stop"))
     request = StopRequest(source=source, detail="the stop file run/stop")
-    account = of_stop(1, request, 31, detail=request.detail, step=24, saved=24)
+    account = account_of_stop(1, request, 31, detail=request.detail, step=24, saved=24)
     journal.write(StopSaved(step=24, checkpoint="step_x"))
     journal.write(AttemptEnded(outcome="stopped", exit_code=31, last_step=24))
     journal.write(account)
@@ -294,8 +304,8 @@ def test_a_stop_is_told_once_in_five_answers_and_is_no_failure(source: Source) -
     assert "the stop file run/stop" in f"{said} {account.why[0]}", "the request's own words are not lost"
     assert account.done == "stopped after step 24, saved"
     assert incidents_of(journal.lines) == []
-    (stop,) = stops(journal.lines)
-    assert [question for question, _ in five(stop)] == [
+    (stop,) = stops_of(journal.lines)
+    assert [question for question, _ in five_answers(stop)] == [
         "who",
         "what",
         "why",
@@ -306,13 +316,13 @@ def test_a_stop_is_told_once_in_five_answers_and_is_no_failure(source: Source) -
     ]
     (remark,) = remarks_of(journal.lines)
     assert remark.what == f"{said}: stopped after step 24, saved"
-    assert account.next in stop_on_the_terminal(account, "r")
+    assert account.next in stop_text(account, "r")
 
 
 def test_a_stop_that_could_not_save_says_what_is_lost() -> None:
     request = StopRequest(source=Source.SIGNAL, detail="SIGTERM")
-    account = of_stop(1, request, 32, detail="SIGTERM; a second one means now", step=24, saved=20)
-    shown = stop_on_the_terminal(account, "r")
+    account = account_of_stop(1, request, 32, detail="SIGTERM; a second one means now", step=24, saved=20)
+    shown = stop_text(account, "r")
     assert (
         "stopped after step 24 without saving (exit code 32); saved up to step 20, steps 21–24 are lost"
         in shown
@@ -340,7 +350,7 @@ def test_the_closing_line_repeats_what_is_left_to_do() -> None:
     account.next = "have b looked at (its disk), or take it out; the run itself needs nothing"
     journal.write(account, "agent-a")
     journal.end("failed").start(resume=(name_of(20), 20)).steps(21, 30).finish(30)
-    text = closing(incidents_of(journal.lines), [], 30, "r")
+    text = closing_line(incidents_of(journal.lines), [], 30, "r")
     assert "1.1 s lost; to do: have b looked at; report:" in text
 
 
@@ -369,7 +379,7 @@ def test_a_refused_checkpoint_changes_what_is_said_to_have_been_done() -> None:
     meant = "restarting from step 10, as what was saved later was refused: 14 steps to redo (restart 1 of 3)"
     assert done_of(account, None) == done_of(account, 20) == account.done
     assert done_of(account, 10) == meant
-    assert meant in one_line(account, 10)
+    assert meant in incident_line(account, 10)
     assert done_of(account, 0).startswith(
         "restarting from the beginning, as what was saved later was refused"
     )
@@ -384,7 +394,7 @@ def test_the_error_of_a_loaders_process_is_said_once() -> None:
     assert account.what == "failed in step 25 with KeyError: 'no label'"
     assert account.why[0] == "raised at train.py:18 in __getitem__: this points to the data"
     assert account.next == "nothing to do, unless it comes back: mend train.py:18 in __getitem__"
-    assert "train.py:18" in one_line(account)
+    assert "train.py:18" in incident_line(account)
 
 
 def test_no_room_for_a_thread_is_not_laid_to_the_line_that_asked_for_one() -> None:
@@ -402,7 +412,7 @@ def test_an_end_that_could_not_be_written_down_is_told_by_its_code() -> None:
     journal.save(30)
     journal.end("failed", ExitCode.STORAGE_FAILED)
     (incident,) = incidents_of(journal.lines)
-    said = dict(one for one in five(incident) if one.question)
+    said = dict(one for one in five_answers(incident) if one.question)
     assert set(said) == {"who", "what", "why", "done", "cost", "next"}
     assert "storage could not be written" in said["what"]
     assert said["cost"] == "the run ended; saved up to step 30, steps 31–34 are lost"
@@ -423,7 +433,7 @@ def test_an_end_that_could_not_be_written_down_is_told_by_its_code() -> None:
     ],
 )  # fmt: skip
 def test_a_line_that_says_much_else_names_what_to_do_briefly(told: str, wanted: str) -> None:
-    assert short(told) == wanted
+    assert short_advice(told) == wanted
 
 
 def test_two_ranks_of_which_one_is_slow_cost_all_that_the_other_waited() -> None:

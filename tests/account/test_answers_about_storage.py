@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.account.answers import answers_about
+from holdfast.account.answers import account_of_failure
 from holdfast.account.incidents import headline
 from holdfast.account.remarks import remarks_of
-from holdfast.account.words import Story, closing, on_the_terminal
+from holdfast.account.words import Story, closing_line, incident_text
 from holdfast.base.text import size
 from holdfast.checkpoint.format.manifest import CheckpointName, parse_name
 from holdfast.errors import ExitCode
 from holdfast.health.findings import Trouble, last_words
-from holdfast.journal.events import SaveCommitted, SaveFailed, SaveSkipped, SaveStarted
+from holdfast.journal import Event
+from holdfast.journal.events import Account, SaveCommitted, SaveFailed, SaveSkipped, SaveStarted
 from holdfast.journal.reader import unfinished_save
-from holdfast.journal.subjects import Account, Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.diagnosis import KERNEL_OOM
@@ -56,7 +56,9 @@ def told(
         storage=storage.brief if storage is not None else "",
         can_requeue=can_requeue,
     )
-    return answers_about(situation, recover([], situation), root, [root], cut_off=cut_off, storage=storage)
+    return account_of_failure(
+        situation, recover([], situation), root, [root], cut_off=cut_off, storage=storage
+    )
 
 
 def ended(code: int, message: str = "", memory: MemoryKill | None = None) -> FailureRecord:
@@ -166,7 +168,7 @@ def test_a_full_disk_is_told_in_the_same_words_everywhere(can_requeue: bool) -> 
     assert said.startswith(f"{FULL.describe()}. ")
     assert said.endswith(f" Next: {account.next}.")
     assert account.next.startswith("free space, ")
-    shown = on_the_terminal(account, "run")
+    shown = incident_text(account, "run")
     assert "restart" not in shown, "none is decided, so none is spoken of"
 
 
@@ -207,7 +209,7 @@ def test_slow_storage_is_told_once_and_at_the_end_with_what_it_cost(blocked: flo
     assert "in 2 of 3 saves; the slowest took 8.0 s" in one.why
     assert one.cost == ("training stood still for 12.0 s in all" if blocked else "training did not wait")
     assert ("async_save" in one.next) == (blocked > 0)
-    end = closing([], [one], 40, "run")
+    end = closing_line([], [one], 40, "run")
     assert f"2 slow saves (the storage of /data/run: {one.cost})" in end
     assert "; to do: use faster storage for checkpoints" in end
 

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from holdfast.account.incidents import incidents_of
-from holdfast.account.ledger import accounting, steps_done
+from holdfast.account.ledger import ledger_of, steps_done
+from holdfast.journal import Line
 from holdfast.journal.events import (
     AttemptEnded,
     AttemptStarted,
     Decision,
-    Line,
     OperatorActed,
     SaveCommitted,
     StepsDone,
 )
-from holdfast.observe.chart import losses
+from holdfast.observe.chart import losses_by_attempt
 from holdfast.observe.status import incident_table
 from kit.journals import ALTERED, START, Journal, killed_and_corrupted, loss_of, name_of
 
@@ -215,7 +215,7 @@ def test_square_brackets_in_a_message_are_not_taken_for_markup() -> None:
 
 def test_each_kind_of_second_lands_in_its_part() -> None:
     run = killed_and_corrupted()
-    ledger = accounting(run.lines)
+    ledger = ledger_of(run.lines)
     assert ledger.productive == pytest.approx(6.0, abs=0.01), "60 steps of 0.1"
     assert ledger.recomputed == pytest.approx(2.1, abs=0.01), "17 and 4 steps"
     assert ledger.saving == pytest.approx(1.5, abs=0.01), "5 saves of 0.3"
@@ -227,11 +227,11 @@ def test_each_kind_of_second_lands_in_its_part() -> None:
 
 
 def test_an_empty_journal_and_a_run_that_never_started_account_for_nothing_and_everything() -> None:
-    assert accounting([]).whole == 0
+    assert ledger_of([]).whole == 0
     run = Journal()
     run.write(AttemptEnded(outcome="lost"), attempt=0)
     run.pass_time(5).write(AttemptEnded(outcome="lost"), attempt=0)
-    assert accounting(run.lines).whole == 5
+    assert ledger_of(run.lines).whole == 5
 
 
 MOVES = st.lists(
@@ -276,7 +276,7 @@ def played(moves: list[tuple[str, float, int]]) -> list[Line]:
 @given(MOVES)
 def test_the_parts_always_sum_to_the_whole(moves: list[tuple[str, float, int]]) -> None:
     lines = played(moves)
-    ledger = accounting(lines)
+    ledger = ledger_of(lines)
     span = max((line.at for line in lines), default=0) - min((line.at for line in lines), default=0)
     assert math.isclose(ledger.whole, span, rel_tol=1e-9, abs_tol=1e-3)
     assert all(seconds >= 0 for _, seconds in ledger.parts())
@@ -308,7 +308,7 @@ def test_steps_are_laid_out_in_time_around_saves() -> None:
     assert [step.step for step in done] == [1, 2, 3, 4, 5]
     assert done[1].end == pytest.approx(called, abs=1e-3)
     assert done[2].start == pytest.approx(called + 0.5, abs=1e-3)
-    assert accounting(run.lines).productive == pytest.approx(0.5, abs=1e-3)
+    assert ledger_of(run.lines).productive == pytest.approx(0.5, abs=1e-3)
 
 
 def test_a_step_that_lies_around_a_save_keeps_its_length() -> None:
@@ -317,7 +317,7 @@ def test_a_step_that_lies_around_a_save_keeps_its_length() -> None:
     run.pass_time(0.5).write(StepsDone(first=1, seconds=[1.0]))
     (step,) = steps_done(run.lines)
     assert step.end - step.start == pytest.approx(1.5, abs=1e-3)
-    ledger = accounting(run.lines)
+    ledger = ledger_of(run.lines)
     assert (ledger.productive, ledger.saving) == pytest.approx((1.0, 0.5), abs=1e-3)
 
 
@@ -331,7 +331,7 @@ def test_steps_never_reach_into_the_batch_before() -> None:
 
 
 def test_losses_are_given_per_attempt_with_what_was_done_again() -> None:
-    first, second, third = losses(killed_and_corrupted().lines)
+    first, second, third = losses_by_attempt(killed_and_corrupted().lines)
     assert [(one.attempt, len(one.points), one.kept) for one in (first, second, third)] == [
         (1, 27, 10),
         (2, 34, 40),
@@ -343,15 +343,15 @@ def test_losses_are_given_per_attempt_with_what_was_done_again() -> None:
 
 def test_a_loss_that_is_not_a_number_is_kept_and_one_that_is_missing_is_not() -> None:
     run = Journal().start().steps(1, 4, losses={2: math.nan, 3: None, 4: math.inf})
-    (series,) = losses(run.lines)
+    (series,) = losses_by_attempt(run.lines)
     assert [point.step for point in series.points] == [1, 2, 4]
     assert math.isnan(series.points[1].loss)
     assert series.points[2].loss == math.inf
-    assert losses(Journal().start().lines) == []
+    assert losses_by_attempt(Journal().start().lines) == []
 
 
 def test_only_rank_0_reports_steps() -> None:
     run = Journal().start().steps(1, 3)
     run.write(StepsDone(first=1, seconds=[0.1] * 3, loss=[9.0] * 3), "rank-1")
-    (series,) = losses(run.lines)
+    (series,) = losses_by_attempt(run.lines)
     assert len(series.points) == 3

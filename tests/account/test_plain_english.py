@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.account.answers import answers_about
-from holdfast.account.words import on_the_terminal, one_line
+from holdfast.account.answers import account_of_failure
+from holdfast.account.words import incident_line, incident_text
 from holdfast.errors import MEANINGS
 from holdfast.launch.incident.hang import HangRecord, HangReport, RankEvidence, merge, summarise
 from holdfast.policy.budgets import PastAttempt
@@ -45,9 +45,11 @@ def read_account(driver: Driver, attempt: PastAttempt, decision: Decision) -> No
     )
     hang = Hang(rank=0, node="a", section=attempt.section, seconds=5.0, limit=4.0, missing=[1])
     for first, hangs in ((root, []), (None, [hang]), (None, [])):
-        account = answers_about(situation, decision, first, [root], hangs=hangs, detail=attempt.message)
-        shown = on_the_terminal(account, "run").replace(f"(exit code {account.exit_code})", "")
-        read(shown, one_line(account), account.who, account.what, account.done, account.next, *account.why)
+        account = account_of_failure(situation, decision, first, [root], hangs=hangs, detail=attempt.message)
+        shown = incident_text(account, "run").replace(f"(exit code {account.exit_code})", "")
+        read(
+            shown, incident_line(account), account.who, account.what, account.done, account.next, *account.why
+        )
     read(decision.reason, *decision.evidence)
 
 

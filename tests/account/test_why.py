@@ -6,8 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
-from holdfast.journal.events import StepRejected
-from holdfast.journal.subjects import Account
+from holdfast.journal.events import Account, StepRejected
 from holdfast.observe.report import report_html
 from kit.harness import finish, holdfast, job, wait_until
 from kit.journals import Journal, name_of

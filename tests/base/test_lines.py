@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from holdfast.account.incidents import Incident
-from holdfast.account.words import back, closing
+from holdfast.account.words import back_line, closing_line
 from holdfast.base.bounded import TOLD_AGAIN, Waiting, in_words, is_due, is_rewritten, span
 from holdfast.base.lines import (
     CLEAR,
@@ -79,8 +79,8 @@ def test_a_line_as_json_is_one_line_with_a_time_that_has_a_zone() -> None:
 
 def test_sentences_are_known_by_their_beginnings() -> None:
     incident = mock.Mock(spec=Incident, steps_lost=2, seconds_lost=1.0, account=None)
-    assert kind_of(back(incident, 5)) is Kind.BACK
-    assert kind_of(closing([], [], 5, "run")) is Kind.FINISHED
+    assert kind_of(back_line(incident, 5)) is Kind.BACK
+    assert kind_of(closing_line([], [], 5, "run")) is Kind.FINISHED
     assert kind_of(in_words(Waiting("a node", 5.0, None))) is Kind.WAIT
     assert kind_of("rank 1 was killed") is Kind.MESSAGE
 

@@ -455,7 +455,7 @@ def test_a_defect_is_told_in_a_line_and_its_trace_is_kept(
     def broken(*_: Any) -> None:
         raise KeyError("nobody\nthought of this")
 
-    monkeypatch.setattr(status, "look", broken)
+    monkeypatch.setattr(status, "status_of", broken)
     code, out, err = call("status", "run")
     assert (code, out) == (ExitCode.FAILED, "")
     assert re.fullmatch(

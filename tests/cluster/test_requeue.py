@@ -17,8 +17,10 @@ from holdfast.cluster.slurm import job_found
 from holdfast.cluster.time_limit import TimeLimit
 from holdfast.config.settings import Settings
 from holdfast.errors import ExitCode, StorageError
-from holdfast.journal.events import Line, SaveCommitted
-from holdfast.journal.subjects import RequeueAsked, StopAgreed, StopAsked
+from holdfast.journal import Line
+from holdfast.journal.events import SaveCommitted
+from holdfast.journal.events.cluster import RequeueAsked
+from holdfast.journal.events.stops import StopAgreed, StopAsked
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch import scheduler as launch_scheduler
 from holdfast.launch.scheduler import Scheduler

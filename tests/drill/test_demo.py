@@ -22,8 +22,8 @@ from holdfast.drill import demo as demo_checks
 from holdfast.drill.demo import demo_directory
 from holdfast.drill.faults import FaultError, FlippedByte, Killed, flip_byte, kill_rank, payloads
 from holdfast.errors import UsageError
+from holdfast.journal import Line
 from holdfast.journal.events import (
-    Line,
     Resumed,
     RungRejected,
     SaveCommitted,

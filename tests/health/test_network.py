@@ -26,7 +26,7 @@ from holdfast.health.connections import (
 )
 from holdfast.health.findings import CheckResult, Status
 from holdfast.health.network import Listener, Node, local_checks, meet_all, network_seconds, resolve
-from holdfast.journal.subjects import HealthFailed
+from holdfast.journal.events import HealthFailed
 from holdfast.launch import gate as gate_module
 from holdfast.launch.gate import Gate
 from holdfast.record.directory import ControlDirectory

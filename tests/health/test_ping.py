@@ -19,7 +19,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from holdfast.errors import ExitCode, PingFailedError, UsageError
 from holdfast.health.ping import LivenessPing
 from holdfast.journal import events
-from holdfast.journal.subjects import PingFailed
+from holdfast.journal.events import PingFailed
 from kit.harness import REPO, Job, finish, free_port, job, python, wait_until
 from kit.harness import holdfast as holdfast_run
 from kit.runs import journalled

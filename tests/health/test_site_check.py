@@ -14,7 +14,7 @@ from holdfast.errors import ExitCode
 from holdfast.health.checks import run_site_command
 from holdfast.health.findings import Status
 from holdfast.journal import events
-from holdfast.journal.subjects import HealthFailed
+from holdfast.journal.events import HealthFailed
 from holdfast.launch.gate import Gate
 from holdfast.record.directory import ControlDirectory
 from kit.commands import command

@@ -6,11 +6,12 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from markdown_it import MarkdownIt
 
-from holdfast.journal.events import AnyEvent
+from holdfast.journal import AnyEvent
 from kit.harness import REPO, Result, finish
 
 PAGES = sorted((REPO / "docs").rglob("*.md"))
@@ -145,5 +146,5 @@ def test_a_table_that_differs_from_the_code_is_found(copied: Path, page: str, ro
 
 
 def test_every_event_of_the_journal_says_what_it_means() -> None:
-    for kind in AnyEvent.__args__:
+    for kind in get_args(AnyEvent):
         assert (kind.__doc__ or "").strip(), kind

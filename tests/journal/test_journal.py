@@ -19,24 +19,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.base.text import duration, moment, printable
+from holdfast.journal import EVENT_NAMES, AnyEvent, Event, Unknown, condense, event_name
 from holdfast.journal import writer as writers
 from holdfast.journal.events import (
-    EVENT_NAMES,
-    AnyEvent,
     AttemptEnded,
     Decision,
     RejectedOption,
     StepsDone,
-    Unknown,
     Warned,
     WorkerFailed,
     decode_loss,
     encode_loss,
-    event_name,
 )
-from holdfast.journal.reader import JournalReader, parse_line, read_journal
-from holdfast.journal.render import condense, render_event
-from holdfast.journal.subjects import Event
+from holdfast.journal.line import parse_line
+from holdfast.journal.reader import JournalReader, read_journal
 from holdfast.journal.writer import JournalWriter
 from kit.harness import finish, job, python, wait_until
 
@@ -45,7 +41,7 @@ def script(path: Path, text: str) -> Path:
     path.write_text(
         "import os, sys, signal, resource\nfrom pathlib import Path\n"
         "from holdfast.journal.writer import JournalWriter\n"
-        "from holdfast.journal.events import *\n"
+        "from holdfast.journal import Warned\n"
         "from holdfast.journal.reader import *\n" + text
     )
     return path
@@ -230,7 +226,7 @@ def test_an_event_of_a_newer_release_is_kept() -> None:
     assert line is not None
     assert line.body == Unknown(event="rotated", fields={"x": [1]})
     assert event_name(line.body) == "rotated"
-    assert render_event(line.body).text == "rotated (from a newer release): x=[1]"
+    assert line.body.render().text == "rotated (from a newer release): x=[1]"
 
 
 def test_a_known_event_whose_fields_changed_their_type_is_kept_and_added_fields_are_ignored() -> None:
@@ -331,8 +327,19 @@ def test_every_event_survives_the_file(event: Event, who: str, attempt: int, at:
     assert line.body == event
     assert type(line.body) is type(event)
     assert (line.at, line.who, line.attempt, line.seq) == (at, who, attempt, 3)
-    shown = render_event(line.body)
+    shown = line.body.render()
     assert all(text.isprintable() for text in [shown.text, *shown.details])
+
+
+@pytest.mark.parametrize("kind", get_args(AnyEvent), ids=lambda kind: kind.__name__)
+def test_every_event_renders_itself(kind: type[Event]) -> None:
+    assert "render" in vars(kind)
+
+
+def test_the_events_that_are_read_are_all_that_there_are() -> None:
+    """One that is missing in the union would come back as unknown."""
+    ours = {kind for kind in Event.__subclasses__() if kind.__module__.startswith("holdfast.")}
+    assert ours == set(get_args(AnyEvent))
 
 
 def test_every_event_has_its_own_name() -> None:
@@ -362,15 +369,13 @@ def test_text_from_a_worker_cannot_steer_a_terminal() -> None:
 
 def test_steps_are_condensed_and_say_when_a_loss_is_not_finite() -> None:
     event = StepsDone(first=120, seconds=[0.042] * 61, loss=[3.21, *[None] * 59, 3.05])
-    assert render_event(event).text == "steps 120–180, loss 3.21 → 3.05, 42 ms a step"
+    assert event.render().text == "steps 120–180, loss 3.21 → 3.05, 42 ms a step"
     assert (
-        render_event(StepsDone(first=7, seconds=[2.0], loss=["nan"])).text
+        StepsDone(first=7, seconds=[2.0], loss=["nan"]).render().text
         == "step 7, loss NaN (1 not finite), 2.0 s a step"
     )
-    assert (
-        render_event(AttemptEnded(outcome="failed", exit_code=-9)).text == "attempt failed, killed by SIGKILL"
-    )
-    assert render_event(StepsDone(first=7, seconds=[0.5, 0.5])).text == "steps 7–8, 500 ms a step"
+    assert AttemptEnded(outcome="failed", exit_code=-9).render().text == "attempt failed, killed by SIGKILL"
+    assert StepsDone(first=7, seconds=[0.5, 0.5]).render().text == "steps 7–8, 500 ms a step"
 
 
 def test_joining_rank_0s_batches_leaves_the_given_lines_alone() -> None:
@@ -403,7 +408,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 
 def test_reading_a_journal_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, holdfast.journal.reader, holdfast.journal.writer, holdfast.journal.render, "
+        "import sys, holdfast.journal.reader, holdfast.journal.writer, holdfast.journal.line, "
         "holdfast.observe.report, holdfast.cli.status; sys.exit('torch' in sys.modules)"
     )
     assert finish([sys.executable, "-c", code], cwd=tmp_path).code == 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from holdfast.account.incidents import incidents_of
-from holdfast.account.ledger import accounting
-from holdfast.journal.render import condense, render_event, restart_fault
-from holdfast.journal.subjects import FunctionRestarted, RestartFaulted, RestartPlanned
+from holdfast.account.ledger import ledger_of
+from holdfast.journal import condense
+from holdfast.journal.events import FunctionRestarted, RestartFaulted, RestartPlanned
 from holdfast.policy.diagnosis import is_symptom
 from holdfast.policy.evidence import Fault, FaultKind
 from holdfast.restart.messages import Over, OverKind, Plan, faulted, handed_over, planned
@@ -43,7 +43,7 @@ def test_a_restart_in_place_is_one_incident_from_its_fault_to_the_first_step() -
     run.steps(11, 30).finish(30)
     (incident,) = incidents_of(run.lines)
     assert incident.what == "rank 1 on a ended: killed by SIGKILL", "not the symptom that was seen first"
-    assert incident.evidence == [f"followed by: {restart_fault(faulted(symptom, 0))}"]
+    assert incident.evidence == [f"followed by: {faulted(symptom, 0).summary()}"]
     assert incident.decision == f"in place, with 2 ranks; resume from step 10 ({name_of(10)})"
     assert (incident.attempt, incident.steps_lost, incident.failed_at_step) == (1, 4, 14)
     assert incident.at == pytest.approx(began + 0.01)
@@ -60,7 +60,7 @@ def test_the_ledger_counts_the_time_of_a_restart_in_place() -> None:
     run.pass_time(0.5)
     restarted(run, fault, resume=(ten, 10), takes=0.25)
     run.steps(11, 20).finish(20)
-    ledger = accounting(run.lines)
+    ledger = ledger_of(run.lines)
     assert ledger.down == pytest.approx(0.5, abs=0.01), "from the fault, not from the next attempt's start"
     assert ledger.starting == pytest.approx(1.0 + 0.25, abs=0.01)
     assert (ledger.recomputed, ledger.other) == pytest.approx((0.0, 0.0), abs=0.01)
@@ -95,7 +95,7 @@ def test_a_plan_says_who_is_new_and_how_long_it_took() -> None:
     event = planned(plan, [0, 1, 2], 100.25, ended=7)
     assert (event.world_size, event.order, event.promoted, event.reserves) == (3, [0, 5, 2], [5], [6])
     assert (event.seconds, event.ended) == (0.25, 7)
-    shown = render_event(event)
+    shown = event.render()
     assert shown.text == (
         "restart in place: iteration 3 with 3 ranks and 1 reserve, planned 250 ms after the fault"
     )
@@ -103,27 +103,27 @@ def test_a_plan_says_who_is_new_and_how_long_it_took() -> None:
     same = planned(Plan(iteration=1, order=[0, 1]), [0, 1], 5.0)
     assert (same.order, same.promoted, same.seconds) == ([], [], 0.0), "nothing that goes without saying"
     regained = RestartPlanned(iteration=2, world_size=2, promoted=[1])
-    assert render_event(regained).details == ["promoted: process 1 as rank 1"]
+    assert regained.render().details == ["promoted: process 1 as rank 1"]
 
 
 @pytest.mark.parametrize("kind", list(FaultKind))
 def test_every_kind_of_fault_is_told_in_words_of_its_own(kind: FaultKind) -> None:
     fault = Fault(member=3, rank=1, node="a", kind=kind, detail="why", step=12)
-    shown = render_event(faulted(fault, 0))
+    shown = faulted(fault, 0).render()
     assert shown.text.startswith("rank 1 on a ")
     assert shown.text.endswith(": why")
     assert shown.text != f"rank 1 on a {kind.value}: why", "a sentence, not a name"
     assert shown.details == ["after step 12"]
     reserve = faulted(Fault(member=3, kind=kind), 0)
-    assert (reserve.rank, render_event(reserve).text.split(" ")[:2]) == (None, ["reserve", "3"])
-    assert render_event(faulted(Fault(member=-1, kind=kind), 0)).text.startswith("a process "), (
+    assert (reserve.rank, reserve.render().text.split(" ")[:2]) == (None, ["reserve", "3"])
+    assert faulted(Fault(member=-1, kind=kind), 0).render().text.startswith("a process "), (
         "nobody knows which"
     )
 
 
 def test_a_hand_over_says_why_and_with_which_code() -> None:
     over = Over(kind=OverKind.HANDED_OVER, reason="1 ranks are left", exit_code=33)
-    shown = render_event(handed_over(over, 4))
+    shown = handed_over(over, 4).render()
     assert shown.text == "not restarted in place after iteration 4: 1 ranks are left"
     assert shown.details == ["the processes end with code 33"]
 
@@ -135,4 +135,4 @@ def test_of_what_every_rank_says_people_see_one_line() -> None:
     run.write(RestartFaulted(iteration=0, member=2, kind="lost", rank=2), "rank-2")
     kept = [line for line in condense(run.lines) if isinstance(line.body, FunctionRestarted | RestartFaulted)]
     assert [line.who for line in kept] == ["rank-0", "rank-2"]
-    assert render_event(kept[0].body).text == "iteration 1 begins as rank 0, 125 ms after the last one ended"
+    assert kept[0].body.render().text == "iteration 1 begins as rank 0, 125 ms after the last one ended"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.journal import events
-from holdfast.journal.render import SaveLines
+from holdfast.journal import Event, Line, Unknown, events
+from holdfast.journal.events import SaveLines
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch import terminal
 from holdfast.launch.terminal import WRITERS, SavesTold
@@ -31,7 +31,7 @@ LOCAL = events.SaveCommitted(
     blocked_seconds=0.012,
     tier="local",
 )
-STORY: list[tuple[str, events.Event, str]] = [
+STORY: list[tuple[str, Event, str]] = [
     ("rank-0", events.SaveStarted(checkpoint=NAME, step=120), "scheduled: step 120, {}"),
     ("writer-0", LOCAL, "committed: step 120, {}, local, 2.0 KiB in 310 ms, training stood still for 12 ms"),
     (
@@ -73,7 +73,7 @@ def test_each_event_of_a_save_has_its_line() -> None:
     for _, event, expected in STORY:
         assert lines.line(event) == f"save {expected.format(NAME)}"
     assert lines.line(events.Warned(message="x")) is None
-    assert lines.line(events.Unknown(event="newer", fields={})) is None
+    assert lines.line(Unknown(event="newer", fields={})) is None
     alone = SaveLines().line(COMMITTED)
     assert (
         alone == f"save committed: step 120, {NAME}, global, 2.0 KiB in 3.1 s, training stood still for 12 ms"
@@ -216,7 +216,7 @@ def test_the_last_line_says_what_was_met_and_never_waits_for_long(
     assert said == ["finished: 7 steps, no incident"]
     released = threading.Event()
 
-    def stuck(self: SavesTold, since: int) -> list[events.Line]:
+    def stuck(self: SavesTold, since: int) -> list[Line]:
         released.wait(60)
         return []
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from holdfast.checkpoint.format.manifest import CheckpointName, derive_id
+from holdfast.journal import Event, Line
 from holdfast.journal.events import (
     AttemptEnded,
     AttemptStarted,
     Decision,
     LeaseClaimed,
-    Line,
     RejectedOption,
     Resumed,
     RunCreated,
@@ -26,7 +26,6 @@ from holdfast.journal.events import (
     WorkersStarted,
     encode_loss,
 )
-from holdfast.journal.subjects import Event
 
 START = 1_763_000_000.0
 ALTERED = "altered __0_0.distcp: its digest does not match"

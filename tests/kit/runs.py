@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from holdfast.journal.event import Event
 from holdfast.journal.events import AttemptStarted, RungRejected, Warned
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Event
 from holdfast.record.attempts import EndRecord, ends_of
 from holdfast.record.directory import ControlDirectory
 

@@ -13,7 +13,7 @@ from holdfast.config.sources import load
 from holdfast.errors import ExitCode
 from holdfast.health.findings import CheckResult, Status
 from holdfast.journal import events
-from holdfast.journal.subjects import HealthFailed
+from holdfast.journal.events import HealthFailed
 from holdfast.launch import gate as gate_module
 from holdfast.launch.gate import Gate
 from holdfast.launch.nodes.attempt import StopRun

@@ -11,7 +11,7 @@ import signal
 import pytest
 
 from holdfast.errors import ExitCode
-from holdfast.journal.subjects import JobFound, RequeueAsked, StopAsked
+from holdfast.journal.events import JobFound, RequeueAsked, StopAsked
 from holdfast.record.lease import current_epoch, read_beat
 from kit.acting import Place
 from kit.harness import job, wait_until

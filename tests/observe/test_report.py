@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
+from holdfast.journal import Unknown
 from holdfast.journal.events import (
     Decision,
     DeterminismMeasured,
@@ -19,12 +20,12 @@ from holdfast.journal.events import (
     RejectedOption,
     StandingChanged,
     StepRejected,
-    Unknown,
+    StragglerFound,
+    StragglersReported,
     Verdict,
     Warned,
 )
-from holdfast.journal.subjects import StragglerFound, StragglersReported
-from holdfast.observe.chart import AttemptLosses, Chart, LossPoint, draw, losses, nice_ticks, thin
+from holdfast.observe.chart import AttemptLosses, Chart, LossPoint, draw, losses_by_attempt, nice_ticks, thin
 from holdfast.observe.chart import draw_heat_map as draw_heat
 from holdfast.observe.report import report_html, write_report
 from kit.journals import ALTERED, Journal, killed_and_corrupted, loss_of, name_of
@@ -216,7 +217,7 @@ def test_every_state_of_a_run_has_a_report(run: Journal, word: str) -> None:
 
 def test_a_loss_that_is_not_finite_is_marked_and_breaks_the_line() -> None:
     run = Journal().start().steps(1, 20, losses={8: math.nan, 14: math.inf})
-    picture = draw(Chart(series=losses(run.lines)), width=800, height=400, name="x")
+    picture = draw(Chart(series=losses_by_attempt(run.lines)), width=800, height=400, name="x")
     assert picture.count('class="broken"') == 2
     assert len(re.findall(r'<path class="line"', picture)) == 3
     assert "nan" not in re.sub(r"<title.*?</title>|<desc.*?</desc>", "", picture).replace("NaN", "")

@@ -16,10 +16,17 @@ import pytest
 
 from holdfast.account.incidents import incidents_of
 from holdfast.account.remarks import answers_of, remarks_of
-from holdfast.account.words import closing
-from holdfast.journal.events import RungRejected, StepRejected
-from holdfast.journal.subjects import Account, StopAsked, StopSaved, StragglerFound, StragglersReported
-from holdfast.observe.chart import Chart, Fault, draw, losses
+from holdfast.account.words import closing_line
+from holdfast.journal.events import (
+    Account,
+    RungRejected,
+    StepRejected,
+    StopAsked,
+    StopSaved,
+    StragglerFound,
+    StragglersReported,
+)
+from holdfast.observe.chart import Chart, Fault, draw, losses_by_attempt
 from holdfast.observe.report import report_html
 from kit.journals import ALTERED, Journal, name_of
 
@@ -125,7 +132,7 @@ def test_the_first_screen_fits_a_window_of_1280_by_800(run: Journal, tmp_path: P
 @pytest.mark.parametrize("width", [1040, 340])
 def test_badges_stay_inside_and_apart_by_their_own_numbers(count: int, width: int) -> None:
     """The same without a browser, at the edges: every fault in the first or in the last step."""
-    series = losses(Journal().start().steps(1, 40).lines)
+    series = losses_by_attempt(Journal().start().steps(1, 40).lines)
     for steps in ([40] * count, [1] * count, [1 + number % 40 for number in range(count)]):
         faults = [Fault(number + 1, step, "x") for number, step in enumerate(steps)]
         picture = draw(Chart(series=series, faults=faults), width=width, height=400, name="x")
@@ -152,7 +159,7 @@ def test_a_thousand_incidents_make_a_small_page_quickly() -> None:
 def test_a_run_that_finished_says_what_the_terminal_said_last() -> None:
     run = survived(1)
     found = incidents_of(run.lines)
-    last = closing(found, remarks_of(run.lines, found), 14, "r").partition("; report: ")[0]
+    last = closing_line(found, remarks_of(run.lines, found), 14, "r").partition("; report: ")[0]
     said = re.sub(r"<[^>]+>", "", report_html(run.lines, title="t"))
     assert last.startswith("finished: 14 steps, 1 restart, 4 steps done again, ")
     assert last in said

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ExitCode
-from holdfast.journal.events import AttemptStarted
+from holdfast.journal.events import AttemptStarted, StopAsked
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import StopAsked
 from holdfast.record.directory import ControlDirectory
 from kit.acting import Place
 from kit.control import held_elsewhere

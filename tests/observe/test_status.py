@@ -18,10 +18,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.journal.events import StepsDone, WorkersStarted
-from holdfast.journal.subjects import StopAgreed, StopAsked, StopForced, StopHastened, StopSaved
+from holdfast.journal.events import (
+    StepsDone,
+    StopAgreed,
+    StopAsked,
+    StopForced,
+    StopHastened,
+    StopSaved,
+    WorkersStarted,
+)
 from holdfast.journal.writer import JournalWriter
-from holdfast.observe.status import Status, look, rows, short
+from holdfast.observe.status import Status, status_line, status_of, status_rows
 from holdfast.policy.recovery import Decision
 from holdfast.policy.signs import Action
 from holdfast.record import operator
@@ -110,7 +117,7 @@ STOP = Decision(action=Action.STOP, exit_code=22, reason="none left", evidence=[
 
 
 def state(control: ControlDirectory) -> str:
-    return look(control).state
+    return status_of(control).state
 
 
 # --- states ------------------------------------------------------------------------------------------------
@@ -126,7 +133,7 @@ def test_the_states_of_a_run_that_fails_once_and_finishes(control: ControlDirect
         launch.fail(first, RESTART)
         assert state(control) == "restarting"
         operator.pause(control, "the switch", "alice")
-        paused = look(control)
+        paused = status_of(control)
         assert (paused.state, paused.detail) == ("paused", "recovery was paused by alice: the switch")
         operator.unpause(control, "done", "alice")
         assert state(control) == "restarting"
@@ -135,17 +142,17 @@ def test_the_states_of_a_run_that_fails_once_and_finishes(control: ControlDirect
         assert state(control) == "running", "a pause concerns recovery, not a running attempt"
         launch.end(second, "finished", 0, highest=9)
         assert state(control) == "finished"
-    found = look(control)
+    found = status_of(control)
     assert (found.state, found.exit_code, found.ok) == ("finished", 0, True)
 
 
 def test_a_stop_by_decision_is_a_failure_also_before_the_launcher_is_gone(control: ControlDirectory) -> None:
     with launched(control) as launch:
         launch.fail(launch.begin(resumed=0), STOP)
-        found = look(control)
+        found = status_of(control)
     assert (found.state, found.exit_code) == ("failed", 22)
     assert found.detail == "none left (exit code 22)"
-    assert (look(control).state, look(control).ok) == ("failed", False)
+    assert (status_of(control).state, status_of(control).ok) == ("failed", False)
 
 
 def test_a_failure_that_nobody_restarts_is_a_failure(control: ControlDirectory) -> None:
@@ -161,7 +168,7 @@ def test_a_signal_to_the_launcher_is_a_stop_and_a_regroup_is_none(control: Contr
         assert state(control) == "restarting"
         launch.end(launch.begin(resumed=0), "stopped", 143)
         assert state(control) == "stopped", "the launcher is about to leave"
-    found = look(control)
+    found = status_of(control)
     assert (found.state, found.exit_code, found.ok) == ("stopped", 143, False)
     assert found.detail.startswith("by SIGTERM")
 
@@ -172,23 +179,23 @@ def test_a_stop_is_shown_while_it_is_under_way_and_by_what_it_saved(control: Con
         agent = JournalWriter(control.journal, "agent-n", number)
         rank = JournalWriter(control.journal, "rank-0", number)
         agent.write(StopAsked(source="signal", detail="SIGTERM to rank 1 on n", node="n", seconds=600.0))
-        asked = look(control)
+        asked = status_of(control)
         assert (asked.state, asked.ok, asked.exit_code) == ("stopping", True, None)
         assert asked.detail.startswith("asked by SIGTERM to rank 1 on n, ")
         assert asked.detail.endswith("s left")
         agent.write(StopHastened(seconds=30.0, why="the scheduler ends the job in 40 s"))
-        closer = look(control).stop
+        closer = status_of(control).stop
         assert closer is not None
         assert closer.ends_at is not None
         assert closer.ends_at < time.time() + 31
         agent.write(StopAgreed(step=7, after=0.1))
-        assert look(control).detail.endswith("left, all ranks stop after step 7")
+        assert status_of(control).detail.endswith("left, all ranks stop after step 7")
         rank.write(StopSaved(step=7, checkpoint="step_00000007-00000001", seconds=0.1, after=0.3))
-        assert look(control).detail.endswith("saved, the ranks end")
+        assert status_of(control).detail.endswith("saved, the ranks end")
         launch.end(number, "stopped", 31, highest=7)
         agent.close()
         rank.close()
-    found = look(control)
+    found = status_of(control)
     assert (found.state, found.exit_code, found.ok) == ("stopped", 31, False)
     assert found.detail.startswith("step 7 is saved (step_00000007-00000001); asked by SIGTERM")
     assert found.stop is not None
@@ -209,19 +216,19 @@ def test_a_stop_that_saved_nothing_says_why(control: ControlDirectory) -> None:
         agent.write(StopForced(why="it was killed"))  # later, and only a consequence
         agent.close()
         launch.end(number, "stopped", 32)
-    told = look(control).detail
+    told = status_of(control).detail
     assert told.startswith("ended without saving (a second signal means now); asked by an operator")
 
 
 def test_a_launcher_that_is_gone_or_silent_lost_its_attempt(control: ControlDirectory) -> None:
     with launched(control) as launch:
         launch.begin(resumed=0)
-    lost = look(control)
+    lost = status_of(control)
     assert lost.state == "lost"
     assert lost.incident is not None
     assert lost.incident.text == "attempt 1: lost with its launcher"
     held_elsewhere(control, epoch=2, ttl=5.0)
-    silent = look(control)
+    silent = status_of(control)
     assert silent.state == "lost"
     assert silent.lease is not None
     assert silent.lease.detail.startswith("no sign of life")
@@ -256,16 +263,16 @@ def test_step_rate_loss_save_incident_and_budget(control: ControlDirectory) -> N
         launch.steps(first, 1, 4)
         launch.fail(first, RESTART, highest=3)
         second = launch.begin(resumed=3)
-        starting = look(control)
+        starting = status_of(control)
         assert (starting.step, starting.steps_per_second) == (3, None), "what it came from"
         launch.steps(second, 4, 3, loss="nan")
         assert launch.fence is not None
         commit = CommitRecord(id="3fa9c1d2", step=6, parent=None, attempt=second, manifest="x")
         with launch.fence.guard("commit"):
             record_commit(control, launch.fence, commit)
-        assert look(control).save is None, "it was not renamed yet"
+        assert status_of(control).save is None, "it was not renamed yet"
         record_done(control, commit)
-        found = look(control)
+        found = status_of(control)
     assert (found.attempt, found.world_size, found.nodes) == (2, 2, {"a": [0, 1]})
     assert (found.step, found.loss) == (6, "nan")
     assert found.steps_per_second is not None
@@ -279,7 +286,7 @@ def test_step_rate_loss_save_incident_and_budget(control: ControlDirectory) -> N
     assert (found.budget.used, found.budget.max_restarts, found.budget.left) == (0, 3, 3), (
         "step 6 is progress"
     )
-    text = "\n".join(f"{row.label}: {row.text}" for row in rows(found))
+    text = "\n".join(f"{row.label}: {row.text}" for row in status_rows(found))
     assert "state: running, attempt 2 for" in text
     assert "ranks: 2 ranks on 1 node (a: 0–1)" in text
     assert re.search(r"step: 6, [\d.e+]+ steps/s, loss NaN \(", text)
@@ -288,7 +295,7 @@ def test_step_rate_loss_save_incident_and_budget(control: ControlDirectory) -> N
     assert "restarts: 0 since the last progress, 3 of 3 left" in text
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d  running  attempt 2  step 6, .* steps/s, loss NaN \(.* ago\)  saved step 6",
-        short(found),
+        status_line(found),
     )
 
 
@@ -297,11 +304,11 @@ def test_a_reset_gives_the_budget_back(control: ControlDirectory) -> None:
         for _ in range(3):
             launch.fail(launch.begin(resumed=0), RESTART)
         launch.begin(resumed=0)
-        spent = look(control).budget
+        spent = status_of(control).budget
         assert spent is not None
         assert (spent.used, spent.left) == (3, 0)
         operator.reset_budget(control, "new switch", "alice")
-        fresh = look(control).budget
+        fresh = status_of(control).budget
     assert fresh is not None
     assert (fresh.used, fresh.left) == (0, 3)
 
@@ -310,7 +317,7 @@ def test_the_rate_counts_saves_too_and_one_batch_is_enough(control: ControlDirec
     with launched(control) as launch:
         number = launch.begin(resumed=0)
         launch.journal("rank-0", number, StepsDone(first=1, seconds=[0.5, 0.5], loss=[]))
-        one = look(control)
+        one = status_of(control)
         assert one.steps_per_second == pytest.approx(2.0)
         assert one.loss is None
         path = next(control.journal.glob("*-rank-0-*"))
@@ -319,7 +326,7 @@ def test_the_rate_counts_saves_too_and_one_batch_is_enough(control: ControlDirec
             later = {**line, "at": line["at"] + seconds, "body": {**line["body"], "first": first}}
             with path.open("a") as file:
                 file.write(json.dumps(later) + "\n")
-        assert look(control).steps_per_second == pytest.approx(4 / 20)
+        assert status_of(control).steps_per_second == pytest.approx(4 / 20)
 
 
 def test_what_an_operator_asked_is_shown(control: ControlDirectory) -> None:
@@ -327,7 +334,7 @@ def test_what_an_operator_asked_is_shown(control: ControlDirectory) -> None:
     operator.pin(control, "step_00000006-3fa9c1d2", "q", "bob", once=False, force=True)
     operator.reset_budget(control, "r", "carol")
     operator.ask_to_exclude(control, "node-b", "3", "s", "dan")
-    text = "\n".join(f"{row.label}: {row.text}" for row in rows(look(control)))
+    text = "\n".join(f"{row.label}: {row.text}" for row in status_rows(status_of(control)))
     assert re.search(r"paused: recovery, alice, .* ago: p", text)
     assert re.search(r"pinned: step_00000006-3fa9c1d2 for every resume, forced, bob, .* ago: q", text)
     assert re.search(r"reset: restarts up to attempt 0 no longer count, carol, .* ago: r", text)
@@ -364,22 +371,22 @@ def test_any_file_may_be_missing_or_damaged_but_the_first(run_dir: Path) -> None
             path.unlink()
             if damage is not None:
                 path.write_bytes(damage)
-            found = look(ControlDirectory.open(run_dir))
-            assert all(row.text.isprintable() for row in rows(found)), relative
+            found = status_of(ControlDirectory.open(run_dir))
+            assert all(row.text.isprintable() for row in status_rows(found)), relative
             assert json.loads(msgspec.json.encode(found))["run"] == found.run
             path.write_bytes(kept)
         path.unlink()
         path.mkdir()
-        look(ControlDirectory.open(run_dir))
+        status_of(ControlDirectory.open(run_dir))
         path.rmdir()
         path.write_bytes(kept)
-    assert look(ControlDirectory.open(run_dir)).problems == []
+    assert status_of(ControlDirectory.open(run_dir)).problems == []
 
 
 def test_damage_is_named(run_dir: Path) -> None:
     end = next(run_dir.glob("attempts/*/end.json"))
     end.write_text("{")
-    found = look(ControlDirectory.open(run_dir))
+    found = status_of(ControlDirectory.open(run_dir))
     assert any(str(end) in problem for problem in found.problems)
     assert found.state == "lost", "an end that nobody can read is not taken for one"
 
@@ -391,7 +398,7 @@ def test_torn_and_foreign_journal_lines_are_passed_over(control: ControlDirector
         with next(control.journal.glob("*-rank-0-*")).open("ab") as file:
             file.write(b'not json\n{"v":9}\n\xff\xfe\n{"v":1,"at":17')
         os.mkfifo(control.journal / f"{number:06d}-rank-0-999.jsonl")  # would block whoever opens it
-        assert look(control).step == 3
+        assert status_of(control).step == 3
 
 
 def test_records_of_another_release_are_read(control: ControlDirectory) -> None:
@@ -405,7 +412,7 @@ def test_records_of_another_release_are_read(control: ControlDirectory) -> None:
         decision = {"action": "pray", "reason": "r", "exclude": ["a string"], "restarts_left": "many"}
         (folder / "decisions").mkdir()
         (folder / "decisions" / "recovery.json").write_text(json.dumps(decision))
-        found = look(control)
+        found = status_of(control)
     assert found.state == "restarting"
     assert found.budget is not None
     assert (found.budget.used, found.budget.left) == (0, None)
@@ -426,7 +433,7 @@ def test_a_journal_of_a_million_lines_is_not_read_through(control: ControlDirect
         seconds = []
         for _ in range(3):
             before = time.process_time()
-            assert look(control).step == 77
+            assert status_of(control).step == 77
             seconds.append(time.process_time() - before)
         path.unlink()
     assert min(seconds) < 0.3, seconds  # parsing them all takes ten times as long
@@ -546,8 +553,10 @@ def test_a_real_launch_is_seen_to_run_to_restart_and_to_be_lost(tmp_path: Path) 
     with job(argv, cwd=tmp_path, env=env) as running:
         wait_until(lambda: (tmp_path / "run" / "run.json").exists(), 60, "the run exists")
         control = ControlDirectory.open(tmp_path / "run")
-        wait_until(lambda: (now := look(control)).attempt == 2 and now.step == 4, 120, "it goes on after it")
-        found = look(control)
+        wait_until(
+            lambda: (now := status_of(control)).attempt == 2 and now.step == 4, 120, "it goes on after it"
+        )
+        found = status_of(control)
         assert found.state == "running"
         assert found.incident is not None
         assert re.search(
@@ -557,5 +566,5 @@ def test_a_real_launch_is_seen_to_run_to_restart_and_to_be_lost(tmp_path: Path) 
         assert list(found.nodes.values()) == [[0]]
         os.kill(running.pid, signal.SIGKILL)
         running.process.wait(30)
-        wait_until(lambda: look(control).state == "lost", 60, "the loss is seen")
+        wait_until(lambda: status_of(control).state == "lost", 60, "the loss is seen")
     assert command("status", tmp_path / "run").code == 1

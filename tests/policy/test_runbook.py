@@ -33,7 +33,7 @@ from holdfast.policy.runbook import (
     world,
 )
 from holdfast.policy.signs import Cause
-from holdfast.recover.resume_check import Agreement, Before, Since, is_correct, judge
+from holdfast.recover.resume_check import Agreement, BeforeResume, SinceResume, is_correct, judge
 
 STATES = (
     "new", "starting", "running", "stopping", "restarting", "paused", "finished", "failed", "stopped", "lost",
@@ -212,7 +212,7 @@ def test_another_world_is_refused_only_if_the_position_is_known_to_be_per_rank(
 # --- whether a resume was correct --------------------------------------------------------------------------
 
 WINDOW = [2.0 + 0.01 * (at % 3) for at in range(20)]
-BEFORE = Before(
+BEFORE = BeforeResume(
     checkpoint="step_00000018-00000000",
     step=18,
     window=WINDOW,
@@ -225,7 +225,7 @@ BEFORE = Before(
 )
 
 
-def since(**changed: object) -> Since:
+def since(**changed: object) -> SinceResume:
     fields: dict[str, object] = {
         "resumed": True,
         "checkpoint": BEFORE.checkpoint,
@@ -239,10 +239,10 @@ def since(**changed: object) -> Since:
         "saves": [21],
         "probation": "passed",
     }
-    return Since(**(fields | changed))  # type: ignore[arg-type]
+    return SinceResume(**(fields | changed))  # type: ignore[arg-type]
 
 
-def verdicts(found: Since, before: Before = BEFORE) -> dict[str, Agreement]:
+def verdicts(found: SinceResume, before: BeforeResume = BEFORE) -> dict[str, Agreement]:
     return {point.point: point.verdict for point in judge(before, found)}
 
 
@@ -272,13 +272,13 @@ def test_what_is_not_as_before_is_wrong_and_makes_the_resume_wrong(
 
 
 def test_a_shift_of_the_loss_is_seen_also_where_no_step_was_done_again() -> None:
-    fresh = Before(checkpoint=BEFORE.checkpoint, step=18, window=WINDOW)
+    fresh = BeforeResume(checkpoint=BEFORE.checkpoint, step=18, window=WINDOW)
     assert verdicts(since(losses=[2.0, 5.0, 5.0, 5.0, 2.0, 2.0, 2.0]), fresh)["loss"] is Agreement.NOT_CORRECT
     assert verdicts(since(losses=[2.0, 5.0, 2.0, 2.0, 2.0]), fresh)["loss"] is Agreement.CORRECT, "one spike"
 
 
 def test_another_loss_of_a_step_that_was_done_before_is_wrong_without_any_window() -> None:
-    short = Before(checkpoint=BEFORE.checkpoint, step=18, losses={19: 2.0, 20: 2.0})
+    short = BeforeResume(checkpoint=BEFORE.checkpoint, step=18, losses={19: 2.0, 20: 2.0})
     assert verdicts(since(losses=[3.0, 3.0]), short)["loss"] is Agreement.NOT_CORRECT
     assert verdicts(since(losses=[2.0, 2.001]), short)["loss"] is Agreement.CORRECT, (
         "other devices, other kernels"
@@ -336,18 +336,18 @@ def test_data_that_was_left_out_on_purpose_makes_other_samples_right() -> None:
 def test_the_check_answers_whatever_was_recorded(
     window: list[float | None], losses: list[float | None], first: int, same: bool
 ) -> None:
-    before = Before(
+    before = BeforeResume(
         checkpoint="step_00000018-00000000", step=18, window=window, world=2, starts=2 if same else 4
     )
     finite = [value if value is not None and math.isfinite(value) else None for value in losses]
-    found = Since(resumed=True, checkpoint=before.checkpoint, step=18, first=first, losses=finite)
+    found = SinceResume(resumed=True, checkpoint=before.checkpoint, step=18, first=first, losses=finite)
     assert len(judge(before, found)) == 7
-    assert len(judge(before, Since())) == 1
-    assert is_correct(judge(before, Since())) is None
+    assert len(judge(before, SinceResume())) == 1
+    assert is_correct(judge(before, SinceResume())) is None
 
 
 def test_without_values_nothing_is_claimed() -> None:
-    bare = Before(checkpoint=BEFORE.checkpoint, step=18)
+    bare = BeforeResume(checkpoint=BEFORE.checkpoint, step=18)
     found = since(digests={}, samples_per_step=None, tokens_per_step=None, saves=[], seconds=[], probation="")
     known = {point for point, verdict in verdicts(found, bare).items() if verdict is not Agreement.NOT_KNOWN}
     assert known == {"rung"}

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.journal.subjects import Event, HealthFailed, StopAsked, StopForced, StopSaved
+from holdfast.journal import Event
+from holdfast.journal.events import HealthFailed, StopAsked, StopForced, StopSaved
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.recovery import Decision
 from holdfast.policy.signs import Action

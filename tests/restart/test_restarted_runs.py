@@ -22,10 +22,9 @@ import holdfast
 from holdfast.account.incidents import incidents_of
 from holdfast.base.scope import RestartRequested, Scope, entered
 from holdfast.base.torch_internals import collective_timeout
-from holdfast.journal.events import LeaseClaimed
+from holdfast.journal.events import Account, FunctionRestarted, LeaseClaimed, RestartFaulted, RestartPlanned
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import Account, FunctionRestarted, RestartFaulted, RestartPlanned
-from holdfast.observe.status import look
+from holdfast.observe.status import status_of
 from holdfast.policy.evidence import FaultKind
 from holdfast.record.attempts import ACCOUNT, ends_of
 from holdfast.record.directory import ControlDirectory, read_record
@@ -424,7 +423,7 @@ def test_without_a_launcher_a_restart_is_told_by_the_five_answers(tmp_path: Path
     assert read_record(control.attempt(1) / ACCOUNT, Account) == account
     (incident,) = incidents_of(read_journal(control.journal))
     assert (incident.account, incident.steps_lost, incident.open) == (account, 1, False)
-    shown = look(control).incident
+    shown = status_of(control).incident
     assert shown is not None
     assert "calling the function again" in shown.text
     assert said.count("rank 1 on here failed in step 10 with ValueError: a fault") == 1

@@ -15,7 +15,7 @@ from types import FrameType
 
 from holdfast.cluster.requeue import requeue_after_stop
 from holdfast.cluster.slurm import current_job
-from holdfast.journal.subjects import RequeueAsked, StopAsked
+from holdfast.journal.events import RequeueAsked, StopAsked
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.requests import Source, StopRequest
 from holdfast.record.directory import ControlDirectory

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ExitCode
-from holdfast.journal.events import Decision, Warned
-from holdfast.journal.subjects import StopAgreed, StopAsked, StopForced, StopSaved
+from holdfast.journal.events import Decision, StopAgreed, StopAsked, StopForced, StopSaved, Warned
 from holdfast.policy.requests import REPEATED
 from holdfast.record.attempts import failures_of
 from holdfast.record.directory import ControlDirectory

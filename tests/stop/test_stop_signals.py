@@ -12,7 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import ExitCode
-from holdfast.journal.subjects import StopAsked, StopForced
+from holdfast.journal.events import StopAsked, StopForced
 from holdfast.stop import signals
 from holdfast.stop.signals import StopSignals
 from kit.harness import await_child, wait_until

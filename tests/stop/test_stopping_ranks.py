@@ -16,8 +16,16 @@ import pytest
 import holdfast
 from holdfast.checkpoint.format.structure import verify
 from holdfast.errors import ExitCode, SaveFailedError, UsageError
-from holdfast.journal.events import AttemptEnded, RunFinished, SaveStarted
-from holdfast.journal.subjects import JobFound, StopAgreed, StopAsked, StopForced, StopSaved
+from holdfast.journal.events import (
+    AttemptEnded,
+    JobFound,
+    RunFinished,
+    SaveStarted,
+    StopAgreed,
+    StopAsked,
+    StopForced,
+    StopSaved,
+)
 from holdfast.stop import signals
 from kit.harness import REPO, Job, free_port, job, python, wait_until
 from kit.nodes.local_tier import memory

@@ -10,9 +10,8 @@ import pytest
 
 from holdfast.checkpoint.format.structure import verify
 from holdfast.errors import ExitCode
-from holdfast.journal.events import Decision, RungRejected
+from holdfast.journal.events import Decision, RungRejected, StopAgreed
 from holdfast.journal.reader import read_journal
-from holdfast.journal.subjects import StopAgreed
 from holdfast.record.attempts import attempt_numbers, latest_head
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, Result, finish, holdfast, job, wait_until

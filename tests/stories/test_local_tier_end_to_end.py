@@ -11,7 +11,7 @@ import pytest
 from holdfast.checkpoint.copies.tier import LocalTier
 from holdfast.errors import ExitCode
 from holdfast.journal.events import CopyQuarantined, Decision, Resumed, SaveCommitted
-from holdfast.observe.status import look
+from holdfast.observe.status import status_of
 from kit.nodes.local_tier import memory
 from kit.ranks.local_ranks import Nodes, killed_after_saves
 from kit.tiny import checkpoints
@@ -44,7 +44,7 @@ def test_what_was_saved_lies_on_two_nodes_each(died: Nodes) -> None:
     committed = [(save.step, save.tier) for save in died.events(SaveCommitted)]
     assert committed == [(2, "local"), (4, "local")]
     assert not checkpoints(died.run_dir)
-    status = look(died.control)
+    status = status_of(died.control)
     assert status.save is None
     assert status.local_save is not None
     assert status.local_save.step == LAST

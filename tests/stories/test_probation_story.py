@@ -18,8 +18,8 @@ import holdfast
 from holdfast.checkpoint.format.manifest import CheckpointName, parse_name
 from holdfast.checkpoint.format.manifest import read as read_manifest
 from holdfast.checkpoint.format.structure import verify
+from holdfast.journal import Event
 from holdfast.journal.events import ProbationEnded, RungRejected, StandingChanged, Warned
-from holdfast.journal.subjects import Event
 from holdfast.policy.results import Trial
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.launches import LaunchInfo

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.copies.clean import look
 from holdfast.errors import ExitCode
 from holdfast.journal import events
-from holdfast.journal.subjects import RestartHandedOver, RestartPlanned, StopAgreed, StopAsked
-from holdfast.observe.status import look
+from holdfast.journal.events.restarts import RestartHandedOver, RestartPlanned
+from holdfast.journal.events.stops import StopAgreed, StopAsked
 from holdfast.record.attempts import failures_of
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, Result, finish, holdfast, job, wait_until

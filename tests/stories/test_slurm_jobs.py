@@ -16,8 +16,7 @@ import pytest
 from holdfast.checkpoint.format.structure import verify
 from holdfast.drill.faults import kill_rank, stopped_rank, training
 from holdfast.errors import ExitCode
-from holdfast.journal.events import AttemptEnded
-from holdfast.journal.subjects import JobFound, RequeueAsked, StopAsked, StopHastened, StopSaved
+from holdfast.journal.events import AttemptEnded, JobFound, RequeueAsked, StopAsked, StopHastened, StopSaved
 from kit.commands import command
 from kit.harness import wait_until
 from kit.nodes.slurm_cluster import KILL_WAIT, SlurmCluster, missing, slurm_cluster

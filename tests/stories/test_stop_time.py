@@ -10,8 +10,7 @@ import pytest
 
 from holdfast.drill.faults import kill_rank, training
 from holdfast.errors import ExitCode
-from holdfast.journal.events import StepsDone
-from holdfast.journal.subjects import StopSaved
+from holdfast.journal.events import StepsDone, StopSaved
 from kit.nodes.slurm_runs import EXAMPLE, arguments
 
 BOUND = 5.0

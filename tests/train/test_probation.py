@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 
 from holdfast.checkpoint.format.manifest import CheckpointName, Manifest, Versions, Windows, World, parse_name
 from holdfast.errors import LeaseLostError
+from holdfast.journal import Event
 from holdfast.journal.events import ProbationEnded, StandingChanged, Verdict, Warned
-from holdfast.journal.subjects import Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.results import How, Rerun, Settled, Trial
 from holdfast.record.attempts import HeadRecord, begin_attempt, settled_steps, write_head

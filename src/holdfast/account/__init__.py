@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.account.answers import answers_about, launch_lost, lease_taken, of_stop, store_lost
+    from holdfast.account.answers import (
+        account_of_failure,
+        account_of_lost_launch,
+        account_of_lost_lease,
+        account_of_lost_store,
+        account_of_stop,
+    )
     from holdfast.account.incidents import (
         Incident,
         ObservedCosts,
@@ -21,20 +27,20 @@ if TYPE_CHECKING:
         incidents_of,
         investigations,
         observed_costs,
-        stops,
+        stops_of,
     )
-    from holdfast.account.ledger import Attempt, Ledger, accounting, attempts, steps_done
-    from holdfast.account.remarks import KINDS, Remark, answers_of, counted, remarks_of
+    from holdfast.account.ledger import Attempt, Ledger, attempts_of, ledger_of, steps_done
+    from holdfast.account.remarks import KINDS, Remark, answers_of, counts_by_kind, remarks_of
     from holdfast.account.words import (
         Story,
-        back,
-        closing,
+        back_line,
+        closing_line,
         cost_of,
-        finished,
-        five,
-        on_the_terminal,
-        one_line,
-        stop_on_the_terminal,
+        finished_line,
+        five_answers,
+        incident_line,
+        incident_text,
+        stop_text,
     )
 else:
     __getattr__ = offers(__name__)

@@ -15,7 +15,7 @@ from holdfast.base import duration, plural, printable, size
 from holdfast.checkpoint.format import CheckpointName, parse_name
 from holdfast.errors import MEANINGS, ExitCode
 from holdfast.health import Trouble, what_to_do
-from holdfast.journal import STOP, Account, StopAsked
+from holdfast.journal.events import STOP, Account, StopAsked
 from holdfast.policy import (
     DEVICE,
     FOLLOWS,
@@ -97,7 +97,7 @@ _SAID = re.compile(
 """Evidence that is said in other words here."""
 
 
-def answers_about(
+def account_of_failure(
     situation: Situation,
     decision: Decision,
     root: FailureRecord | None,
@@ -284,7 +284,7 @@ def _when(failed: PastAttempt) -> str:
 
 
 def _with_storage(
-    found: list[str],
+    evidence: list[str],
     root: FailureRecord | None,
     decision: Decision,
     storage: Trouble | None,
@@ -294,16 +294,17 @@ def _with_storage(
     of whoever failed. What storage or memory led to points to nothing else."""
     full = storage is not None and decision.exit_code == ExitCode.STORAGE_FAILED
     if full or (root is not None and root.message.startswith(KERNEL_OOM)):
-        found = [text for text in found if text not in _POINTS_TO.values()]
+        evidence = [text for text in evidence if text not in _POINTS_TO.values()]
     if cut_off is not None:
         torn = (
             f"the save of step {cut_off.step} had begun and was not complete ({cut_off}): it was never "
             "committed, so what there is of it is not used"
         )
-        found = [*found[:1], printable(torn), *found[1:]] if root is not None else [*found, printable(torn)]
+        evidence = list(evidence)
+        evidence.insert(1 if root is not None else len(evidence), printable(torn))
     if full and storage is not None:
-        found = [printable(storage.describe()), *found]
-    return list(dict.fromkeys(found))
+        evidence = [printable(storage.describe()), *evidence]
+    return list(dict.fromkeys(evidence))
 
 
 def _why(
@@ -315,62 +316,64 @@ def _why(
     detail: str,
     lost: Sequence[LostNode],
 ) -> list[str]:
-    found: list[str] = []
+    evidence: list[str] = []
     failed = situation.attempt
     if decision.verdict:
-        found += [_of_the_verdict(decision), *decision.grounds]
+        evidence += [_of_the_verdict(decision), *decision.grounds]
         if decision.suspect:
-            found.insert(0, _SAME_STATE)
+            evidence.insert(0, _SAME_STATE)
     cause = Cause(failed.cause) if failed.cause in set(Cause) else Cause.UNKNOWN
     named = next((text for text in decision.evidence if text.startswith(_ADAPTER)), "")
     if named:
         adapter = named.removeprefix(_ADAPTER)
-        found.append(f"the error names the network adapter {adapter}: it, its cable or its switch failed")
+        evidence.append(f"the error names the network adapter {adapter}: it, its cable or its switch failed")
     if lost and lost[0].how in _LOSSES:
-        found.append(_LOSSES[lost[0].how])
+        evidence.append(_LOSSES[lost[0].how])
     if root is not None and not root.left and failed.rejection is None:
-        found += _of_the_end(root)
+        evidence += _of_the_end(root)
     if cause is Cause.HANG:
-        found += seen
+        evidence += seen
     undecided = failed.rejection is not None and not decision.verdict
     if undecided:
-        found.append(_UNDECIDED)
+        evidence.append(_UNDECIDED)
     elif cause is Cause.UNKNOWN:
         if root is None or not (_is_own(root) or (root.exit_code > 0 and root.message)):  # that says why
-            found.append(_POINTS_TO[cause])
+            evidence.append(_POINTS_TO[cause])
     elif cause is not Cause.HANG or not seen:
-        found = _together(found, _POINTS_TO[cause])
+        evidence = _together(evidence, _POINTS_TO[cause])
     said = {one.detail for one in lost}
-    found += [
+    evidence += [
         text for text in (detail, *decision.evidence) if text and text not in said and not _SAID.search(text)
     ]
-    if any(_ONLY_ON.match(text) for text in found):
-        found = [text for text in found if not text.endswith("failed in their first lines")]
+    if any(_ONLY_ON.match(text) for text in evidence):
+        evidence = [text for text in evidence if not text.endswith("failed in their first lines")]
     if failed.rejection is not None:  # said with what happened
-        found = [text for text in found if not text.startswith(f"step {failed.rejection.step} was rejected")]
+        evidence = [
+            text for text in evidence if not text.startswith(f"step {failed.rejection.step} was rejected")
+        ]
     kept = resumes_from(situation, decision)
     if kept is not None and kept > failed.highest_step:  # the newest one has not come to the root yet
         root_has = f", step {failed.highest_step} in the checkpoint root" if failed.highest_step else ""
-        found = [
+        evidence = [
             f"{_GOT_ON} step {kept} is saved on the nodes{root_has}" if text.startswith(_GOT_ON) else text
-            for text in found
+            for text in evidence
         ]
     if failed.alike or failed.rejection is not None:  # the ranks agree on what they reject, and end alike
-        found = [text for text in found if not text.endswith(" failed too")]
+        evidence = [text for text in evidence if not text.endswith(" failed too")]
     followed = [one for one in failures if root is not None and one.rank != root.rank and not one.left]
     consequences = [one.rank for one in followed if is_symptom(one.exit_code, one.message)]
-    if consequences and not any("then lost" in text for text in found):
+    if consequences and not any("then lost" in text for text in evidence):
         who = "it" if len(consequences) == 1 else "they"
-        found.append(f"{list_ranks(consequences)} ended only because {who} lost that one")
-    return [printable(text) for text in dict.fromkeys(_STOOD_STILL.sub(r"\1 ", text) for text in found)]
+        evidence.append(f"{list_ranks(consequences)} ended only because {who} lost that one")
+    return [printable(text) for text in dict.fromkeys(_STOOD_STILL.sub(r"\1 ", text) for text in evidence)]
 
 
-def _together(found: list[str], origin: str) -> list[str]:
+def _together(evidence: list[str], origin: str) -> list[str]:
     """The line that raised it and what that points to are one reason."""
-    at = next((index for index, text in enumerate(found) if text.startswith("raised at ")), None)
+    at = next((index for index, text in enumerate(evidence) if text.startswith("raised at ")), None)
     if at is None:
-        return [*found, origin]
-    return [*found[:at], f"{found[at]}: {origin}", *found[at + 1 :]]
+        return [*evidence, origin]
+    return [*evidence[:at], f"{evidence[at]}: {origin}", *evidence[at + 1 :]]
 
 
 def _of_the_verdict(decision: Decision) -> str:
@@ -552,14 +555,16 @@ def _to_mend(root: FailureRecord | None) -> str:
 
 
 def _files(root: FailureRecord | None, saved: str) -> list[str]:
-    found = [] if root is None else [root.error_file, root.stderr_file]
-    return [*filter(None, found), *([saved] if saved else [])]
+    files = [] if root is None else [root.error_file, root.stderr_file]
+    return [*filter(None, files), *([saved] if saved else [])]
 
 
 # Accounts of ends that nobody decided about: the store, the lease or the whole launch was lost. Pure.
 
 
-def store_lost(attempt: int, node: str, error: str, step: int | None, saved: int | None) -> Account:
+def account_of_lost_store(
+    attempt: int, node: str, error: str, step: int | None, saved: int | None
+) -> Account:
     """As a node tells it that has nobody left to decide with."""
     tried = error.partition("(")[2].partition(")")[0] or error
     return Account(
@@ -580,7 +585,7 @@ def store_lost(attempt: int, node: str, error: str, step: int | None, saved: int
     )
 
 
-def lease_taken(
+def account_of_lost_lease(
     attempt: int, evidence: str, by: str, found: str, step: int | None, saved: int | None
 ) -> Account:
     """`by`: the process that claimed the run; `found`: what it took this launch for dead by."""
@@ -604,7 +609,7 @@ def lease_taken(
     )
 
 
-def launch_lost(
+def account_of_lost_launch(
     attempt: int, holder: str, found: str, asked: StopAsked | None, step: int | None, saved: int | None
 ) -> Account:
     """What a new launch says of the one before, which left no end. `found`: why the run was free to take;
@@ -640,7 +645,7 @@ def launch_lost(
     )
 
 
-def untold(attempt: int, code: int, step: int | None, saved: int | None) -> Account | None:
+def account_of_exit_code(attempt: int, code: int, step: int | None, saved: int | None) -> Account | None:
     """Of an attempt that ended for good and of which no more than its code could be written down, as on a
     disk that is full; None for a code that says nothing."""
     if code not in set(ExitCode) or code in (ExitCode.OK, ExitCode.FAILED, ExitCode.USAGE):
@@ -684,7 +689,7 @@ _ASKED = {
 _UNSAVED = (ExitCode.STOPPED_UNSAVED,)
 
 
-def of_stop(
+def account_of_stop(
     attempt: int, request: StopRequest, code: int, *, detail: str, step: int | None, saved: int | None
 ) -> Account:
     """What is told of a run that was asked to stop, and did.

@@ -14,25 +14,22 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median, mode
 
-from holdfast.account.answers import untold
-from holdfast.account.ledger import Attempt, attempts
+from holdfast.account.answers import account_of_exit_code
+from holdfast.account.ledger import Attempt, attempts_of
 from holdfast.base import plural, printable
 from holdfast.checkpoint.format import parse_name
-from holdfast.journal import (
-    REPORTER,
+from holdfast.journal import REPORTER, Line
+from holdfast.journal.events import (
     STOP,
     Account,
     CadenceChosen,
     Decision,
-    Line,
     RestartFaulted,
     Resumed,
     SaveCommitted,
     StandingChanged,
     StepsDone,
     WorkerFailed,
-    restart_fault,
-    worker_end,
 )
 from holdfast.policy import is_symptom
 
@@ -81,31 +78,31 @@ class Incident:
 
 def incidents_of(lines: list[Line]) -> list[Incident]:
     """Every incident of a run, oldest first."""
-    life = attempts(lines)
+    life = attempts_of(lines)
     last_at = max((line.at for line in lines), default=0.0)
     faults = [(index, fault) for index in range(len(life)) if (fault := _fault(life, index)) is not None]
     judged = [line.body for line in lines if isinstance(line.body, StandingChanged)]
-    found: list[Incident] = []
+    incidents: list[Incident] = []
     for position, (index, fault) in enumerate(faults):
         following = faults[position + 1] if position + 1 < len(faults) else None
-        one = _incident(life, position + 1, index, fault, following, last_at)
-        suspects = one.account.suspects if one.account is not None else []
-        said = {body.checkpoint: verdict_on(body) for body in judged if body.checkpoint in suspects}
-        found.append(replace(one, settled=tuple(filter(None, said.values()))))
-    return found
+        incident = _incident(life, position + 1, index, fault, following, last_at)
+        suspects = incident.account.suspects if incident.account is not None else []
+        verdicts = {body.checkpoint: verdict_on(body) for body in judged if body.checkpoint in suspects}
+        incidents.append(replace(incident, settled=tuple(filter(None, verdicts.values()))))
+    return incidents
 
 
 def verdict_on(body: StandingChanged) -> str:
     """What was found out about a checkpoint that had been under suspicion; empty while nothing was."""
-    said = {
+    verdict = {
         "condemned": "is bad and is not used again",
         "acquitted": "is not to blame and may be used again",
     }.get(body.standing)
-    if said is None:
+    if verdict is None:
         return ""
     name = parse_name(body.checkpoint)
     which = f"the checkpoint at step {name.step} ({body.checkpoint})" if name else body.checkpoint
-    return printable(f"{which} {said}: {'; '.join(body.evidence[:2])}")
+    return printable(f"{which} {verdict}: {'; '.join(body.evidence[:2])}")
 
 
 def bad_copies(body: Resumed) -> list[str]:
@@ -116,30 +113,29 @@ def bad_copies(body: Resumed) -> list[str]:
     ]
 
 
-def investigations(found: Sequence[Incident]) -> list[list[Incident]]:
+def investigations(incidents: Sequence[Incident]) -> list[list[Incident]]:
     """Incidents that belong together: a bad result whose cause is looked for, up to the one that names it."""
     together: list[list[Incident]] = []
-    for one in found:
-        before = together[-1][-1].account if together else None
-        again = before is not None and before.undecided and one.account is not None
-        if again and before is not None and one.account is not None and one.account.step == before.step:
-            together[-1].append(one)
+    for incident in incidents:
+        before, account = together[-1][-1].account if together else None, incident.account
+        if before is not None and before.undecided and account is not None and account.step == before.step:
+            together[-1].append(incident)
         else:
-            together.append([one])
+            together.append([incident])
     return together
 
 
-def stops(lines: list[Line]) -> list[Incident]:
+def stops_of(lines: list[Line]) -> list[Incident]:
     """Every stop that was asked for and told of, oldest first: its down time ends with the next launch."""
-    life = attempts(lines)
+    life = attempts_of(lines)
     last_at = max((line.at for line in lines), default=0.0)
-    found: list[Incident] = []
+    stops: list[Incident] = []
     for index, attempt in enumerate(life):
         asked = attempt.account is not None and attempt.account.kind == STOP and attempt.ended_at is not None
         if asked and _fault(life, index) is None:
             at = attempt.ended_at or attempt.last_at
-            found.append(_incident(life, len(found) + 1, index, _Fault(at, at), None, last_at))
-    return found
+            stops.append(_incident(life, len(stops) + 1, index, _Fault(at, at), None, last_at))
+    return stops
 
 
 @dataclass(frozen=True)
@@ -171,16 +167,22 @@ def headline(account: Account) -> str:
     return printable(f"{account.who} {account.what}")
 
 
-def done_of(told: Account, resumed: int | None) -> str:
+def done_of(account: Account, resumed: int | None) -> str:
     """What was done, as it came out. `resumed`: the step that it went on from in the end, as the checkpoint
     that was to be used may have been refused since; None while that is not known."""
-    if resumed is None or told.ends or not told.saved or told.step is None or resumed == told.saved:
-        return told.done
-    begin, found, budget = told.done.partition(f"from step {told.saved}: ")
-    if not found:
-        return told.done
+    if (
+        resumed is None
+        or account.ends
+        or not account.saved
+        or account.step is None
+        or resumed == account.saved
+    ):
+        return account.done
+    begin, origin, budget = account.done.partition(f"from step {account.saved}: ")
+    if not origin:
+        return account.done
     where = f"from step {resumed}" if resumed else "from the beginning"
-    redo = plural(max(0, told.step - resumed), "step")
+    redo = plural(max(0, account.step - resumed), "step")
     counted = f" ({budget.rpartition(' (')[2]}" if " (" in budget else ""
     return f"{begin}{where}, as what was saved later was refused: {redo} to redo{counted}"
 
@@ -251,7 +253,9 @@ def _untold(life: list[Attempt]) -> Account | None:
     if failed.ended is None or failed.ended.outcome != "failed" or failed.recovery is not None:
         return None
     saved = [save.step for one in life for _, save in one.saves if save.tier != "local"]
-    return untold(failed.number, failed.ended.exit_code, failed.reached, max(saved, default=None))
+    return account_of_exit_code(
+        failed.number, failed.ended.exit_code, failed.reached, max(saved, default=None)
+    )
 
 
 def _steps_lost(position: int, resumed: Attempt | None, first: int | None) -> int:
@@ -279,10 +283,10 @@ def _first_fault(attempt: Attempt) -> RestartFaulted | None:
 def _what(attempt: Attempt) -> str:
     fault = _first_fault(attempt)
     if fault is not None:  # says more than the record of a process that did not end
-        return restart_fault(fault)
+        return fault.summary()
     root = _root(attempt)
     if root is not None:
-        return worker_end(root)
+        return root.summary()
     if attempt.ended is not None and attempt.ended.outcome == "failed":
         code = f" with exit code {attempt.ended.exit_code}" if attempt.ended.exit_code else ""
         return f"attempt {attempt.number} failed{code}"
@@ -299,7 +303,7 @@ def _evidence(attempt: Attempt, after: Attempt | None) -> list[str]:
         )
         return [printable(text) for text in (*attempt.account.why, *process, *above)]
     decided = attempt.recovery.evidence if attempt.recovery is not None else []
-    found: list[str] = []
+    evidence: list[str] = []
     root = _root(attempt)
     if root is not None:
         if not any(f"rank {root.rank} " in text for text in decided):
@@ -308,25 +312,25 @@ def _evidence(attempt: Attempt, after: Attempt | None) -> list[str]:
                 if root.exit_code < 0
                 else f"exit code {root.exit_code}"
             )
-            found.append(f"rank {root.rank}, pid {root.pid} on {root.node}: {how}")
+            evidence.append(f"rank {root.rank}, pid {root.pid} on {root.node}: {how}")
         if root.section:
-            found.append(f"last section: {root.section}")
+            evidence.append(f"last section: {root.section}")
         if root.error_file:
-            found.append(f"error file: {root.error_file}")
+            evidence.append(f"error file: {root.error_file}")
     elif attempt.ended is None and not attempt.faults:
-        found.append("no end was recorded before the next attempt")
+        evidence.append("no end was recorded before the next attempt")
     first = _first_fault(attempt)
     others_in_place = [fault for _, fault in attempt.faults if fault is not first]
-    found.extend(f"followed by: {restart_fault(fault)}" for fault in others_in_place[:MAX_OTHERS])
-    found.extend(decided)
+    evidence.extend(f"followed by: {fault.summary()}" for fault in others_in_place[:MAX_OTHERS])
+    evidence.extend(decided)
     if not any(text.startswith("ranks ") for text in decided):  # recovery has named the others already
         others = [failure for _, failure in attempt.failures if failure is not root]
-        found.extend(f"followed by: {worker_end(failure)}" for failure in others[:MAX_OTHERS])
+        evidence.extend(f"followed by: {failure.summary()}" for failure in others[:MAX_OTHERS])
         if len(others) > MAX_OTHERS:
-            found.append(f"followed by {len(others) - MAX_OTHERS} more")
+            evidence.append(f"followed by {len(others) - MAX_OTHERS} more")
     if after is not None:
-        found.extend(f"{name}: {'; '.join(why) or 'rejected'}" for name, why in _passed_over(after))
-    return [printable(text) for text in dict.fromkeys(found)]
+        evidence.extend(f"{name}: {'; '.join(why) or 'rejected'}" for name, why in _passed_over(after))
+    return [printable(text) for text in dict.fromkeys(evidence)]
 
 
 def _passed_over(attempt: Attempt) -> list[tuple[str, list[str]]]:
@@ -402,7 +406,7 @@ class ObservedCosts:
 
 def observed_costs(lines: list[Line]) -> ObservedCosts:
     """Everything that the journal says about costs."""
-    life = [attempt for attempt in attempts(lines) if attempt.resumed is not None or attempt.steps]
+    life = [attempt for attempt in attempts_of(lines) if attempt.resumed is not None or attempt.steps]
     trained = {attempt.number for attempt in life}
     faults = [incident for incident in incidents_of(lines) if incident.attempt in trained]
     down = [

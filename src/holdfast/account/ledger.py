@@ -12,14 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from holdfast.journal import (
-    REPORTER,
+from holdfast.journal import REPORTER, AnyEvent, Line, Unknown
+from holdfast.journal.events import (
     Account,
-    AnyEvent,
     AttemptEnded,
     AttemptStarted,
     Decision,
-    Line,
     OperatorActed,
     RestartFaulted,
     RestartPlanned,
@@ -28,7 +26,6 @@ from holdfast.journal import (
     RungRejected,
     SaveCommitted,
     StepsDone,
-    Unknown,
     WorkerFailed,
     decode_loss,
 )
@@ -170,7 +167,7 @@ class Attempt:
         return max(known, default=None)
 
 
-def attempts(lines: list[Line]) -> list[Attempt]:
+def attempts_of(lines: list[Line]) -> list[Attempt]:
     """The run's attempts, in order."""
     found: dict[int, Attempt] = {}
     for line in lines:
@@ -283,14 +280,14 @@ class Ledger:
         return [(part.name, getattr(self, part.name)) for part in fields(self)]
 
 
-def accounting(lines: list[Line]) -> Ledger:
+def ledger_of(lines: list[Line]) -> Ledger:
     """Account for every second between the first line and the last."""
     if not lines:
         return Ledger()
     begin, end = min(line.at for line in lines), max(line.at for line in lines)
     claims: list[tuple[int, str, Span]] = []
     highest: int | None = None
-    life = attempts(lines)
+    life = attempts_of(lines)
     if life:
         claims.append((2, "starting", Span(begin, life[0].first_at)))
     for attempt in life:

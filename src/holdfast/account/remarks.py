@@ -13,7 +13,8 @@ from statistics import median
 from holdfast.account.incidents import Incident
 from holdfast.base import duration, plural, printable, size
 from holdfast.checkpoint.format import parse_name
-from holdfast.journal import (
+from holdfast.journal import Line
+from holdfast.journal.events import (
     STOP,
     Account,
     AttemptEnded,
@@ -21,7 +22,6 @@ from holdfast.journal import (
     CopyDrained,
     DrainFailed,
     HealthFailed,
-    Line,
     Resumed,
     RungRejected,
     SaveCommitted,
@@ -77,25 +77,30 @@ KINDS = {
 """What one of each kind is called."""
 
 
-def counted(others: Sequence[Remark]) -> list[tuple[int, str]]:
+def counts_by_kind(remarks: Sequence[Remark]) -> list[tuple[int, str]]:
     """How many there were of each kind; the same slow rank, stop or checkpoint counts once."""
-    found: dict[str, int] = {}
-    for one in others:
-        often = one.count if one.kind in ("dropped", "save", "storage", "copy") else 1
-        found[one.kind] = found.get(one.kind, 0) + often
-    return [(count, KINDS[kind]) for kind, count in found.items() if kind in KINDS]
+    counts: dict[str, int] = {}
+    for remark in remarks:
+        often = remark.count if remark.kind in ("dropped", "save", "storage", "copy") else 1
+        counts[remark.kind] = counts.get(remark.kind, 0) + often
+    return [(count, KINDS[kind]) for kind, count in counts.items() if kind in KINDS]
 
 
-def answers_of(one: Remark) -> list[tuple[str, str]]:
+def answers_of(remark: Remark) -> list[tuple[str, str]]:
     """The five answers, in the shape that those about an incident have."""
-    asked = [("who", one.who), ("what", one.did or one.what), ("why", one.why), ("done", one.done)]
-    asked += [("cost", one.cost), ("next", one.next)]
+    asked = [
+        ("who", remark.who),
+        ("what", remark.did or remark.what),
+        ("why", remark.why),
+        ("done", remark.done),
+    ]
+    asked += [("cost", remark.cost), ("next", remark.next)]
     return [(question, answer) for question, answer in asked if answer]
 
 
-def remarks_of(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Remark]:
+def remarks_of(lines: Sequence[Line], incidents: Sequence[Incident] = ()) -> list[Remark]:
     """Everything of that sort, oldest first; `found`: refusals that these tell of are not told again."""
-    told = {text.partition(":")[0] for incident in found for text in incident.refused}
+    told = {text.partition(":")[0] for incident in incidents for text in incident.refused}
     kept: dict[tuple[str, str], Remark] = {}
     dropped: dict[int, StepRejected] = {}
     slow: dict[str, StragglerFound] = {}
@@ -132,18 +137,18 @@ def remarks_of(lines: Sequence[Line], found: Sequence[Incident] = ()) -> list[Re
 
 def _slow_saves(lines: Sequence[Line]) -> dict[str, list[tuple[Line, SaveCommitted]]]:
     """By the directory that it was."""
-    found: dict[str, list[tuple[Line, SaveCommitted]]] = {}
+    saves: dict[str, list[tuple[Line, SaveCommitted]]] = {}
     for line in lines:
-        if isinstance(line.body, SaveCommitted) and stored_slowly(line.body):
-            found.setdefault(line.body.root, []).append((line, line.body))
-    return found
+        if isinstance(line.body, SaveCommitted) and is_slow_save(line.body):
+            saves.setdefault(line.body.root, []).append((line, line.body))
+    return saves
 
 
-def stored_slowly(body: SaveCommitted) -> bool:
+def is_slow_save(body: SaveCommitted) -> bool:
     return bool(body.root) and is_slow(body.bytes, body.stored_seconds)
 
 
-def what_of_slow_storage(blocked: float) -> str:
+def slow_storage_advice(blocked: float) -> str:
     """What to do about it; `blocked`: the seconds for which training stood still."""
     if blocked < 1:
         return "use faster storage for checkpoints if saves are to be newer; training did not wait for it"
@@ -169,7 +174,7 @@ def _slow_storage(root: str, saves: Sequence[tuple[Line, SaveCommitted]], lines:
         "storage",
         saves[0][0].at,
         f"{who} {did}: {why}; {cost}",
-        what_of_slow_storage(blocked),
+        slow_storage_advice(blocked),
         len(saves),
         who=who,
         did=did,
@@ -233,7 +238,7 @@ def _look_at(body: StepRejected, steps: int) -> str:
     )
 
 
-def drop_on_the_terminal(body: StepRejected) -> str:
+def drop_text(body: StepRejected) -> str:
     """At the moment at which a step is dropped."""
     often = f", the {ordinal(body.in_a_row)} in a row" if body.in_a_row > 1 else ""
     lines = [
@@ -251,7 +256,7 @@ def ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-def resized(body: Resumed) -> str:
+def resize_text(body: Resumed) -> str:
     """What going on with another number of ranks changed; empty if it is the same number."""
     was, now = body.saved_by, body.world_size
     if not was or not now or was == now:
@@ -271,7 +276,7 @@ def _of(lines: Sequence[Line], index: int, told: set[str]) -> Remark | None:
             return _stop(body, line, lines[index:])
         case StragglerFound():
             return _slow(body, line)
-        case Resumed() if text := resized(body):
+        case Resumed() if text := resize_text(body):
             return Remark(
                 "resized", line.at, text, "nothing to do, if that many ranks are what you want",
                 who="the run", did=text, why="it was started with another number of ranks", done="it went on",
@@ -317,28 +322,28 @@ def _kept_out(body: HealthFailed, line: Line) -> Remark:
     )  # fmt: skip
 
 
-def _say_which(one: Remark, lines: Sequence[Line]) -> None:
+def _say_which(remark: Remark, lines: Sequence[Line]) -> None:
     """Of failed copies: of which checkpoints they were, and whether they were made later after all."""
     failed: dict[str, int] = {}
     for line in lines:
         body = line.body
-        if isinstance(body, DrainFailed) and one.who.endswith(printable(body.remote)):
+        if isinstance(body, DrainFailed) and remark.who.endswith(printable(body.remote)):
             failed[body.checkpoint] = body.step
         elif isinstance(body, CopyDrained):
             failed.pop(body.checkpoint, None)
     if not failed:
-        one.done, one.next = "it was made later", "nothing to do"
+        remark.done, remark.next = "it was made later", "nothing to do"
         return
     steps = sorted(failed.values())
     named = ", ".join(map(str, steps[-NAMED:]))
     of = f"of the checkpoint at step {named}" if len(steps) == 1 else f"of {len(steps)} checkpoints"
     if len(steps) > 1:
         of += f" (steps {named})" if len(steps) <= NAMED else f" (the newest: steps {named})"
-    one.did = f"could not be made {of}"
-    one.what = f"{one.who} {one.did}: {one.why}"
+    remark.did = f"could not be made {of}"
+    remark.what = f"{remark.who} {remark.did}: {remark.why}"
     it = "it lies" if len(steps) == 1 else "they lie"
-    one.done = f"training went on; nothing is lost: {it} in the checkpoint root"
-    one.next = f"{one.next}; the next start copies what is missing"
+    remark.done = f"training went on; nothing is lost: {it} in the checkpoint root"
+    remark.next = f"{remark.next}; the next start copies what is missing"
 
 
 _ASKED_BY = {
@@ -375,10 +380,12 @@ def _stop(body: StopAsked, line: Line, after: Sequence[Line]) -> Remark:
         _ASKED_BY.get(body.source, "it was asked to"),
     )
     next_ = "run the same command to go on"
-    told = next((one.body for one in own if isinstance(one.body, Account) and one.body.kind == STOP), None)
-    if told is not None:  # the launcher's own words; without it nobody made an account
-        who, did, done, next_ = (printable(text) for text in (told.who, told.what, told.done, told.next))
-        why = printable(told.why[0]) if told.why else why
+    account = next((one.body for one in own if isinstance(one.body, Account) and one.body.kind == STOP), None)
+    if account is not None:  # the launcher's own words; without it nobody made an account
+        who, did, done, next_ = (
+            printable(text) for text in (account.who, account.what, account.done, account.next)
+        )
+        why = printable(account.why[0]) if account.why else why
     return Remark(
         "stop",
         line.at,
@@ -413,10 +420,10 @@ def _slow(body: StragglerFound, line: Line) -> Remark:
     )
 
 
-def _add_up(one: Remark, body: StragglerFound, lines: Sequence[Line]) -> None:
-    one.seconds = _waited_for(body, lines)
+def _add_up(remark: Remark, body: StragglerFound, lines: Sequence[Line]) -> None:
+    remark.seconds = _waited_for(body, lines)
     each = f"{duration(body.seconds)} of every step" if body.seconds else ""
-    one.cost = f"the others waited {duration(one.seconds)} for it in all" if one.seconds else each
+    remark.cost = f"the others waited {duration(remark.seconds)} for it in all" if remark.seconds else each
 
 
 def _waited_for(body: StragglerFound, lines: Sequence[Line]) -> float:

@@ -12,18 +12,18 @@ from holdfast.account.incidents import Incident, bad_copies, done_of, headline, 
 from holdfast.account.remarks import (
     KINDS,
     Remark,
-    counted,
-    drop_on_the_terminal,
-    resized,
-    stored_slowly,
-    what_of_slow_storage,
+    counts_by_kind,
+    drop_text,
+    is_slow_save,
+    resize_text,
+    slow_storage_advice,
 )
 from holdfast.base import duration, plural, printable, size
 from holdfast.checkpoint.format import parse_name
 from holdfast.errors import ExitCode
-from holdfast.journal import (
+from holdfast.journal import Line
+from holdfast.journal.events import (
     Account,
-    Line,
     Resumed,
     RungRejected,
     SaveCommitted,
@@ -48,14 +48,14 @@ class Answer(NamedTuple):
     text: str
 
 
-def one_line(account: Account, resumed: int | None = None) -> str:
+def incident_line(account: Account, resumed: int | None = None) -> str:
     """An incident, what was decided about it and what is left to do, for alerts and `holdfast status`.
     `resumed`: see `done_of`."""
     left = "" if account.next in ("", NOTHING) else f"; next: {printable(account.next)}"
     return f"{headline(account)} → {printable(done_of(account, resumed))}{left}"
 
 
-def on_the_terminal(account: Account, run_dir: str) -> str:
+def incident_text(account: Account, run_dir: str) -> str:
     """At the moment it happens: three or four lines if the run goes on, a few more if it does not."""
     lines = [headline(account)]
     if account.why:
@@ -75,7 +75,7 @@ def on_the_terminal(account: Account, run_dir: str) -> str:
     return "\n  ".join(lines)
 
 
-def stop_on_the_terminal(account: Account, run_dir: str) -> str:
+def stop_text(account: Account, run_dir: str) -> str:
     """At the end of a run that was asked to stop."""
     lines = [f"stopped: {headline(account)}"]
     lines += [
@@ -91,9 +91,9 @@ def stop_on_the_terminal(account: Account, run_dir: str) -> str:
 def cost_of(incident: Incident) -> str:
     """What it cost, by the numbers that every page shows."""
     lost = duration(incident.seconds_lost)
-    told = incident.account
-    if told is not None and told.ends and incident.open:
-        return f"the run ended{_unsaved(told)}"
+    account = incident.account
+    if account is not None and account.ends and incident.open:
+        return f"the run ended{_unsaved(account)}"
     if incident.open:
         return f"{lost} so far, {plural(incident.steps_lost, 'step')} to do again"
     if incident.caught_up_at is None:  # the next one came first, and goes on from there
@@ -112,7 +112,7 @@ LITTLE = 0.02
 """Part of the time lost that is not worth a number of its own."""
 
 
-def short(next_: str) -> str:
+def short_advice(next_: str) -> str:
     """What is to be done, in a few words, for a line that has said much else; empty if nothing is."""
     asked = next_.removesuffix(NEEDS_NOTHING)
     if not asked or asked.startswith(NOTHING):
@@ -130,30 +130,30 @@ def _unsaved(account: Account) -> str:
     return f"; {kept}, {lost} lost"
 
 
-def five(incident: Incident) -> list[Answer]:
+def five_answers(incident: Incident) -> list[Answer]:
     """Who failed first, what happened, why, what was done and what it cost, what to do now."""
-    told = incident.account
-    if told is None:  # of an older release, or of a run that nobody watched
+    account = incident.account
+    if account is None:  # of an older release, or of a run that nobody watched
         return [
             Answer("what", incident.what),
             Answer("why", "; ".join(incident.evidence[:3]) or "not recorded"),
             Answer("done", incident.decision),
             Answer("cost", cost_of(incident)),
         ]
-    found = [
-        Answer("who", printable(told.who)),
-        Answer("what", printable(told.what)),
-        *(Answer("why" if not at else "", printable(text)) for at, text in enumerate(told.why)),
-        Answer("done", printable(done_of(told, incident.resumed_step))),
+    answers = [
+        Answer("who", printable(account.who)),
+        Answer("what", printable(account.what)),
+        *(Answer("why" if not at else "", printable(text)) for at, text in enumerate(account.why)),
+        Answer("done", printable(done_of(account, incident.resumed_step))),
     ]
     if incident.refused:
-        others = (text for text in incident.refused if text.partition(":")[0] not in told.suspects)
-        found += [Answer("", f"refused {text}") for text in others]
-    found += [Answer("", text) for text in incident.copies]
-    found += [Answer("", text) for text in incident.settled]
-    found.append(Answer("cost", cost_of(incident)))
-    now = told.next if told.ends or not incident.open else "wait: it is not back yet"
-    return [*found, Answer("next", printable(now))]
+        others = (text for text in incident.refused if text.partition(":")[0] not in account.suspects)
+        answers += [Answer("", f"refused {text}") for text in others]
+    answers += [Answer("", text) for text in incident.copies]
+    answers += [Answer("", text) for text in incident.settled]
+    answers.append(Answer("cost", cost_of(incident)))
+    now = account.next if account.ends or not incident.open else "wait: it is not back yet"
+    return [*answers, Answer("next", printable(now))]
 
 
 AVOIDED = "avoided:"
@@ -195,27 +195,27 @@ class Story:
         if isinstance(body, StepRejected):
             return self._drops(body)
         if isinstance(body, Resumed) and self._open is not None and line.attempt > self._open.attempt:
-            told = (_resumed(body, self._unsound), *bad_copies(body), resized(body))
-            return "\n  ".join(filter(None, told))
+            parts = (_resumed_text(body, self._unsound), *bad_copies(body), resize_text(body))
+            return "\n  ".join(filter(None, parts))
         if isinstance(body, Resumed):
-            return "\n  ".join(filter(None, (*bad_copies(body), resized(body)))) or None
+            return "\n  ".join(filter(None, (*bad_copies(body), resize_text(body)))) or None
         if isinstance(body, StandingChanged) and body.checkpoint in self._suspects:
             return verdict_on(body) or None
-        if isinstance(body, SaveCommitted) and stored_slowly(body) and body.root not in self._slow:
+        if isinstance(body, SaveCommitted) and is_slow_save(body) and body.root not in self._slow:
             self._slow.add(body.root)
-            return _stored_slowly(body)
+            return _slow_storage_text(body)
         return None
 
     def is_back(self, line: Line) -> Account | None:
         """The incident that this line ends: the run has done again what it had done before it."""
-        told, body = self._open, line.body
-        if told is None or not isinstance(body, StepsDone) or line.attempt <= told.attempt:
+        account, body = self._open, line.body
+        if account is None or not isinstance(body, StepsDone) or line.attempt <= account.attempt:
             return None
         last = body.first + max(len(body.seconds), len(body.loss), 1) - 1
         if last < self.target:
             return None
         self._open = None
-        return told
+        return account
 
     def _drops(self, body: StepRejected) -> str | None:
         if body.then != "dropped" or not body.in_a_row or self._dropped > MOST_DROPPED:
@@ -223,7 +223,7 @@ class Story:
         self._dropped += 1
         if self._dropped > MOST_DROPPED:
             return "further dropped steps are not told here: `holdfast journal` has them all"
-        return drop_on_the_terminal(body)
+        return drop_text(body)
 
     def _refuses(self, body: RungRejected) -> str | None:
         if body.checkpoint in self._refused or len(self._refused) >= MOST_REFUSED:
@@ -239,61 +239,62 @@ class Story:
         return f"the checkpoint {which} was refused: {why}"
 
 
-def _resumed(body: Resumed, refused: bool) -> str:
+def _resumed_text(body: Resumed, refused: bool) -> str:
     if body.checkpoint is None:
         return "begins anew: there is no checkpoint to go on from"
     below = ", the newest that is sound" if refused else ""
     return f"goes on from step {body.step}{below} ({printable(body.checkpoint)}, verified)"
 
 
-def _stored_slowly(body: SaveCommitted) -> str:
+def _slow_storage_text(body: SaveCommitted) -> str:
     waited = ", and training stood still meanwhile" if body.blocked_seconds >= 1 else ""
     which = f"the {size(body.bytes)} of the save of step {body.step}"
     return (
         f"the storage of {printable(body.root, 4096)} is slow: it took "
         f"{duration(body.stored_seconds)} to store {which}{waited}; the save is sound\n"
-        f"  next: {what_of_slow_storage(body.blocked_seconds)}"
+        f"  next: {slow_storage_advice(body.blocked_seconds)}"
     )
 
 
-def back(incident: Incident, step: int) -> str:
+def back_line(incident: Incident, step: int) -> str:
     """Said once the run has caught up."""
     redone = f", {plural(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
-    told = incident.account
-    left = short(told.next) if told is not None else ""
+    account = incident.account
+    left = short_advice(account.next) if account is not None else ""
     return f"back at step {step} after {duration(incident.seconds_lost)}{redone}: {left or NOTHING}"
 
 
-def closing(found: list[Incident], others: list[Remark], steps: int, run_dir: str) -> str:
+def closing_line(incidents: list[Incident], remarks: list[Remark], steps: int, run_dir: str) -> str:
     """The last line of a run that finished."""
-    said = finished(found, others, steps)
-    if not found and not others:
-        return said
-    return f"{said}; report: holdfast journal {printable(run_dir, 4096)} --report report.html"
+    line = finished_line(incidents, remarks, steps)
+    if not incidents and not remarks:
+        return line
+    return f"{line}; report: holdfast journal {printable(run_dir, 4096)} --report report.html"
 
 
-def finished(found: list[Incident], others: list[Remark], steps: int) -> str:
+def finished_line(incidents: list[Incident], remarks: list[Remark], steps: int) -> str:
     """How a run that finished came through, for the terminal's last line and the report's first."""
-    if not found and not others:
+    if not incidents and not remarks:
         return f"finished: {plural(steps, 'step')}, no incident"
-    restarts = sum(one.account is None or not one.account.ends for one in found)
-    redone = sum(one.steps_lost for one in found)
+    restarts = sum(one.account is None or not one.account.ends for one in incidents)
+    redone = sum(one.steps_lost for one in incidents)
     what = [plural(steps, "step"), plural(restarts, "restart") if restarts else "no restart"]
     what += [f"{plural(redone, 'step')} done again"] if redone else []
-    what += [f"{duration(sum(one.seconds_lost for one in found))} lost"] if found else []
-    asked = [one.account.next for one in found if one.account is not None]
-    asked += [one.next for one in others if one.kind != "stop"]  # it went on since
-    left = list(dict.fromkeys(filter(None, map(short, asked))))
+    what += [f"{duration(sum(one.seconds_lost for one in incidents))} lost"] if incidents else []
+    asked = [one.account.next for one in incidents if one.account is not None]
+    asked += [one.next for one in remarks if one.kind != "stop"]  # it went on since
+    left = list(dict.fromkeys(filter(None, map(short_advice, asked))))
     more = f", and {len(left) - 1} more" if len(left) > 1 else ""
     to_do = f"; to do: {left[-1]}{more}" if left else f", {NOTHING}"
-    worst = {KINDS[kind]: _costliest(others, kind) for kind in ("slow", "storage")}
-    met = "".join(f"; {plural(count, kind)}{worst.get(kind, '')}" for count, kind in counted(others))
+    worst = {KINDS[kind]: _costliest(remarks, kind) for kind in ("slow", "storage")}
+    met = "".join(f"; {plural(count, kind)}{worst.get(kind, '')}" for count, kind in counts_by_kind(remarks))
     return f"finished: {', '.join(what)}{met}{to_do}"
 
 
-def _costliest(others: list[Remark], kind: str) -> str:
+def _costliest(remarks: list[Remark], kind: str) -> str:
     """What the slow rank, or the slow save, that cost most came to: a count alone says nothing about it."""
-    most = max((one for one in others if one.kind == kind), key=lambda one: one.seconds, default=None)
+    candidates = [remark for remark in remarks if remark.kind == kind]
+    most = max(candidates, key=lambda remark: remark.seconds, default=None)
     if most is None:
         return ""
     return f" ({most.who}{f': {most.cost}' if most.cost else ''})"

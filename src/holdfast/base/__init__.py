@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         stretch,
         to_the_end,
     )
-    from holdfast.base.text import Rendered, duration, moment, number, plural, printable, size
+    from holdfast.base.text import Rendered, duration, escaped, moment, number, plural, printable, size
     from holdfast.base.torch_internals import (
         ActivationWrapper,
         InstanceNorm,

@@ -25,6 +25,13 @@ def printable(text: str, limit: int = MAX_TEXT) -> str:
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
+def escaped(text: str, limit: int = 200) -> str:
+    """`text` as it is, with escapes for control characters and lone surrogates, cut to `limit`: safe to print
+    and to encode. Unlike `printable` it keeps every space, so that a path can be copied."""
+    cut = text if len(text) <= limit else text[:limit] + "…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
 def duration(seconds: float) -> str:
     """A length of time with about three digits: 42 ms, 3.2 s, 4 min 05 s, 2 h 10 min."""
     if seconds < 0.9995:

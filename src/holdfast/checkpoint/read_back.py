@@ -39,7 +39,8 @@ import msgspec
 from holdfast.base import OpenFile, make_dirs, printable, read_regular, replace_atomic
 from holdfast.checkpoint.format import CheckpointName, CheckpointRoot, Inspection, Reason, parse_name, verify
 from holdfast.errors import ControlError, HoldfastError, LeaseLostError
-from holdfast.journal import CopyQuarantined, CopyReadBack, JournalWriter, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import CopyQuarantined, CopyReadBack, Warned
 from holdfast.process import Companion, start_child
 from holdfast.record import (
     MAX_RECORD_BYTES,

@@ -38,7 +38,8 @@ from holdfast.checkpoint.format import (
 )
 from holdfast.checkpoint.read_back import ReadBackRecord, last_read_back, removed, unread
 from holdfast.errors import HoldfastError
-from holdfast.journal import CheckpointsDeleted, JournalWriter, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import CheckpointsDeleted, Warned
 from holdfast.policy import LEAST, WAITS, Condition, RetentionRules, RetentionRuling, Stored, retain
 from holdfast.record import (
     CommitRecord,

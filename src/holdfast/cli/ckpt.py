@@ -275,11 +275,11 @@ def _folders_in(staging: Path) -> list[Path]:
 
 def _latest(folder: Path) -> str | None:
     """The name in the `latest` hint; None if there is none."""
-    from holdfast.base import read_regular
-    from holdfast.checkpoint.format import LATEST, printable
+    from holdfast.base import escaped, read_regular
+    from holdfast.checkpoint.format import LATEST
 
     try:
-        return printable(read_regular(folder / LATEST, 4096).decode("utf-8", "replace").strip())
+        return escaped(read_regular(folder / LATEST, 4096).decode("utf-8", "replace").strip())
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -290,18 +290,19 @@ def _latest(folder: Path) -> str | None:
 
 
 def _row(directory: Path, standings: StandingBook | RootBook | None) -> dict[str, Any]:
-    from holdfast.checkpoint.format import check_structure, parse_name, printable
+    from holdfast.base import escaped
+    from holdfast.checkpoint.format import check_structure, parse_name
 
     inspection = check_structure(directory)
     manifest, name = inspection.manifest, parse_name(directory.name)
     row: dict[str, Any] = {
-        "path": printable(str(directory), 4096),
-        "name": printable(directory.name),
+        "path": escaped(str(directory), 4096),
+        "name": escaped(directory.name),
         "state": "complete" if inspection.sound else str(inspection.problems[0].reason),
         "step": manifest.step if manifest else name.step if name else None,
         "id": manifest.id if manifest else name.id if name else None,
         "parent": manifest.parent if manifest else None,
-        "run": printable(manifest.run) if manifest else None,
+        "run": escaped(manifest.run) if manifest else None,
         "attempt": manifest.attempt if manifest else None,
         "created": manifest.created if manifest else None,
         "size": inspection.size,
@@ -318,8 +319,9 @@ def _row(directory: Path, standings: StandingBook | RootBook | None) -> dict[str
 
 def _read_back(directory: Path) -> dict[str, Any] | None:
     """When and where this copy was read back after its commit, and what was wrong; None if it was not."""
+    from holdfast.base import escaped
     from holdfast.checkpoint import last_read_back
-    from holdfast.checkpoint.format import CheckpointRoot, parse_name, printable
+    from holdfast.checkpoint.format import CheckpointRoot, parse_name
 
     name = parse_name(directory.name)
     found = last_read_back(CheckpointRoot(directory.absolute().parent), name) if name is not None else None
@@ -327,34 +329,35 @@ def _read_back(directory: Path) -> dict[str, Any] | None:
         return None
     return {
         "at": found.at,
-        "node": printable(found.node),
+        "node": escaped(found.node),
         "attempt": found.attempt,
         "sound": found.sound,
-        "problems": [printable(problem, 2000) for problem in found.problems],
+        "problems": [escaped(problem, 2000) for problem in found.problems],
     }
 
 
 def _staged_row(directory: Path) -> dict[str, Any]:
     """Work in progress, or what a save left that never committed: never a candidate for a resume."""
-    from holdfast.checkpoint.format import parse_name, printable
+    from holdfast.base import escaped
+    from holdfast.checkpoint.format import parse_name
 
     name = parse_name(directory.name)
     row: dict[str, Any] = dict.fromkeys(("parent", "run", "attempt", "created", "size", "files", "world"))
-    row.update(path=printable(str(directory), 4096), name=printable(directory.name), state="staging")
+    row.update(path=escaped(str(directory), 4096), name=escaped(directory.name), state="staging")
     row.update(step=name.step if name else None, id=name.id if name else None)
     return row | {"digests_missing": True, "problems": [], "latest": False}
 
 
 def verified_row(inspection: Inspection) -> dict[str, Any]:
-    from holdfast.checkpoint.format import printable
+    from holdfast.base import escaped
 
     manifest = inspection.manifest
     return {
-        "path": printable(str(inspection.directory), 4096),
+        "path": escaped(str(inspection.directory), 4096),
         "sound": inspection.sound,
         "step": manifest.step if manifest else None,
         "id": manifest.id if manifest else None,
-        "run": printable(manifest.run) if manifest else None,
+        "run": escaped(manifest.run) if manifest else None,
         "manifest_digest": inspection.manifest_digest or None,
         "digests_missing": inspection.digests_missing,
         "files": inspection.files,
@@ -368,13 +371,13 @@ def verified_row(inspection: Inspection) -> dict[str, Any]:
 
 def _proof(manifest: Manifest) -> dict[str, Any] | None:
     """What was proven of its structure when it was first saved; None if nobody tried."""
-    from holdfast.checkpoint.format import printable
+    from holdfast.base import escaped
 
     found = manifest.proof
     if found.step is None:
         return None
-    parts = {printable(name): printable(level, 800) for name, level in found.parts.items()}
-    return {"step": found.step, "parts": parts, "why_not": printable(found.why_not, 800)}
+    parts = {escaped(name): escaped(level, 800) for name, level in found.parts.items()}
+    return {"step": found.step, "parts": parts, "why_not": escaped(found.why_not, 800)}
 
 
 def _proof_line(proof: dict[str, Any]) -> str:
@@ -447,13 +450,13 @@ def _state(row: dict[str, Any]) -> str:
 
 
 def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
-    from holdfast.checkpoint.format import printable
+    from holdfast.base import escaped, plural
 
     for inspection in inspections:
-        name = printable(str(inspection.directory), 4096)
+        name = escaped(str(inspection.directory), 4096)
         summary = f"{inspection.files} files, {show_bytes(inspection.size)}"
         if inspection.gone:
-            typer.echo(f"{name}: taken away meanwhile: {printable(inspection.gone, 2000)}")
+            typer.echo(f"{name}: taken away meanwhile: {escaped(inspection.gone, 2000)}")
         elif not inspection.sound:
             typer.echo(f"{name}: not sound")
         elif inspection.digests_missing:
@@ -470,9 +473,8 @@ def _print_inspections(inspections: list[Inspection], seconds: float) -> None:
     bad = sum(not inspection.sound for inspection in inspections)
     rate = f"{total / max(seconds, 1e-9) / 1e9:.2f} GB/s"
     verdict = f"{bad} not sound" if bad else "nothing wrong found"
-    there = sum(not inspection.gone for inspection in inspections)
-    noun = "checkpoint" if there == 1 else "checkpoints"
-    typer.echo(f"{there} {noun}, {verdict}; {show_bytes(total)} read in {seconds:.2f} s ({rate})")
+    there = plural(sum(not inspection.gone for inspection in inspections), "checkpoint")
+    typer.echo(f"{there}, {verdict}; {show_bytes(total)} read in {seconds:.2f} s ({rate})")
 
 
 def listed_bytes(directories: list[Path]) -> int | None:

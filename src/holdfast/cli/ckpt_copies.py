@@ -53,11 +53,11 @@ def with_local(
 
 def standing_of(standings: StandingBook | RootBook, id: str | None) -> dict[str, Any]:
     """A row's standing and what that rests on."""
-    from holdfast.checkpoint.format import printable
+    from holdfast.base import escaped
 
     if not id:
         return {"standing": None, "standing_evidence": []}
-    why = [printable(line, 2000) for line in standings.evidence_of(id)]
+    why = [escaped(line, 2000) for line in standings.evidence_of(id)]
     return {"standing": str(standings.of(id)), "standing_evidence": why}
 
 
@@ -68,8 +68,9 @@ def _row(
     commit: CommitRecord | None,
 ) -> dict[str, Any]:
     """A checkpoint that has no directory under the checkpoint root."""
+    from holdfast.base import escaped
     from holdfast.checkpoint.copies import tier as local_manifest
-    from holdfast.checkpoint.format import ManifestError, Reason, printable
+    from holdfast.checkpoint.format import ManifestError, Reason
 
     row: dict[str, Any] = dict.fromkeys(
         ("path", "parent", "run", "attempt", "created", "size", "files", "world")
@@ -85,11 +86,11 @@ def _row(
         manifest = local_manifest.read(control, name, commit.manifest)
     except ManifestError as error:
         reason = str(Reason.UNREADABLE_MANIFEST)
-        problem = {"reason": reason, "path": f"local/{name}/holdfast.json", "detail": printable(str(error))}
+        problem = {"reason": reason, "path": f"local/{name}/holdfast.json", "detail": escaped(str(error))}
         return row | {"state": reason, "problems": [problem], "attempt": commit.attempt}
     return row | {
         "parent": manifest.parent,
-        "run": printable(manifest.run),
+        "run": escaped(manifest.run),
         "attempt": manifest.attempt,
         "created": manifest.created,
         "size": sum(entry.size for entry in manifest.files),
@@ -99,14 +100,14 @@ def _row(
 
 
 def _recorded(control: ControlDirectory, name: CheckpointName) -> dict[str, Any]:
+    from holdfast.base import escaped
     from holdfast.checkpoint.copies import read_recorded
-    from holdfast.checkpoint.format import printable
 
     found = read_recorded(control, name)
     places = [
         {
-            "place": printable(place.place),
-            "node": printable(place.node),
+            "place": escaped(place.place),
+            "node": escaped(place.node),
             "own": place.own,
             "replicas_planned": place.planned,
             "replicas_confirmed": place.confirmed,
@@ -198,13 +199,13 @@ def rows(url: str) -> list[dict[str, Any]]:
 
 
 def _described(remote: Remote, name: CheckpointName) -> dict[str, Any]:
-    from holdfast.checkpoint.format import printable
+    from holdfast.base import escaped
 
     manifest, _, data = remote.manifest(name)
     return {
         "state": "complete",
         "parent": manifest.parent,
-        "run": printable(manifest.run),
+        "run": escaped(manifest.run),
         "attempt": manifest.attempt,
         "created": manifest.created,
         "size": len(data) + sum(entry.size for entry in manifest.files),
@@ -216,7 +217,8 @@ def _described(remote: Remote, name: CheckpointName) -> dict[str, Any]:
 
 def verify_remote(urls: list[str]) -> tuple[list[dict[str, Any]], float]:
     """Read every byte of the copies that the URLs name, or that lie under them; a row each, and seconds."""
-    from holdfast.checkpoint.format import parse_name, printable
+    from holdfast.base import escaped
+    from holdfast.checkpoint.format import parse_name
     from holdfast.checkpoint.remote import split_copy_url
     from holdfast.errors import UsageError
 
@@ -253,7 +255,7 @@ def verify_remote(urls: list[str]) -> tuple[list[dict[str, Any]], float]:
                     "gone": gone,
                     "step": name.step,
                     "id": name.id,
-                    "run": printable(manifest.run) if manifest else None,
+                    "run": escaped(manifest.run) if manifest else None,
                     "files": len(manifest.files) + 1 if manifest else 0,
                     "bytes_checked": read,
                     "problems": listed,
@@ -262,16 +264,16 @@ def verify_remote(urls: list[str]) -> tuple[list[dict[str, Any]], float]:
     return found, time.perf_counter() - started
 
 
-def print_verified(found: list[dict[str, Any]], seconds: float) -> None:
-    for row in found:
+def print_verified(rows: list[dict[str, Any]], seconds: float) -> None:
+    for row in rows:
         word = f"sound, {row['files']} files" if row["sound"] else "not sound"
         typer.echo(f"{row['path']}: {'deleted meanwhile' if row['gone'] else word}")
         for problem in row["problems"]:
             typer.echo(f"  {problem['reason']:<19}  {problem['path']}  {problem['detail']}")
-    total = sum(row["bytes_checked"] for row in found)
-    bad = sum(not row["sound"] for row in found)
+    total = sum(row["bytes_checked"] for row in rows)
+    bad = sum(not row["sound"] for row in rows)
     verdict = f"{bad} not sound" if bad else "nothing wrong found"
-    there = sum(not row["gone"] for row in found)
+    there = sum(not row["gone"] for row in rows)
     noun = "copy" if there == 1 else "copies"
     typer.echo(f"{there} {noun}, {verdict}; {total / 1e6:.1f} MB read in {seconds:.2f} s")
 
@@ -434,16 +436,15 @@ def _on_this_node(
 def _print(
     place: LocalTier | None, inspections: list[Inspection], copies: list[CopyInspection], seconds: float
 ) -> None:
-    from holdfast.base import plural
-    from holdfast.checkpoint.format import printable
+    from holdfast.base import escaped, plural
 
     for inspection in inspections:
-        name = printable(str(inspection.directory), 4096)
+        name = escaped(str(inspection.directory), 4096)
         if inspection.gone:
-            typer.echo(f"{name}: taken away meanwhile: {printable(inspection.gone, 2000)}")
+            typer.echo(f"{name}: taken away meanwhile: {escaped(inspection.gone, 2000)}")
             continue
         _print_one(name, inspection.sound, inspection.files, inspection.size, inspection.problems)
-    node = printable(place.record.node) if place is not None else ""
+    node = escaped(place.record.node) if place is not None else ""
     for copy in copies:
         whose = copy.what if copy.rank is None else f"rank {copy.rank}"
         name = f"{copy.checkpoint} {whose}, {copy.tier}, on {node}"
@@ -476,14 +477,14 @@ def _print_json(
     *,
     sound: bool,
 ) -> None:
-    from holdfast.checkpoint.format import printable
+    from holdfast.base import escaped
     from holdfast.cli.ckpt import verified_row
 
     total = sum(one.bytes_checked for one in inspections) + sum(one.bytes_checked for one in copies)
     document: dict[str, Any] = {"sound": sound, "tier": str(tier), "bytes_checked": total}
     document |= {"seconds": round(seconds, 6), "checkpoints": [verified_row(one) for one in inspections]}
     document["place"] = place.place if place is not None else None
-    document["node"] = printable(place.record.node) if place is not None else None
+    document["node"] = escaped(place.record.node) if place is not None else None
     document["copies"] = [
         {
             "checkpoint": one.checkpoint,

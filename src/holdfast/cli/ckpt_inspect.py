@@ -129,19 +129,18 @@ def _print_ladder(found: Resolution) -> None:
 def _print_answer(
     used: RungOutlook | None, fresh: bool, resume_from: str, world: int | None, *, read: str
 ) -> None:
+    from holdfast.base import plural
+
     asked = "" if resume_from == "auto" else f" (resume_from = {resume_from!r})"
     if used is not None:
         typer.echo(f"would resume{asked} at step {used.step} from {used.path}; {read}")
-        if world is not None and used.world not in (None, world):
-            typer.echo(f"it was saved by {_ranks(used.world)}, and would be resharded to {_ranks(world)}")
+        if world is not None and used.world is not None and used.world != world:
+            saved, wanted = plural(used.world, "rank"), plural(world, "rank")
+            typer.echo(f"it was saved by {saved}, and would be resharded to {wanted}")
     elif fresh:
         typer.echo(f"would make a fresh start{asked}")
     else:
         typer.echo(f"would refuse to start{asked}: no checkpoint may be used (exit code 18)")
-
-
-def _ranks(count: int | None) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 # --- diff --------------------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ def diff(
 def _difference_row(entry: EntryDifference) -> dict[str, Any]:
     import msgspec
 
-    from holdfast.journal import encode_loss
+    from holdfast.journal.events import encode_loss
 
     row = {name: getattr(entry, name) for name in entry.__struct_fields__}
     return msgspec.to_builtins(row | {"max_abs": encode_loss(entry.max_abs)})  # type: ignore[no-any-return]
@@ -193,7 +192,7 @@ def _print_difference(found: Difference) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from holdfast.checkpoint.format import printable
+    from holdfast.base import escaped
 
     def table(*header: str) -> Table:
         made = Table(box=None, pad_edge=False, show_edge=False)
@@ -207,7 +206,7 @@ def _print_difference(found: Difference) -> None:
     if found.facts:
         facts = table("fact", "A", "B")
         for fact in found.facts:
-            facts.add_row(*(Text(printable(str(value))) for value in (fact.name, fact.a, fact.b)))
+            facts.add_row(*(Text(escaped(str(value))) for value in (fact.name, fact.a, fact.b)))
         console.print(facts)
     if found.entries:
         console.print()
@@ -223,12 +222,12 @@ def _print_difference(found: Difference) -> None:
 
 
 def _cells(entry: EntryDifference) -> list[str]:
-    from holdfast.checkpoint.format import printable
+    from holdfast.base import escaped
 
-    name = printable(entry.name)
+    name = escaped(entry.name)
     if entry.what != "values":
         detail = ", ".join(entry.parts) or entry.detail
-        return [name, f"{entry.what}: {printable(detail, 1000)}" if detail else entry.what, "", "", "", ""]
+        return [name, f"{entry.what}: {escaped(detail, 1000)}" if detail else entry.what, "", "", "", ""]
     apart = "-" if entry.max_abs is None else f"{entry.max_abs:.6g}"
     return [
         name, "values", f"{entry.differing} of {entry.elements}", apart, str(entry.nans_a), str(entry.nans_b)
@@ -319,7 +318,7 @@ def acquit(
 def _judge(
     run_dir: Path, which: str, reason: str, root: Path | None, verdict: Standing, *, yes: bool, as_json: bool
 ) -> None:
-    from holdfast.checkpoint.format import printable
+    from holdfast.base import escaped
     from holdfast.errors import UsageError
     from holdfast.record import known_root
 
@@ -327,7 +326,7 @@ def _judge(
     where = (root if root is not None else run_dir / "checkpoints").absolute()
     if not reason.strip():
         raise UsageError("--reason must say why: it is all that a later reader of the journal has")
-    reason = printable(reason.strip(), 2000)
+    reason = escaped(reason.strip(), 2000)
     if root is None:
         where = known_root(control)
     chosen = _choose(control, where, which, verdict)
@@ -482,7 +481,8 @@ def _record(
     root: Path,
 ) -> list[str]:
     """Write it down; what could not be written beside the checkpoints."""
-    from holdfast.journal import Decision, JournalWriter
+    from holdfast.journal import JournalWriter
+    from holdfast.journal.events import Decision
     from holdfast.record import Standing, StandingBook, attempt_numbers
 
     book = StandingBook(control, root)

@@ -236,7 +236,7 @@ NAMES = {
 }
 
 
-def _print(known: dict[str, Known], chosen: Cadence, found: dict[str, Any]) -> None:
+def _print(known: dict[str, Known], chosen: Cadence, document: dict[str, Any]) -> None:
     from holdfast.base import duration, plural
 
     for name, words in NAMES.items():
@@ -252,21 +252,21 @@ def _print(known: dict[str, Known], chosen: Cadence, found: dict[str, Any]) -> N
     steps = plural(chosen.interval_steps, "step")
     typer.echo(
         f"\nSave every {steps} ({duration(chosen.interval_seconds)}). Expected overhead: "
-        f"{chosen.expected_overhead:.2%}, or {duration(found['lost_seconds_per_day'])} a day."
+        f"{chosen.expected_overhead:.2%}, or {duration(document['lost_seconds_per_day'])} a day."
     )
     for note in chosen.evidence[3:]:
         typer.echo(f"  {note}")
     typer.echo(f"\n  {'interval':<12} {'steps':>14} {'time':>14} {'overhead':>10} {'lost a day':>14}")
-    for row in found["table"]:
+    for row in document["table"]:
         typer.echo(
             f"  {row['interval']:<12} {row['steps']:>14} {duration(row['seconds']):>14} "
             f"{row['overhead']:>10.2%} {duration(row['lost_seconds_per_day']):>14}"
         )
     typer.echo("\nTo set it:")
-    typer.echo(_indented(found["set"]["fixed"]))
+    typer.echo(_indented(document["set"]["fixed"]))
     typer.echo("or, to have it chosen anew from what the run measures:")
-    typer.echo(_indented(found["set"]["auto"]))
-    for text in found["warnings"]:
+    typer.echo(_indented(document["set"]["auto"]))
+    for text in document["warnings"]:
         typer.echo(f"Warning: {text}.")
 
 

@@ -66,8 +66,7 @@ def recover(
     """
     from holdfast.cli.control import user
     from holdfast.cli.output import Bar
-    from holdfast.recover import Wishes, conduct_plain, open_run
-    from holdfast.recover import go_through as conduct
+    from holdfast.recover import Wishes, open_run, recover_plain_root, recover_run
 
     wishes = Wishes(
         run=run,
@@ -90,9 +89,9 @@ def recover(
     control = open_run(run_dir)
     show = _quiet if as_json else _show
     if control is None:
-        report = conduct_plain(run_dir, wishes, show, lambda: Bar(lambda: None))
+        report = recover_plain_root(run_dir, wishes, show, lambda: Bar(lambda: None))
     else:
-        report = conduct(control, wishes, show, _ask, lambda: Bar(lambda: None))
+        report = recover_run(control, wishes, show, _ask, lambda: Bar(lambda: None))
     if as_json:
         import msgspec
 
@@ -105,9 +104,9 @@ def _quiet(row: Row) -> None:
 
 
 def _show(row: Row) -> None:
-    from holdfast.recover import plain
+    from holdfast.recover import plain_text
 
-    line = plain(row)
+    line = plain_text(row)
     if row.word and row.style and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         from rich.console import Console
         from rich.text import Text

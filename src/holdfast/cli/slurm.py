@@ -255,24 +255,26 @@ def _document(job: SlurmJob | None, record: JobRecord | None, now: float) -> dic
     }
 
 
-def _lines(job: SlurmJob, record: JobRecord | None, found: dict[str, Any]) -> list[str]:
+def _lines(job: SlurmJob, record: JobRecord | None, document: dict[str, Any]) -> list[str]:
     from holdfast.base import duration, plural, printable
     from holdfast.cli.output import show_time
 
-    part = f" in partition {printable(found['partition'])}" if found["partition"] else ""
+    part = f" in partition {printable(document['partition'])}" if document["partition"] else ""
     lines = [f"job {job.label} ({printable(job.name)}){part}, queued again {plural(job.restarts, 'time')}"]
     names = ", ".join(map(printable, job.nodes[:16])) + (" …" if len(job.nodes) > 16 else "")
     lines.append(f"{plural(len(job.nodes), 'node')}: {names}" if job.nodes else "nodes: not known")
-    if found["ends_at"] is None:
+    if document["ends_at"] is None:
         lines.append("time limit: none, or not known")
     else:
-        lines.append(f"ends at {show_time(found['ends_at'])}, in {duration(max(found['time_left'], 0.0))}")
+        lines.append(
+            f"ends at {show_time(document['ends_at'])}, in {duration(max(document['time_left'], 0.0))}"
+        )
     if record is None:
         lines.append("Slurm could not be asked (scontrol is missing or does not answer)")
         return lines
     again = {True: "may be queued again", False: "may not be queued again", None: "not known whether it may"}
-    lines.append(f"{record.state.lower()}; {again[found['may_requeue']]}")
-    if found["preempted"]:
+    lines.append(f"{record.state.lower()}; {again[document['may_requeue']]}")
+    if document["preempted"]:
         lines.append("it is being preempted")
     if record.exclude:
         lines.append(f"without {', '.join(map(printable, record.exclude))}")

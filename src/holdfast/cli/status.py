@@ -40,14 +40,14 @@ def status(
     if there is no run. Changes nothing.
     """
     from holdfast.errors import ExitCode
-    from holdfast.observe import look
+    from holdfast.observe import status_of
 
     control = _open(run_dir)
     try:
         if watch:
             _watch(control, every, as_json=as_json)
             return
-        found = look(control)
+        found = status_of(control)
         _print_json(found) if as_json else _print(found)
     except BrokenPipeError:
         # The reader of our output has seen enough. Python flushes stdout once more at exit: give it a sink.
@@ -74,60 +74,60 @@ def _open(run_dir: Path | None) -> ControlDirectory:
 
 
 def _watch(control: ControlDirectory, every: float, *, as_json: bool) -> None:
-    from holdfast.observe import look, short
+    from holdfast.observe import status_line, status_of
 
     if not as_json and sys.stdout.isatty():
         _watch_live(control, every)
         return
     while True:
-        found = look(control)
+        found = status_of(control)
         if as_json:
             _print_json(found)
         else:
-            print(short(found), flush=True)
+            print(status_line(found), flush=True)
         time.sleep(every)
 
 
 def _watch_live(control: ControlDirectory, every: float) -> None:
     from rich.live import Live
 
-    from holdfast.observe import look
+    from holdfast.observe import status_of
 
-    with Live(_text(look(control)), auto_refresh=False, screen=False) as live:
+    with Live(_text(status_of(control)), auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)
-            live.update(_text(look(control)), refresh=True)
+            live.update(_text(status_of(control)), refresh=True)
 
 
-def _text(found: Status) -> Text:
+def _text(status: Status) -> Text:
     from rich.text import Text
 
-    from holdfast.observe import rows
+    from holdfast.observe import status_rows
 
     lines = [
         Text.assemble((f"{row.label:<10}", "dim"), (row.text, row.style), overflow="fold")
-        for row in rows(found)
+        for row in status_rows(status)
     ]
     return Text("\n").join(lines)
 
 
-def _print(found: Status) -> None:
-    from holdfast.observe import rows
+def _print(status: Status) -> None:
+    from holdfast.observe import status_rows
 
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console(highlight=False).print(_text(found), soft_wrap=True)
+        Console(highlight=False).print(_text(status), soft_wrap=True)
         return
-    for row in rows(found):
+    for row in status_rows(status):
         print(f"{row.label:<10}{row.text}")
     sys.stdout.flush()
 
 
-def _print_json(found: Status) -> None:
+def _print_json(status: Status) -> None:
     import msgspec
 
-    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    sys.stdout.write(msgspec.json.encode(status).decode() + "\n")
     sys.stdout.flush()
 
 
@@ -150,7 +150,7 @@ def why(
 
     from holdfast.account import incidents_of as incidents
     from holdfast.account import remarks_of as remarks
-    from holdfast.account import stops
+    from holdfast.account import stops_of
     from holdfast.journal import read_journal
 
     if not (run_dir / "run.json").is_file():
@@ -158,7 +158,7 @@ def why(
     lines = read_journal(run_dir / "journal")
     found = incidents(lines)
     others = remarks(lines, found)
-    asked = stops(lines)
+    asked = stops_of(lines)
     told = sorted([*found, *asked], key=lambda one: one.at)
     if attempt is None:
         chosen = told[-1] if told else None
@@ -189,23 +189,24 @@ def why(
         typer.echo(f"also, {show_time(one.at)}: {one.what}{times}\n  next  {one.next}")
 
 
-def _is_of(one: Remark, stopped: Incident | None) -> bool:
-    return one.kind == "stop" and stopped is not None and one.attempt == stopped.attempt
+def _is_of(remark: Remark, stopped: Incident | None) -> bool:
+    return remark.kind == "stop" and stopped is not None and remark.attempt == stopped.attempt
 
 
-def _show_remark(one: Remark, which: str) -> None:
+def _show_remark(remark: Remark, which: str) -> None:
     from holdfast.account import answers_of
 
-    typer.echo(f"{which}{f', attempt {one.attempt}' if one.attempt else ''}, {show_time(one.at)}")
-    for question, text in answers_of(one):
+    which += f", attempt {remark.attempt}" if remark.attempt else ""
+    typer.echo(f"{which}, {show_time(remark.at)}")
+    for question, text in answers_of(remark):
         typer.echo(f"  {question:<5} {text}")
 
 
 def _show(incident: Incident, which: str) -> None:
-    from holdfast.account import five
+    from holdfast.account import five_answers
 
     typer.echo(f"{which}, attempt {incident.attempt}, {show_time(incident.at)}")
-    for question, text in five(incident):
+    for question, text in five_answers(incident):
         typer.echo(f"  {question:<5} {text}")
     for name in incident.account.files if incident.account is not None else []:
         typer.echo(f"  file  {name}")
@@ -348,11 +349,10 @@ def _show_people(pairs: list[Pair]) -> None:
 
     from holdfast.base import printable
     from holdfast.journal import condense
-    from holdfast.journal import render_event as render
 
     console = Console(highlight=False)
     for line in condense(line for line, _ in pairs):
-        shown = render(line.body)
+        shown = line.body.render()
         text = Text(show_time(line.at), style="dim")
         text.append(f"  {line.attempt:>3}  {printable(line.who):<12}  ", style="dim")
         text.append(shown.text, style=STYLES[shown.style])
@@ -366,7 +366,7 @@ def _show_people(pairs: list[Pair]) -> None:
 
 def _follow(reader: JournalReader, seen: list[Pair], show: Callable[[list[Pair]], None]) -> None:
     """Show lines as they come until the run has finished (or Ctrl-C). A restart un-finishes it."""
-    from holdfast.journal import AttemptEnded, AttemptStarted, RunFinished
+    from holdfast.journal.events import AttemptEnded, AttemptStarted, RunFinished
 
     finished_at: float | None = None
     pairs = seen

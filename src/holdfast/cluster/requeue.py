@@ -19,15 +19,8 @@ from holdfast.cluster import scontrol
 from holdfast.cluster.scontrol import JobRecord
 from holdfast.cluster.slurm import SlurmJob
 from holdfast.errors import ExitCode, HoldfastError, StorageError
-from holdfast.journal import (
-    JobFound,
-    JournalWriter,
-    Line,
-    RequeueAsked,
-    SaveCommitted,
-    StopAsked,
-    read_journal,
-)
+from holdfast.journal import JournalWriter, Line, read_journal
+from holdfast.journal.events import JobFound, RequeueAsked, SaveCommitted, StopAsked
 from holdfast.policy import JobFacts, RequeueRuling, Source, StopRequest, after_stop, by_decision, uncounted
 from holdfast.record import (
     ControlDirectory,

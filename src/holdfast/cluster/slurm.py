@@ -16,7 +16,7 @@ from itertools import product
 
 import msgspec
 
-from holdfast.journal import JobFound
+from holdfast.journal.events import JobFound
 
 # Slurm's short form for many nodes, `n[1-3,07-09]`, spelt out.
 #

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.journal import Line, StepsDone, decode_loss
+from holdfast.journal import Line
+from holdfast.journal.events import StepsDone, decode_loss
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from holdfast import __version__
-from holdfast.account import Incident, Story, back, headline, incidents_of
+from holdfast.account import Incident, Story, back_line, headline, incidents_of
 from holdfast.base import duration, number, plural, printable
 from holdfast.drill import compare
 from holdfast.drill.compare import Comparison
@@ -38,11 +38,11 @@ from holdfast.drill.faults import (
     training,
 )
 from holdfast.errors import UsageError
-from holdfast.journal import (
+from holdfast.journal import Line
+from holdfast.journal.events import (
     Account,
     AttemptStarted,
     Decision,
-    Line,
     Resumed,
     RunFinished,
     RungRejected,
@@ -53,7 +53,6 @@ from holdfast.journal import (
     Warned,
     WorkerFailed,
     decode_loss,
-    render_event,
 )
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ class DemoView:
         elif told:
             self.say(told, STYLES["warning" if isinstance(body, RungRejected) else "decision"])
         elif isinstance(body, SHOWN) and not quiet:
-            shown = render_event(body)
+            shown = body.render()
             self.say(shown.text, STYLES.get(shown.style, ""))
             for detail in shown.details:
                 self.say(f"  {detail}", "dim")
@@ -158,7 +157,7 @@ class DemoView:
         over = self._story.is_back(line)
         mine = [one for one in incidents_of(self._lines) if over is not None and one.attempt == over.attempt]
         for incident in mine[-1:]:
-            self.say(back(incident, self._story.target), STYLES["good"])
+            self.say(back_line(incident, self._story.target), STYLES["good"])
 
     def _progress(self, line: Line, body: StepsDone) -> None:
         step = body.first + len(body.seconds) - 1

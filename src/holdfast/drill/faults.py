@@ -23,7 +23,8 @@ import msgspec
 from holdfast.checkpoint.format import MetadataError
 from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.errors import HoldfastError
-from holdfast.journal import JournalReader, Line, WorkersStarted
+from holdfast.journal import JournalReader, Line
+from holdfast.journal.events import WorkersStarted
 from holdfast.process import AGENT, guarded, own_child, proc
 
 LARGEST_ITEM = 64 * 1024 * 1024

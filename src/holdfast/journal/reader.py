@@ -13,61 +13,24 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from holdfast.base import printable
 from holdfast.journal.events import (
-    AnyEvent,
-    Line,
     SaveCommitted,
     SaveFailed,
     SaveSkipped,
     SaveStarted,
     StepsDone,
-    Unknown,
     WorkersStarted,
     decode_loss,
     encode_loss,
 )
-from holdfast.journal.render import REPORTER
+from holdfast.journal.line import REPORTER, Line, parse_line
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 BLOCK = 4 * MAX_LINE_BYTES
 """Bytes that are read at a time."""
-TIMES = (-1e9, 1e11)
-"""What `at` can be: a clock that was never set, up to the year 5138. What else it says no clock has said."""
-
-
-class _Frame(msgspec.Struct):
-    v: int
-    at: float
-    who: str
-    attempt: int
-    seq: int
-    body: msgspec.Raw
-
-
-_frame_decoder = msgspec.json.Decoder(_Frame)
-_body_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(AnyEvent)
-_loose_decoder = msgspec.json.Decoder(dict[str, Any])
-
-
-def parse_line(raw: bytes) -> Line | None:
-    """One line, or None if it is not a journal line."""
-    try:
-        frame = _frame_decoder.decode(raw)
-        try:
-            body = _body_decoder.decode(frame.body)
-        except msgspec.ValidationError:
-            fields = _loose_decoder.decode(frame.body)
-            body = Unknown(event=str(fields.pop("event", "?")), fields=fields)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return None
-    if not TIMES[0] <= frame.at <= TIMES[1]:
-        return None
-    return Line(v=frame.v, at=frame.at, who=frame.who, attempt=frame.attempt, seq=frame.seq, body=body)
 
 
 class JournalReader:

@@ -23,8 +23,11 @@ from typing import Any
 import msgspec
 
 from holdfast.base import Aside
-from holdfast.journal.events import JOURNAL_VERSION, Warned
-from holdfast.journal.subjects import Event
+from holdfast.journal.event import Event
+from holdfast.journal.events import (
+    Warned,
+)
+from holdfast.journal.line import JOURNAL_VERSION
 
 log = logging.getLogger("holdfast.journal")
 

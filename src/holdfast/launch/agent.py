@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from holdfast.cluster import devices_here, environment_of, node_name
 from holdfast.config import parse_failure_causes
 from holdfast.errors import ControlError, DecisionTimeoutError, ExitCode, HoldfastError
-from holdfast.journal import RunCreated, Warned, WorkersStarted
+from holdfast.journal.events import RunCreated, Warned, WorkersStarted
 from holdfast.launch.context import Interrupted, LaunchContext
 from holdfast.launch.in_place import Consent, InProcess
 from holdfast.launch.incident import (

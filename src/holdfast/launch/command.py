@@ -39,7 +39,8 @@ from holdfast.checkpoint.choose import highest_committed_step
 from holdfast.cluster import current_job, devices_here, node_name
 from holdfast.errors import NOT_ALERTED, ControlError, ExitCode, HoldfastError, UsageError
 from holdfast.health import last_words
-from holdfast.journal import JournalWriter, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import Warned
 from holdfast.launch.agent import HoldfastAgent
 from holdfast.launch.alert import Alerts, first_to_tell
 from holdfast.launch.context import Interrupted, LaunchContext, StopSignals, keep_launch

@@ -51,7 +51,8 @@ from holdfast.health import (
     site_checks,
     try_ring,
 )
-from holdfast.journal import HealthFailed, JournalWriter
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import HealthFailed
 from holdfast.launch.nodes import StopRun, usable_devices
 from holdfast.policy import DeviceError
 from holdfast.process import guarded

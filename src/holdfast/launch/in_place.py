@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore
 
 from holdfast.config import InProcessSettings
 from holdfast.errors import ExitCode
-from holdfast.journal import Warned, WorkersStarted
+from holdfast.journal.events import Warned, WorkersStarted
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.incident import Recovery
 from holdfast.launch.nodes import Announcement, Attempt, MeetingHandler, Notice, lead_on

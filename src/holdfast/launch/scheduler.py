@@ -22,7 +22,8 @@ from holdfast.cluster import (
 )
 from holdfast.config import Settings
 from holdfast.errors import ControlError, HoldfastError, StorageError
-from holdfast.journal import JournalWriter, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import Warned
 from holdfast.policy import MAX_REQUEUES, Grace, StopRequest, does_not_fit, say_grace
 from holdfast.record import ControlDirectory, requeues_without_progress
 from holdfast.train import measured_before

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from holdfast.base import Look, Waiting, duration
+from holdfast.base import Look, Waiting, duration, plural
 from holdfast.errors import ControlError, ExitCode
-from holdfast.journal import StopAgreed, StopAsked, StopForced, StopHastened, Warned
+from holdfast.journal.events import StopAgreed, StopAsked, StopForced, StopHastened, Warned
 from holdfast.launch.context import LaunchContext
 from holdfast.launch.monitor import StopWords
 from holdfast.launch.nodes import Attempt, Notice
@@ -304,11 +304,10 @@ class Stopping:
 
     def _live(self, ended: Mapping[int, int]) -> None:
         left = len(set(self._workers.pids) - set(ended))
-        ranks = "1 rank" if left == 1 else f"{left} ranks"
         waited, limit = time.monotonic() - self._learnt, self._left()
         if left:
             longest = None if limit is None else max(0.0, limit) + waited
-            self._line(Waiting(f"{ranks} to save and stop", waited, longest))
+            self._line(Waiting(f"{plural(left, 'rank')} to save and stop", waited, longest))
 
     def _left(self) -> float | None:
         """Seconds until the deadline."""

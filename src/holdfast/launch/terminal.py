@@ -21,10 +21,11 @@ from typing import Any
 
 import msgspec
 
-from holdfast.account import Story, back, closing, incidents_of, remarks_of
+from holdfast.account import Story, back_line, closing_line, incidents_of, remarks_of
 from holdfast.base import Bounded, Kind, LiveLine, Source, plural, printable, speak
 from holdfast.errors import MEANINGS, ExitCode
-from holdfast.journal import Account, JournalReader, Line, SaveLines, StepsDone
+from holdfast.journal import JournalReader, Line
+from holdfast.journal.events import Account, SaveLines, StepsDone
 from holdfast.policy import describe_end
 from holdfast.record import RECOVERY, ControlDirectory, FailureRecord, decision_path, read_record
 
@@ -255,7 +256,7 @@ class SavesTold:
     def _closing(self, run_dir: str) -> str:
         lines = self._read(0)
         found = incidents_of(lines)
-        return closing(found, remarks_of(lines, found), self._step, run_dir)
+        return closing_line(found, remarks_of(lines, found), self._step, run_dir)
 
     def close(self) -> None:
         """Tell what has been journalled by now, and no more."""
@@ -299,7 +300,7 @@ class SavesTold:
         if over is not None and self._leads:
             mine = [one for one in incidents_of(self._read(over.attempt)) if one.attempt == over.attempt]
             for incident in mine[-1:]:
-                self._say(back(incident, target))
+                self._say(back_line(incident, target))
 
     def _read(self, since: int) -> list[Line]:
         """The run's journal; of a long one only the attempts from `since` on."""

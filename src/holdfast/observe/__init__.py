@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.observe.chart import losses
     from holdfast.observe.report import write_report
-    from holdfast.observe.status import Status, StopState, incident_table, look, rows, short
+    from holdfast.observe.status import Status, StopState, incident_table, status_line, status_of, status_rows
 else:
     __getattr__ = offers(__name__)

@@ -17,7 +17,8 @@ from html import escape
 
 from holdfast.account import steps_done
 from holdfast.base import number, printable
-from holdfast.journal import Line, StragglersReported
+from holdfast.journal import Line
+from holdfast.journal.events import StragglersReported
 from holdfast.train.stragglers import COMPUTE, INPUT, OTHER
 
 # The losses of a run, one series an attempt. Pure: journal lines in, numbers out.
@@ -39,7 +40,7 @@ class AttemptLosses:
     """The last step that still counts; later ones were done again by a later attempt. None: all count."""
 
 
-def losses(lines: list[Line]) -> list[AttemptLosses]:
+def losses_by_attempt(lines: list[Line]) -> list[AttemptLosses]:
     """Each attempt's losses in the order of its steps; attempts that recorded none are left out."""
     points: dict[int, list[LossPoint]] = {}
     first: dict[int, int] = {}
@@ -47,12 +48,12 @@ def losses(lines: list[Line]) -> list[AttemptLosses]:
         first.setdefault(step.attempt, step.step)
         if step.loss is not None:
             points.setdefault(step.attempt, []).append(LossPoint(step.step, step.loss, step.end))
-    found = []
+    series = []
     for attempt in sorted(points):
         later = [step for number, step in first.items() if number > attempt]
         kept = min(later) - 1 if later and min(later) <= points[attempt][-1].step else None
-        found.append(AttemptLosses(attempt, points[attempt], kept))
-    return found
+        series.append(AttemptLosses(attempt, points[attempt], kept))
+    return series
 
 
 # Seconds of a step by rank and section as inline SVG: where which rank loses time, at a look.
@@ -165,15 +166,15 @@ def _by_node(values: Sequence[list[float]], nodes: Sequence[str]) -> list[Row]:
     members: dict[str, list[list[float]]] = {}
     for mine, node in zip(values, nodes, strict=True):
         members.setdefault(node, []).append(mine)
-    found = []
+    rows = []
     slowest = sorted(members, key=lambda node: -max(sum(mine[:-1]) for mine in members[node]))
     for node in sorted(slowest[:MOST_NODES]):
         ranks = members[node]
         worst = [max(column) for column in zip(*ranks, strict=True)]
         worst[-1] = min(mine[-1] for mine in ranks)  # who waits least is the one that is late
         shown = printable(node) or "(no name)"
-        found.append(Row(shown, f"node {shown}, the worst of {len(ranks)} rows", worst))
-    return found
+        rows.append(Row(shown, f"node {shown}, the worst of {len(ranks)} rows", worst))
+    return rows
 
 
 def _medians(shown: Sequence[Row]) -> list[float]:
@@ -308,25 +309,27 @@ def draw(chart: Chart, *, width: int, height: int, name: str) -> str:
 
 def describe(chart: Chart) -> str:
     """What the picture shows, in words."""
-    said = []
-    for one in chart.series[-MOST_NAMED:]:
-        first, last = one.points[0], one.points[-1]
+    sentences = []
+    for series in chart.series[-MOST_NAMED:]:
+        first, last = series.points[0], series.points[-1]
         text = (
-            f"Attempt {one.attempt}: steps {first.step} to {last.step}, "
+            f"Attempt {series.attempt}: steps {first.step} to {last.step}, "
             f"loss {number(first.loss)} to {number(last.loss)}"
         )
-        said.append(text + (f", rolled back after step {one.kept}." if one.kept is not None else "."))
-    said += [
+        sentences.append(
+            text + (f", rolled back after step {series.kept}." if series.kept is not None else ".")
+        )
+    sentences += [
         f"Incident {fault.incident}, last known step {fault.step}: {fault.what}."
         for fault in chart.faults[-MOST_NAMED:]
     ]
-    said += [f"Checkpoint {name} was rejected: {why}." for _, name, why in chart.rejected[-MOST_NAMED:]]
+    sentences += [f"Checkpoint {name} was rejected: {why}." for _, name, why in chart.rejected[-MOST_NAMED:]]
     if max(len(chart.series), len(chart.faults), len(chart.rejected)) > MOST_NAMED:
-        said.append(f"Of each kind only the last {MOST_NAMED} are named here.")
-    said.append(f"{len(chart.commits)} checkpoints were committed.")
+        sentences.append(f"Of each kind only the last {MOST_NAMED} are named here.")
+    sentences.append(f"{len(chart.commits)} checkpoints were committed.")
     if chart.reference:
-        said.append("A reference curve is drawn underneath.")
-    return " ".join(said)
+        sentences.append("A reference curve is drawn underneath.")
+    return " ".join(sentences)
 
 
 def _axes(frame: _Frame) -> list[str]:
@@ -389,10 +392,10 @@ def _reference(chart: Chart, frame: _Frame) -> list[str]:
     return ["<g><title>Reference</title>", *_path(chart.reference, frame, "reference"), "</g>"]
 
 
-def _split(one: AttemptLosses) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+def _split(series: AttemptLosses) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     """An attempt's points: those that count, and those that were done again later."""
-    points = [(point.step, point.loss) for point in one.points]
-    kept = [point for point in points if one.kept is None or point[0] <= one.kept]
+    points = [(point.step, point.loss) for point in series.points]
+    kept = [point for point in points if series.kept is None or point[0] <= series.kept]
     return kept, points[len(kept) :]
 
 
@@ -416,23 +419,24 @@ def _series(series: list[AttemptLosses], frame: _Frame) -> list[str]:
     return solid + dashed + labels  # dashes over the lines that repeat them, names over everything
 
 
-def _label(one: AttemptLosses, index: int, frame: _Frame, taken: list[tuple[float, float]]) -> list[str]:
+def _label(series: AttemptLosses, index: int, frame: _Frame, taken: list[tuple[float, float]]) -> list[str]:
     """An attempt's mark and its name, above and to the right, clear of the names already there."""
-    start = next(((p.step, p.loss) for p in one.points if math.isfinite(p.loss)), None)
+    start = next(((p.step, p.loss) for p in series.points if math.isfinite(p.loss)), None)
     if start is None:
         return []
     x, y = frame.x(start[0]), frame.y(start[1])
     above = max(y - 10, 12)
     while any(abs(x - other_x) < 80 and abs(above - other_y) < 14 for other_x, other_y in taken):
         above -= 14
-    if above < 12 or frame.lane(one.attempt) is None:  # no room; very many have no lane to be found in either
+    # No room; of very many attempts the last have no lane to be found in either.
+    if above < 12 or frame.lane(series.attempt) is None:
         return [_shape(index, x, y)]
     taken.append((x, above))
     anchor, shift = ("end", -8) if x > frame.right - 70 else ("start", 8)
     return [
         _shape(index, x, y),
         f'<text class="label" x="{x + shift:.1f}" y="{above:.1f}" text-anchor="{anchor}">'
-        f"attempt {one.attempt}</text>",
+        f"attempt {series.attempt}</text>",
     ]
 
 

@@ -18,24 +18,24 @@ from holdfast.account import (
     Incident,
     Ledger,
     Remark,
-    accounting,
     answers_of,
-    attempts,
+    attempts_of,
     cost_of,
-    counted,
-    finished,
-    five,
+    counts_by_kind,
+    finished_line,
+    five_answers,
     incidents_of,
     investigations,
+    ledger_of,
     remarks_of,
 )
 from holdfast.base import check_output, duration, plural, printable, replace_atomic, size
 from holdfast.checkpoint.format import parse_name
-from holdfast.journal import (
+from holdfast.journal import Line, condense
+from holdfast.journal.events import (
     DataSkipped,
     Decision,
     DeterminismMeasured,
-    Line,
     ProbationEnded,
     RunCreated,
     StandingChanged,
@@ -44,10 +44,8 @@ from holdfast.journal import (
     StragglersReported,
     ThroughputLow,
     Verdict,
-    condense,
-    render_event,
 )
-from holdfast.observe.chart import Chart, Fault, draw, draw_heat_map, losses
+from holdfast.observe.chart import Chart, Fault, draw, draw_heat_map, losses_by_attempt
 from holdfast.observe.status import cost
 from holdfast.observe.style import STYLE
 
@@ -84,29 +82,30 @@ IN_FULL = 50
 MOST_OTHERS = 100
 
 
-def incident_part(found: list[Incident], others: Sequence[Remark], began: float) -> str:
+def incident_part(incidents: list[Incident], remarks: Sequence[Remark], began: float) -> str:
     """Markup."""
     heading = '<h2 id="incidents">Incidents</h2>\n'
-    if not found and not others:
+    if not incidents and not remarks:
         return f"{heading}<p class='soft'>None.</p>"
-    return heading + _failures(found, began) + _others(others, began)
+    return heading + _failures(incidents, began) + _remarks(remarks, began)
 
 
-def _failures(found: list[Incident], began: float) -> str:
-    if not found:
+def _failures(incidents: list[Incident], began: float) -> str:
+    if not incidents:
         return ""
-    full = {one.number for one in found[-IN_FULL:]}
-    full |= {max(found, key=lambda one: one.seconds_lost).number}  # the first screen leads there
+    full = {incident.number for incident in incidents[-IN_FULL:]}
+    costliest = max(incidents, key=lambda incident: incident.seconds_lost)
+    full.add(costliest.number)  # the first screen leads there
     heads = [("#", ""), ("What happened", ""), ("Evidence", ""), ("Decision", ""), ("Time lost", "num")]
     caption = "Each fault, from its detection until the run was back where it had been."
-    made = table(caption, heads, [_row(one, began) for one in found if one.number in full])
-    brief = [one for one in found if one.number not in full]
+    made = table(caption, heads, [_row(incident, began) for incident in incidents if incident.number in full])
+    brief = [incident for incident in incidents if incident.number not in full]
     if not brief:
         return made
     rows = [
-        f'<tr id="incident-{one.number}"><th scope="row"><span class="badge">{one.number}</span></th>'
-        f"<td>{text(one.what, 160)}</td><td class='num'>{duration(one.seconds_lost)}</td></tr>"
-        for one in brief
+        f"{_row_head(incident)}<td>{text(incident.what, 160)}</td>"
+        f"<td class='num'>{duration(incident.seconds_lost)}</td></tr>"
+        for incident in brief
     ]
     short = table("A line each.", [("#", ""), ("What happened", ""), ("Time lost", "num")], rows, "brief")
     return (
@@ -117,32 +116,37 @@ def _failures(found: list[Incident], began: float) -> str:
     )
 
 
-def _row(one: Incident, began: float) -> str:
-    evidence = "".join(f"<li>{text(item)}</li>" for item in one.evidence)
-    lost = "<br>".join(text(part) for part in cost(one).split("\n"))
+def _row_head(incident: Incident) -> str:
+    number = incident.number
+    return f'<tr id="incident-{number}"><th scope="row"><span class="badge">{number}</span></th>'
+
+
+def _row(incident: Incident, began: float) -> str:
+    evidence = "".join(f"<li>{text(item)}</li>" for item in incident.evidence)
+    lost = "<br>".join(text(part) for part in cost(incident).split("\n"))
     return (
-        f'<tr id="incident-{one.number}"><th scope="row"><span class="badge">{one.number}</span></th>'
-        f'<td data-label="What happened"><p><b>{text(one.what)}</b></p>'
-        f'<p class="soft">attempt {one.attempt}, '
-        f"last known step {one.failed_at_step}, {when(one.at, began)}</p></td>"
+        f'{_row_head(incident)}<td data-label="What happened"><p><b>{text(incident.what)}</b></p>'
+        f'<p class="soft">attempt {incident.attempt}, '
+        f"last known step {incident.failed_at_step}, {when(incident.at, began)}</p></td>"
         f'<td data-label="Evidence"><ul>{evidence}</ul></td>'
-        f'<td data-label="Decision">{text(one.decision)}</td>'
+        f'<td data-label="Decision">{text(incident.decision)}</td>'
         f'<td data-label="Time lost" class="num">{lost}</td></tr>'
     )
 
 
-def _others(others: Sequence[Remark], began: float) -> str:
+def _remarks(remarks: Sequence[Remark], began: float) -> str:
     """Each with the same questions as a failure."""
-    if not others:
+    if not remarks:
         return ""
     items = "".join(
-        f'<section class="answers"><h3>{KINDS.get(one.kind, one.kind).capitalize()} <span class="soft small">'
-        f"attempt {one.attempt}, {when(one.at, began)}"
-        f"{f', {one.count} times' if one.count > 1 else ''}</span></h3>"
-        f"{answer_list(answers_of(one))}</section>"
-        for one in others[-MOST_OTHERS:]
+        f'<section class="answers"><h3>{KINDS.get(remark.kind, remark.kind).capitalize()} '
+        f'<span class="soft small">'
+        f"attempt {remark.attempt}, {when(remark.at, began)}"
+        f"{f', {remark.count} times' if remark.count > 1 else ''}</span></h3>"
+        f"{answer_list(answers_of(remark))}</section>"
+        for remark in remarks[-MOST_OTHERS:]
     )
-    left = len(others) - MOST_OTHERS
+    left = len(remarks) - MOST_OTHERS
     more = f"<p class='soft'>{left} earlier ones are left out.</p>" if left > 0 else ""
     return (
         f'\n<div class="card others"><p class="soft">What the run met without failing.</p>{more}{items}</div>'
@@ -165,12 +169,12 @@ def standings(lines: list[Line]) -> dict[str, StandingChanged]:
     return {line.body.checkpoint: line.body for line in lines if isinstance(line.body, StandingChanged)}
 
 
-def standing(known: StandingChanged) -> str:
+def standing(change: StandingChanged) -> str:
     """What is known of a checkpoint, for its row."""
-    bad = known.standing in BAD
+    bad = change.standing in BAD
     mark, style = ("✕", "bad") if bad else ("✓", "good")
-    why = "; ".join(known.evidence)
-    return f'<span class="tag {style}">{mark} {text(known.standing)}</span> {text(why)}'.rstrip()
+    why = "; ".join(change.evidence)
+    return f'<span class="tag {style}">{mark} {text(change.standing)}</span> {text(why)}'.rstrip()
 
 
 def judged(lines: list[Line], began: float) -> str:
@@ -184,7 +188,7 @@ def _events(lines: list[Line], began: float) -> str:
         return ""
     rows = []
     for line in found[-MOST_ROWS:]:
-        shown = render_event(line.body)
+        shown = line.body.render()
         details = "".join(f"<li>{text(detail)}</li>" for detail in shown.details)
         rows.append(
             f'<tr><td data-label="When">{when(line.at, began)}</td>'
@@ -278,31 +282,31 @@ _ASKED = {"who": "Who", "what": "What", "why": "Why", "done": "Done", "cost": "C
 def first_screen(
     lines: Sequence[Line],
     life: Sequence[Attempt],
-    found: list[Incident],
-    others: list[Remark],
+    incidents: list[Incident],
+    remarks: list[Remark],
     ledger: Ledger,
 ) -> str:
     """Markup, from the sentence under the title down to the figures."""
-    ended = next((one for one in found[-1:] if one.account is not None and one.account.ends), None)
+    ended = next((one for one in incidents[-1:] if one.account is not None and one.account.ends), None)
     state = state_of(life, bool(lines))
-    stopped = next((one for one in reversed(others) if one.kind == "stop"), None)
+    stopped = next((one for one in reversed(remarks) if one.kind == "stop"), None)
     if state != "Stopped" or (stopped is not None and life and stopped.attempt != life[-1].number):
         stopped = None
     cards: list[tuple[str, str, list[tuple[str, str]]]] = []
     if ended is not None:
-        cards.append(("How it ended", _badge(ended), _of(ended)))
+        cards.append(("How it ended", _badge(ended), _answers(ended)))
     elif stopped is not None:
         cards.append(("How it ended", "", answers_of(stopped)))
-    cases = investigations([one for one in found if one is not ended])
+    cases = investigations([one for one in incidents if one is not ended])
     case = max(cases, key=lambda case: sum(one.seconds_lost for one in case), default=[])
     worst = case[-1] if case else None
-    rest = [one for one in others if one is not stopped or ended is not None]
+    rest = [one for one in remarks if one is not stopped or ended is not None]
     if worst is not None:
         heading = "What happened"
-        if len(case) > 1 and len(case) == len(found):
+        if len(case) > 1 and len(case) == len(incidents):
             heading = f"What happened, in {len(case)} incidents"
-        elif len(found) > 1:
-            heading = f"The costliest of {len(found)} incidents"
+        elif len(incidents) > 1:
+            heading = f"The costliest of {len(incidents)} incidents"
         cards.append((heading, "".join(map(_badge, case)), _whole(case)))
     elif rest and not cards:
         most = max(rest, key=lambda one: (one.seconds, one.count))
@@ -310,11 +314,11 @@ def first_screen(
         cards.append(("What happened", "", answers_of(most)))
     return "".join(
         [
-            _lead(lines, life, found, others, ended, stopped, state),
+            _lead(lines, life, incidents, remarks, ended, stopped, state),
             "</header>\n",
             f'<div class="cards">{"".join(_card(*card) for card in cards)}</div>\n' if cards else "",
             _also(rest),
-            _figures(life, found, others, ledger),
+            _figures(life, incidents, remarks, ledger),
         ]
     )
 
@@ -336,8 +340,8 @@ def state_of(life: Sequence[Attempt], any_line: bool) -> str:
 def _lead(
     lines: Sequence[Line],
     life: Sequence[Attempt],
-    found: list[Incident],
-    others: list[Remark],
+    incidents: list[Incident],
+    remarks: list[Remark],
     ended: Incident | None,
     stopped: Remark | None,
     state: str,
@@ -347,45 +351,45 @@ def _lead(
         return '<p class="lead">The journal is empty.</p>'
     began, last = min(line.at for line in lines), max(line.at for line in lines)
     steps = max((attempt.reached or 0 for attempt in life), default=0)
-    style, said, left = "", "", ""
+    style, summary, left = "", "", ""
     if state == "Finished":
-        style, said = " good", finished(found, others, steps).partition(": ")[2]
+        style, summary = " good", finished_line(incidents, remarks, steps).partition(": ")[2]
     elif state == "Running":
-        caught = found[-1] if found and found[-1].open else None
+        caught = incidents[-1] if incidents and incidents[-1].open else None
         where = f"step {steps}" if steps else "no step is done yet"
-        said = f"{where}, last sign of life {clock(last)}"
-        said += f"; not back yet from incident {caught.number}" if caught is not None else ""
+        summary = f"{where}, last sign of life {clock(last)}"
+        summary += f"; not back yet from incident {caught.number}" if caught is not None else ""
         left = "nothing to do; if the last sign is long ago, ask `holdfast status`"
     elif ended is not None and ended.account is not None:
         done = ended.account.done.removeprefix("stopped: ")
         cost = cost_of(ended).removeprefix("the run ended").removeprefix("; ")
-        style, said, left = " bad", f"{done}; {cost}" if cost else done, ended.account.next
+        style, summary, left = " bad", f"{done}; {cost}" if cost else done, ended.account.next
     elif stopped is not None:
-        said, left = f"{stopped.done.removeprefix('stopped ')} ({stopped.who} {stopped.did})", stopped.next
+        summary, left = f"{stopped.done.removeprefix('stopped ')} ({stopped.who} {stopped.did})", stopped.next
     elif state in ("Failed", "Lost", "Ended"):
-        style, said = " bad", f"it came to step {steps}"
+        style, summary = " bad", f"it came to step {steps}"
         left = "run the same command to go on from the newest sound checkpoint"
-    elif state == "Not started" and others:
-        style, said, left = " bad", f"{others[-1].who} {others[-1].did}", others[-1].next
+    elif state == "Not started" and remarks:
+        style, summary, left = " bad", f"{remarks[-1].who} {remarks[-1].did}", remarks[-1].next
     elif state == "Stopped":
-        said, left = f"it came to step {steps}", "run the same command to go on"
-    colon = f"<b class='state{style}'>{state.lower()}</b>" + (f": {text(said)}" if said else "")
+        summary, left = f"it came to step {steps}", "run the same command to go on"
+    colon = f"<b class='state{style}'>{state.lower()}</b>" + (f": {text(summary)}" if summary else "")
     now = f'<p class="verdict"><b>Next</b>: {text(left)}</p>' if left else ""
     span = f'<p class="lead small">{clock(began)}, {duration(last - began)}</p>'
     return f'<p class="verdict">{colon}</p>{now}{span}'
 
 
-def _badge(one: Incident) -> str:
-    return f' <a class="badge" href="#incident-{one.number}">{one.number}</a>'
+def _badge(incident: Incident) -> str:
+    return f' <a class="badge" href="#incident-{incident.number}">{incident.number}</a>'
 
 
-def _of(one: Incident) -> list[tuple[str, str]]:
-    return [(question, answer) for question, answer in five(one)]
+def _answers(incident: Incident) -> list[tuple[str, str]]:
+    return [(question, answer) for question, answer in five_answers(incident)]
 
 
 def _whole(case: Sequence[Incident]) -> list[tuple[str, str]]:
     """Of incidents of which the last one names the cause: its answers, and the cost of all."""
-    told = _of(case[-1])
+    told = _answers(case[-1])
     if len(case) == 1:
         return told
     lost, redone = sum(one.seconds_lost for one in case), sum(one.steps_lost for one in case)
@@ -394,8 +398,8 @@ def _whole(case: Sequence[Incident]) -> list[tuple[str, str]]:
     return [*told[: at + 1], ("", whole), *told[at + 1 :]]
 
 
-def _card(heading: str, badge: str, told: Sequence[tuple[str, str]]) -> str:
-    return f'<section class="answers card"><h2>{heading}{badge}</h2>{answer_list(told)}</section>'
+def _card(heading: str, badge: str, answers: Sequence[tuple[str, str]]) -> str:
+    return f'<section class="answers card"><h2>{heading}{badge}</h2>{answer_list(answers)}</section>'
 
 
 def answer_list(told: Sequence[tuple[str, str]]) -> str:
@@ -434,15 +438,18 @@ def _also(rest: Sequence[Remark]) -> str:
     return f'<section class="also card"><h2>Also</h2><ul>{rows}{more}</ul></section>'
 
 
-def _times(one: Remark) -> str:
-    return f" ({one.count} times)." if one.count > 1 and one.kind not in ("dropped", "stop", "copy") else "."
+def _times(remark: Remark) -> str:
+    told = remark.count > 1 and remark.kind not in ("dropped", "stop", "copy")
+    return f" ({remark.count} times)." if told else "."
 
 
-def _figures(life: Sequence[Attempt], found: list[Incident], others: list[Remark], ledger: Ledger) -> str:
+def _figures(
+    life: Sequence[Attempt], incidents: list[Incident], remarks: list[Remark], ledger: Ledger
+) -> str:
     reached = max((attempt.reached or 0 for attempt in life), default=0)
-    kinds = ([(len(found), "failure")] if found else []) + counted(others)
-    lost = sum(one.seconds_lost for one in found) + sum(one.seconds for one in others)
-    named = ", ".join(plural(count, kind) for count, kind in kinds) if others else ""
+    kinds = ([(len(incidents), "failure")] if incidents else []) + counts_by_kind(remarks)
+    lost = sum(one.seconds_lost for one in incidents) + sum(one.seconds for one in remarks)
+    named = ", ".join(plural(count, kind) for count, kind in kinds) if remarks else ""
     figures = [
         ("Steps", str(reached), ""),
         ("Attempts", str(len(life)), ""),
@@ -500,10 +507,10 @@ def report_html(
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The page as text."""
-    life = attempts(lines)
-    found = incidents_of(lines)
-    others = remarks_of(lines, found)
-    ledger = accounting(lines)
+    life = attempts_of(lines)
+    incidents = incidents_of(lines)
+    remarks = remarks_of(lines, incidents)
+    ledger = ledger_of(lines)
     began = min((line.at for line in lines), default=0.0)
     head = text(title)
     return "\n".join(
@@ -514,16 +521,16 @@ def report_html(
             "content=\"default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'\">",
             f"<title>{head} – {MARK}\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
             f'<header><p class="eyebrow">Holdfast run report</p>\n<h1>{head}</h1>',
-            first_screen(lines, life, found, others, ledger),
-            _chart(lines, life, found, reference or []),
+            first_screen(lines, life, incidents, remarks, ledger),
+            _chart(lines, life, incidents, reference or []),
             _ledger(ledger),
             _facts(lines, life, facts),
-            incident_part(found, others, began),
+            incident_part(incidents, remarks, began),
             straggler_part(lines),
             judged(lines, began),
             _checkpoints(life, standings(lines), began),
             _decisions(lines, began),
-            _timeline(lines, began, MAX_TIMELINE if len(found) <= MAX_DECISIONS else MANY_TIMELINE),
+            _timeline(lines, began, MAX_TIMELINE if len(incidents) <= MAX_DECISIONS else MANY_TIMELINE),
             f"<footer>Made by Holdfast {__version__} from the run's journal. Times are from its first line"
             f"{', ' + clock(began) if lines else ''}.</footer>",
             "</main>\n</body>\n</html>\n",
@@ -549,9 +556,9 @@ def _facts(lines: list[Line], life: list[Attempt], facts: Sequence[tuple[str, st
 
 
 def _chart(
-    lines: list[Line], life: list[Attempt], found: list[Incident], reference: Sequence[tuple[int, float]]
+    lines: list[Line], life: list[Attempt], incidents: list[Incident], reference: Sequence[tuple[int, float]]
 ) -> str:
-    series = losses(lines)
+    series = losses_by_attempt(lines)
     if not series:
         return "<h2>Loss</h2>\n<p class='soft'>No loss was recorded.</p>"
     rejected = [
@@ -561,7 +568,7 @@ def _chart(
     ]
     chart = Chart(
         series=series,
-        faults=[Fault(one.number, one.failed_at_step, one.what) for one in found],
+        faults=[Fault(one.number, one.failed_at_step, one.what) for one in incidents],
         commits=[
             (attempt.number, save.step, save.checkpoint)
             for attempt in life
@@ -570,20 +577,20 @@ def _chart(
         rejected=[(step, name, printable(why)) for step, name, why in rejected],
         reference=list(reference),
     )
-    said = ["Each attempt is a line that begins at its mark, and a lane below.", "● committed checkpoint."]
+    caption = ["Each attempt is a line that begins at its mark, and a lane below.", "● committed checkpoint."]
     if any(one.kept is not None for one in series):
-        said.append("Dashed: steps that were lost and done again.")
+        caption.append("Dashed: steps that were lost and done again.")
     if rejected:
-        said.append("✕ checkpoint rejected later.")
-    if found:
-        said.append("Numbers mark incidents.")
+        caption.append("✕ checkpoint rejected later.")
+    if incidents:
+        caption.append("Numbers mark incidents.")
     if reference:
-        said.append("The wide pale band is the reference.")
+        caption.append("The wide pale band is the reference.")
     return (
         '<h2>Loss</h2>\n<figure class="card">'
         + draw(chart, width=1040, height=440, name="wide")
         + draw(chart, width=340, height=360, name="narrow")
-        + f'<figcaption class="soft small">{" ".join(said)}</figcaption></figure>'
+        + f'<figcaption class="soft small">{" ".join(caption)}</figcaption></figure>'
     )
 
 
@@ -613,21 +620,21 @@ def _refused(life: list[Attempt]) -> dict[str, list[str]]:
     return refused
 
 
-def _checkpoints(life: list[Attempt], known: dict[str, StandingChanged], began: float) -> str:
+def _checkpoints(life: list[Attempt], standings: dict[str, StandingChanged], began: float) -> str:
     refused = _refused(life)
     used = {attempt.resumed.checkpoint: attempt.number for attempt in life if attempt.resumed is not None}
     rows = []
     for attempt in life:
         for at, save in attempt.saves:
-            if save.checkpoint in known and known[save.checkpoint].standing in BAD:
-                note = standing(known[save.checkpoint])
+            if save.checkpoint in standings and standings[save.checkpoint].standing in BAD:
+                note = standing(standings[save.checkpoint])
             elif save.checkpoint in refused:
                 why = "; ".join(refused[save.checkpoint])
                 note = f'<span class="tag bad">✕ rejected</span> {text(why)}'
             elif save.checkpoint in used:
                 note = f'<span class="tag good">✓ resumed from</span> by attempt {used[save.checkpoint]}'
-            elif save.checkpoint in known:
-                note = standing(known[save.checkpoint])
+            elif save.checkpoint in standings:
+                note = standing(standings[save.checkpoint])
             else:
                 note = "committed" if save.tier == "global" else "committed to the local tier"
             rows.append(
@@ -652,7 +659,7 @@ def _decisions(lines: list[Line], began: float) -> str:
     for line in lines:
         if not isinstance(line.body, Decision):
             continue
-        shown = render_event(line.body)
+        shown = line.body.render()
         details = "".join(f"<li>{text(detail)}</li>" for detail in shown.details)
         items.append(
             f'<li><p><b>{text(line.body.about)}: {text(line.body.chosen)}</b></p><p class="soft small">'
@@ -671,7 +678,7 @@ def _timeline(lines: list[Line], began: float, most: int) -> str:
     shown = condense(lines)
     rows = []
     for line in shown[-most:]:
-        event = render_event(line.body)
+        event = line.body.render()
         details = "".join(f'<br><span class="soft">{text(detail)}</span>' for detail in event.details)
         rows.append(
             f"<tr><td>{when(line.at, began)}</td><td>{line.attempt}</td><td>{text(line.who)}</td>"

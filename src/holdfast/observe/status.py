@@ -19,29 +19,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.account import Incident, remarks_of
-from holdfast.account import one_line as account_line
+from holdfast.account import Incident, incident_line, remarks_of
 from holdfast.base import duration, number, plural, printable
 from holdfast.checkpoint.choose import still_open
 from holdfast.checkpoint.copies import tier
 from holdfast.checkpoint.format import MANIFEST, CheckpointName
 from holdfast.errors import MEANINGS, ControlError, ExitCode
-from holdfast.journal import (
-    REPORTER,
+from holdfast.journal import REPORTER, batches, last_loss, last_step, nodes_started, rate, read_journal, tails
+from holdfast.journal.events import (
     Account,
     StopAgreed,
     StopAsked,
     StopForced,
     StopHastened,
     StopSaved,
-    batches,
     decode_loss,
-    last_loss,
-    last_step,
-    nodes_started,
-    rate,
-    read_journal,
-    tails,
 )
 from holdfast.launch import Decided, line_of_record, shown_decision
 from holdfast.policy import LIVE, restarts_left, restarts_without_progress, root_cause
@@ -123,7 +115,7 @@ def stop_of(journal: Path, files: list[str], attempt: int) -> StopState | None:
     return found
 
 
-def progress(stop: StopState, now: float) -> str:
+def stop_progress(stop: StopState, now: float) -> str:
     """Of a stop that is under way: `asked by SIGTERM to rank 1 on n, 42 s left`."""
     parts = [f"asked by {stop.asked_by}"]
     if stop.ends_at is not None:
@@ -135,7 +127,7 @@ def progress(stop: StopState, now: float) -> str:
     return ", ".join(parts)
 
 
-def outcome(code: int, stop: StopState | None) -> str:
+def stop_outcome(code: int, stop: StopState | None) -> str:
     """Of one that is over."""
     known = code in (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
     if not known or stop is None:
@@ -153,7 +145,7 @@ def outcome(code: int, stop: StopState | None) -> str:
 # Tables for terminals, made of what the other modules here work out.
 
 
-def incident_table(found: list[Incident]) -> Table:
+def incident_table(incidents: list[Incident]) -> Table:
     """What happened, on what evidence, what was decided, and what it cost."""
     from rich import box
     from rich.table import Table
@@ -165,7 +157,7 @@ def incident_table(found: list[Incident]) -> Table:
     table.add_column("Evidence", ratio=4, overflow="fold")
     table.add_column("Decision", ratio=3, overflow="fold")
     table.add_column("Time lost", justify="right", no_wrap=True)
-    for incident in found:
+    for incident in incidents:
         table.add_row(
             str(incident.number),
             Text(f"{incident.what}\nattempt {incident.attempt}, last known step {incident.failed_at_step}"),
@@ -278,7 +270,7 @@ class _Newest(msgspec.Struct, kw_only=True):
     decided: Decided | None = None
 
 
-def look(control: ControlDirectory) -> Status:
+def status_of(control: ControlDirectory) -> Status:
     """How the run is now."""
     status = Status(at=time.time(), run=control.run_id, run_dir=str(control.path))
 
@@ -396,20 +388,20 @@ def _take_stop(status: Status, control: ControlDirectory, files: list[str]) -> N
     """What asked the newest attempt to stop, and how far that is."""
     status.stop = stop = stop_of(control.journal, files, status.attempt)
     if stop is not None and status.state in ("running", "starting"):
-        status.state, status.detail = "stopping", progress(stop, status.at)
+        status.state, status.detail = "stopping", stop_progress(stop, status.at)
     if status.state == "stopped" and status.exit_code is not None and status.exit_code < FROM_SIGNALS:
-        status.detail = outcome(status.exit_code, stop)
+        status.detail = stop_outcome(status.exit_code, stop)
 
 
 def _take_steps(status: Status, control: ControlDirectory, files: list[str], head: HeadRecord | None) -> None:
     """The step, the rate and the loss of the newest attempt; the step it came from while it has none."""
-    found = batches(control.journal, files, status.attempt)
-    if not found:
+    newest = batches(control.journal, files, status.attempt)
+    if not newest:
         status.step = head.step if head is not None else None
         return
-    status.step, status.step_at, status.loss = found[-1].last, found[-1].at, last_loss(found)
+    status.step, status.step_at, status.loss = newest[-1].last, newest[-1].at, last_loss(newest)
     if status.state == "running":
-        status.steps_per_second = rate(found)
+        status.steps_per_second = rate(newest)
 
 
 # --- what the records add ----------------------------------------------------------------------------------
@@ -465,11 +457,11 @@ def _last_incident(
             )
             return LastIncident(attempt=nth, text=text)
         if end is not None and end.outcome == "failed":
-            told = read_record(control.attempt(nth) / ACCOUNT, Account)
-            if told is not None:
+            account = read_record(control.attempt(nth) / ACCOUNT, Account)
+            if account is not None:
                 head = read_record(control.attempt(nth + 1) / "head.json", HeadRecord)
-                text = account_line(told, head.step if head is not None else None)
-                return LastIncident(attempt=nth, text=text, at=end.at, account=told)
+                text = incident_line(account, head.step if head is not None else None)
+                return LastIncident(attempt=nth, text=text, at=end.at, account=account)
             known = _known(control, nth)
             text = line_of_record(
                 attempt=nth,
@@ -532,31 +524,31 @@ class Row(NamedTuple):
     style: str = ""
 
 
-def rows(status: Status) -> list[Row]:
+def status_rows(status: Status) -> list[Row]:
     """What a person wants to know, one thing a line."""
-    found = [Row("run", f"{status.run} in {printable(status.run_dir)}"), _state_words(status)]
+    rows = [Row("run", f"{status.run} in {printable(status.run_dir)}"), _state_words(status)]
     if status.nodes or status.world_size is not None:
-        found.append(Row("ranks", _ranks(status)))
+        rows.append(Row("ranks", _ranks(status)))
     if status.lease is not None:
         lease = status.lease
-        found.append(Row("launcher", f"{lease.holder}: {lease.detail}"))
+        rows.append(Row("launcher", f"{lease.holder}: {lease.detail}"))
     if status.step is not None:
-        found.append(Row("step", _step(status)))
+        rows.append(Row("step", _step(status)))
     for what, save in (("last save", status.save), ("local save", status.local_save)):
         if save is not None:
             text = f"step {save.step}, {_ago(status, save.at)} ({printable(save.checkpoint)})"
-            found.append(Row(what, text))
+            rows.append(Row(what, text))
     if status.incident is not None:
         when = f" ({_ago(status, status.incident.at)})" if status.incident.at is not None else ""
-        found.append(Row("incident", f"{status.incident.text}{when}", "red" if not status.ok else ""))
+        rows.append(Row("incident", f"{status.incident.text}{when}", "red" if not status.ok else ""))
     if status.budget is not None:
-        found.append(Row("restarts", _budget_words(status.budget)))
-    found += _controls(status)
-    found += [Row("problem", printable(problem), "yellow") for problem in status.problems]
-    return found
+        rows.append(Row("restarts", _budget_words(status.budget)))
+    rows += _controls(status)
+    rows += [Row("problem", printable(problem), "yellow") for problem in status.problems]
+    return rows
 
 
-def short(status: Status) -> str:
+def status_line(status: Status) -> str:
     """The same in one line, for a log."""
     parts = [status.state, f"attempt {status.attempt}"]
     if status.step is not None:
@@ -613,24 +605,26 @@ def _budget_words(budget: BudgetState) -> str:
 
 
 def _controls(status: Status) -> list[Row]:
-    found = []
+    rows = []
     if status.paused is not None:
-        found.append(Row("paused", f"recovery, {_asked(status, status.paused)}", "yellow"))
+        rows.append(Row("paused", f"recovery, {_asked(status, status.paused)}", "yellow"))
     if status.pin is not None:
         how = "the next resume" if status.pin.once else "every resume"
         forced = ", forced" if status.pin.force else ""
         what = f"{printable(status.pin.checkpoint)} for {how}{forced}"
-        found.append(Row("pinned", f"{what}, {_asked(status, status.pin.request)}", "yellow"))
+        rows.append(Row("pinned", f"{what}, {_asked(status, status.pin.request)}", "yellow"))
     if status.budget_reset is not None:
         upto = f"restarts up to attempt {status.budget_reset.attempt} no longer count"
-        found.append(Row("reset", f"{upto}, {_asked(status, status.budget_reset)}"))
-    for one in status.exclusions:
-        by = f" ({printable(one.by)}, {_ago(status, one.at)})" if one.at else ""
-        found.append(Row("excluded", f"{printable(one.describe())}: {printable(one.reason)}{by}", "yellow"))
+        rows.append(Row("reset", f"{upto}, {_asked(status, status.budget_reset)}"))
+    for exclusion in status.exclusions:
+        by = f" ({printable(exclusion.by)}, {_ago(status, exclusion.at)})" if exclusion.at else ""
+        rows.append(
+            Row("excluded", f"{printable(exclusion.describe())}: {printable(exclusion.reason)}{by}", "yellow")
+        )
     for suspect in status.suspects:
         why = f": {printable(suspect.evidence[-1])}" if suspect.evidence else ""
-        found.append(Row("suspect", f"{printable(suspect.checkpoint)}{why}", "yellow"))
-    return found
+        rows.append(Row("suspect", f"{printable(suspect.checkpoint)}{why}", "yellow"))
+    return rows
 
 
 def _asked(status: Status, request: Request) -> str:

@@ -1,7 +1,7 @@
 """Which results are rejected and why, and a rejected result as evidence. Pure.
 
 Whatever is not known is left out; every field but what identifies a thing has a default, so a report of an
-older release is evidence too. Losses are as `journal.events.encode_loss` gives them.
+older release is evidence too. Losses are as `journal.encode_loss` gives them.
 """
 
 from __future__ import annotations

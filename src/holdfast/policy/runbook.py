@@ -15,6 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
+from holdfast.base import plural
 from holdfast.errors import MEANINGS, ExitCode
 from holdfast.policy.placement import Cluster, Exclusion, fit
 from holdfast.policy.signs import Cause
@@ -504,8 +505,10 @@ def world(saved: int | None, wanted: int | None, *, shared: bool | None) -> Find
         known = "the number of ranks that a start would have" if wanted is None else "how many ranks saved it"
         return Finding(stage=Stage.WORLD, mark=Mark.UNKNOWN, text=f"{known} is not known")
     if saved == wanted:
-        return Finding(stage=Stage.WORLD, mark=Mark.OK, text=f"{_ranks(saved)} saved it, as many start")
-    both = f"{_ranks(saved)} saved it, {_ranks(wanted)} would start"
+        return Finding(
+            stage=Stage.WORLD, mark=Mark.OK, text=f"{plural(saved, 'rank')} saved it, as many start"
+        )
+    both = f"{plural(saved, 'rank')} saved it, {plural(wanted, 'rank')} would start"
     if shared is None:
         text = f"{both}: whether its data position can be shared out is known only when it is loaded"
         return Finding(stage=Stage.WORLD, mark=Mark.UNKNOWN, text=text)
@@ -518,12 +521,8 @@ def world(saved: int | None, wanted: int | None, *, shared: bool | None) -> Find
         text=f"{both}: refused",
         evidence=["its loader keeps one data position per rank: samples would be repeated or left out"],
         code=int(ExitCode.STATE_MISFIT),
-        next=f"start {_ranks(saved)}; with holdfast.GlobalBatches any number could go on",
+        next=f"start {plural(saved, 'rank')}; with holdfast.GlobalBatches any number could go on",
     )
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 # --- the command -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import msgspec
 
 from holdfast.base import explain_os_error, replace_atomic
 from holdfast.errors import ControlError
-from holdfast.journal import Account
+from holdfast.journal.events import Account
 from holdfast.policy import DeviceError, MemoryKill, Place, Raised, Rejection, Settled
 from holdfast.record.directory import (
     ControlDirectory,

@@ -5,7 +5,8 @@ returns the same decision. It is written to the control directory first and then
 in the store, so whatever a process has read is already durable. Whoever does not learn it before the
 deadline, or can no longer reach the store, raises DecisionTimeoutError; it never chooses for itself.
 
-The store is any c10d store; this module needs only a few of its methods and so does not import torch.
+The store is any c10d store; decisions need only a few of its methods. Whoever only reads what was decided
+needs no torch, so only the functions that reach other ranks import it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from holdfast.errors import ControlError, UsageError
-from holdfast.journal import JournalWriter, OperatorActed
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import OperatorActed
 from holdfast.policy import Window
 from holdfast.record.attempts import attempt_numbers
 from holdfast.record.directory import ControlDirectory, Entry, append, contents, entries, list_names

@@ -56,7 +56,7 @@ from holdfast.recover.watch import ResumeWatch
 RESUME_FROM = "HOLDFAST_CHECKPOINT_RESUME_FROM"
 
 
-def conduct_plain(root: Path, wishes: Wishes, show: Show, reading: Callable[[], Reading]) -> Report:
+def recover_plain_root(root: Path, wishes: Wishes, show: Show, reading: Callable[[], Reading]) -> Report:
     """Go through what the runbook can say of it; the report's `exit_code` is what to end with."""
     check_record(wishes)
     with reading() as shown:
@@ -186,7 +186,7 @@ class Reading(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def go_through(
+def recover_run(
     control: ControlDirectory, wishes: Wishes, show: Show, ask: Ask, reading: Callable[[], Reading]
 ) -> Report:
     """Go through the runbook; the report's `exit_code` is what to end with."""

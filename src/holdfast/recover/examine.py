@@ -36,8 +36,9 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.cluster import node_name
 from holdfast.errors import MEANINGS, ControlError, ExitCode, UsageError
 from holdfast.health import try_storage, why_not_first
-from holdfast.journal import Line, SaveStarted, condense, render_event
-from holdfast.observe import Status, look
+from holdfast.journal import Line, condense
+from holdfast.journal.events import SaveStarted
+from holdfast.observe import Status, status_of
 from holdfast.policy import (
     LIVE,
     Cluster,
@@ -197,7 +198,7 @@ def examine(
     progress: Progress | None = None,
 ) -> Report:
     """Every stage, in the order of the runbook. `starts_here`: the command is to be run on this machine."""
-    status = look(control)
+    status = status_of(control)
     lines = recent_lines(control, attempt_numbers(control)[-ATTEMPTS:])
     facts = facts_of(control, status, lines)
     findings = [trigger(facts), classify(facts)]
@@ -345,7 +346,7 @@ def _answer(report: Report, status: Status) -> str:
 def timeline(lines: list[Line]) -> list[Moment]:
     """What the journal tells of the last attempts, a line each."""
     return [
-        Moment(at=line.at, attempt=line.attempt, who=printable(line.who), text=render_event(line.body).text)
+        Moment(at=line.at, attempt=line.attempt, who=printable(line.who), text=line.body.render().text)
         for line in condense(line for line in lines if not isinstance(line.body, SaveStarted))[-MOMENTS:]
     ]
 

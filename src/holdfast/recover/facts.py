@@ -11,11 +11,10 @@ from typing import NamedTuple, TypeVar
 
 from holdfast.base import printable
 from holdfast.errors import ControlError
-from holdfast.journal import (
-    REPORTER,
+from holdfast.journal import REPORTER, Line, read_tail
+from holdfast.journal.events import (
     HealthFailed,
     LeaseLost,
-    Line,
     OperatorActed,
     PingFailed,
     SaveFailed,
@@ -24,8 +23,6 @@ from holdfast.journal import (
     StorageAlarm,
     Warned,
     decode_loss,
-    read_tail,
-    render_event,
 )
 from holdfast.launch import shown_decision
 from holdfast.observe import Status, StopState
@@ -172,7 +169,7 @@ def _stop(stop: StopState | None, lines: list[Line]) -> StopFacts | None:
 def _notes(lines: list[Line]) -> list[str]:
     """What else was journalled that may have to do with the end, the last few of each kind."""
     kinds = (HealthFailed, PingFailed, StorageAlarm, SaveFailed, LeaseLost)
-    found = [render_event(line.body).text for line in lines if isinstance(line.body, kinds)]
+    found = [line.body.render().text for line in lines if isinstance(line.body, kinds)]
     ended = [
         printable(line.body.message)
         for line in lines

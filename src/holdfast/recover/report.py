@@ -48,7 +48,7 @@ def check_rows(points: list[Point]) -> Iterator[Row]:
             yield Row("", "", f"{'':12}expected: {point.expected}")
 
 
-def plain(row: Row) -> str:
+def plain_text(row: Row) -> str:
     return f"{row.word:<12}{row.text}".rstrip() if row.word or row.text.startswith(" ") else row.text
 
 
@@ -125,9 +125,9 @@ def _evidence(report: Report) -> list[str]:
 
 def _actions(report: Report) -> list[str]:
     lines = []
-    for one in report.actions:
-        result = f" ({_cell(one.result)})" if one.result else ""
-        lines.append(f"* {'done' if one.done else 'not done'}: {_cell(one.what)}{result}")
+    for action in report.actions:
+        result = f" ({_cell(action.result)})" if action.result else ""
+        lines.append(f"* {'done' if action.done else 'not done'}: {_cell(action.what)}{result}")
     if report.command is not None:
         what = "run" if report.started else "to run"
         ended = f", ended with code {report.ended_with}" if report.ended_with is not None else ""
@@ -141,8 +141,8 @@ def _check(report: Report) -> list[str]:
     if not report.check:
         return []
     table = [
-        f"| {one.point} | {one.verdict} | {_cell(one.expected)} | {_cell(one.found)} |"
-        for one in report.check
+        f"| {point.point} | {point.verdict} | {_cell(point.expected)} | {_cell(point.found)} |"
+        for point in report.check
     ]
     head = [
         "## Resume check",

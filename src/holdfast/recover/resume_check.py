@@ -46,7 +46,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     found: str
 
 
-class Before(msgspec.Struct, frozen=True, kw_only=True):
+class BeforeResume(msgspec.Struct, frozen=True, kw_only=True):
     """What the run had left by the time it was resumed."""
 
     checkpoint: str
@@ -76,7 +76,7 @@ class Before(msgspec.Struct, frozen=True, kw_only=True):
         return self.world is None or self.starts is None or self.world == self.starts
 
 
-class Since(msgspec.Struct, frozen=True, kw_only=True):
+class SinceResume(msgspec.Struct, frozen=True, kw_only=True):
     """What the journal tells since the resume."""
 
     resumed: bool = False
@@ -105,7 +105,7 @@ class Since(msgspec.Struct, frozen=True, kw_only=True):
         return self.first + len(self.losses) - 1 if self.first else self.step
 
 
-def judge(before: Before, since: Since, *, band: float = BAND) -> list[Point]:
+def judge(before: BeforeResume, since: SinceResume, *, band: float = BAND) -> list[Point]:
     """Every point, in the order of the runbook. `band`: by how much longer a step may take than before."""
     if not since.resumed:
         expected = before.checkpoint or "a fresh start"
@@ -143,7 +143,7 @@ def _point(name: str, correct: bool | None, expected: str, found: str) -> Point:
     return Point(point=name, verdict=verdict, expected=expected, found=found)
 
 
-def _rung(before: Before, since: Since) -> Point:
+def _rung(before: BeforeResume, since: SinceResume) -> Point:
     expected = (
         f"{before.checkpoint}, then step {before.step + 1}"
         if before.checkpoint
@@ -156,7 +156,7 @@ def _rung(before: Before, since: Since) -> Point:
     return _point("rung", None if same and not since.first else same, expected, found)
 
 
-def _loss(before: Before, since: Since) -> Point:
+def _loss(before: BeforeResume, since: SinceResume) -> Point:
     window = [value for value in before.window if value is not None and math.isfinite(value)]
     level = f"its level was {statistics.median(window[-ENOUGH:]):.4g}" if window else "no loss was recorded"
     recorded = [value for value in since.losses if value is not None]
@@ -189,7 +189,7 @@ def _loss(before: Before, since: Since) -> Point:
     return _point("loss", None, level, f"{why}; {again}")
 
 
-def _replayed(before: Before, since: Since) -> list[tuple[int, float, float]]:
+def _replayed(before: BeforeResume, since: SinceResume) -> list[tuple[int, float, float]]:
     found = []
     for at, value in enumerate(since.losses):
         step = since.first + at
@@ -199,7 +199,7 @@ def _replayed(before: Before, since: Since) -> list[tuple[int, float, float]]:
     return found
 
 
-def _samples(before: Before, since: Since) -> Point:
+def _samples(before: BeforeResume, since: SinceResume) -> Point:
     if since.skipped:
         return _point("samples", None, "others than before: data is left out", _rate(since.samples_per_step))
     both = sorted(before.digests.keys() & since.digests.keys()) if before.same_world else []
@@ -214,7 +214,7 @@ def _samples(before: Before, since: Since) -> Point:
     return counted
 
 
-def _counted(name: str, rates: Sequence[float], since: float | None, before: Before) -> Point:
+def _counted(name: str, rates: Sequence[float], since: float | None, before: BeforeResume) -> Point:
     """Of the whole job. At another number of ranks a step has as many as before, or as many for each rank;
     which of the two is meant only the script knows, and anything else may be meant too."""
     known = [one for one in rates if one > 0]
@@ -243,7 +243,7 @@ def _rate(value: float | None) -> str:
     return f"{value:g} a step" if value else "not counted"
 
 
-def _throughput(before: Before, since: Since, band: float) -> Point:
+def _throughput(before: BeforeResume, since: SinceResume, band: float) -> Point:
     if len(before.step_seconds) < ENOUGH or not before.same_world:
         why = "too few steps were timed before the save" if before.same_world else "other ranks timed them"
         return _point(THROUGHPUT, None, why, _median(since.seconds))
@@ -260,7 +260,7 @@ def _median(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds[1:] or seconds):.3g} s a step" if seconds else "no step yet"
 
 
-def _cadence(before: Before, since: Since) -> Point:
+def _cadence(before: BeforeResume, since: SinceResume) -> Point:
     """Whether saves come, as often as they should, and more often than failures do."""
     interval = since.interval or before.interval
     if not interval:
@@ -281,14 +281,14 @@ def _cadence(before: Before, since: Since) -> Point:
     return _point("cadence", True if gaps else None, expected, _saves(since))
 
 
-def _saves(since: Since) -> str:
+def _saves(since: SinceResume) -> str:
     shown = ", ".join(map(str, since.saves[:5])) + (" …" if len(since.saves) > 5 else "")
     return (
         f"saved at {'step' if len(since.saves) == 1 else 'steps'} {shown}" if since.saves else "no save yet"
     )
 
 
-def _probation(before: Before, since: Since) -> Point:
+def _probation(before: BeforeResume, since: SinceResume) -> Point:
     if not before.checkpoint:
         return _point("probation", None, "none: nothing was loaded", since.probation or "none")
     expected = "passed"

@@ -11,13 +11,12 @@ from pathlib import Path
 from holdfast.checkpoint.choose import REFUSED_STANDINGS
 from holdfast.checkpoint.format import CheckpointName, Manifest, ManifestError, parse_name
 from holdfast.checkpoint.format import manifest as manifests
-from holdfast.journal import (
+from holdfast.journal import JournalReader, Line
+from holdfast.journal.events import (
     AttemptEnded,
     AttemptStarted,
     CadenceChosen,
     DataSkipped,
-    JournalReader,
-    Line,
     ProbationEnded,
     Resumed,
     RunFinished,
@@ -35,7 +34,7 @@ from holdfast.record import (
     read_timeline,
 )
 from holdfast.recover.facts import recent_lines, steps_told
-from holdfast.recover.resume_check import BAND, Before, Point, Since, judge
+from holdfast.recover.resume_check import BAND, BeforeResume, Point, SinceResume, judge
 from holdfast.train import measured_before
 
 # What a run had left by the time it was resumed, for judging the resume by. Reads only.
@@ -63,7 +62,7 @@ def before_resume(
     attempts: int,
     world: int | None,
     mtbf_hours: float = 0.0,
-) -> Before:
+) -> BeforeResume:
     """As it was up to attempt number `attempts`; `checkpoint` is what is resumed from, empty for nothing.
 
     `mtbf_hours`: as given by somebody; 0 takes what was measured.
@@ -73,14 +72,14 @@ def before_resume(
     seen = measured_before(control, attempts + 1, "")
     mtbf = mtbf_of(seen.running, seen.failures, mtbf_hours * 3600)
     if name is None:
-        return Before(checkpoint=checkpoint, starts=world, mtbf=mtbf.seconds, mtbf_source=mtbf.source)
+        return BeforeResume(checkpoint=checkpoint, starts=world, mtbf=mtbf.seconds, mtbf_source=mtbf.source)
     manifest = manifest_of(control, root, name)
     records = [one for one in read_timeline(control).on_line if one.step <= name.step]
     if all(one.id != name.id for one in records):  # pinned, off the line: what was saved before it is not it
         records = [one for one in records if one.step < name.step]
     recent = sorted(records, key=lambda one: one.step)[-COUNTED:]
     losses, digests = _done_after(control, name, numbers)
-    return Before(
+    return BeforeResume(
         checkpoint=checkpoint,
         step=name.step,
         window=manifest.windows.loss if manifest is not None else (),
@@ -206,7 +205,7 @@ class ResumeWatch:
         """Whether the resume was correct, as far as that is known by now."""
         return judge(self._before(), self._since(), band=self._band)
 
-    def _before(self) -> Before:
+    def _before(self) -> BeforeResume:
         used = (self._resumed.checkpoint or "") if self._resumed is not None else ""
         expected = self._expected if self._expected is not None else used
         up_to = self._attempt - 1 if self._attempt else self._after
@@ -219,9 +218,9 @@ class ResumeWatch:
             mtbf_hours=self._mtbf_hours,
         )
 
-    def _since(self) -> Since:
+    def _since(self) -> SinceResume:
         if self._resumed is None:
-            return Since()
+            return SinceResume()
         losses: dict[int, float | None] = {}
         seconds: dict[int, float] = {}
         digests: dict[int, str] = {}
@@ -252,7 +251,7 @@ class ResumeWatch:
         first = min(seconds, default=0)
         order = range(first, max(seconds, default=-1) + 1) if first else range(0)
         samples, tokens = self._rates(saves, finished)
-        return Since(
+        return SinceResume(
             resumed=True,
             checkpoint=self._resumed.checkpoint or "",
             step=self._resumed.step,

@@ -28,11 +28,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from holdfast.account import on_the_terminal
+from holdfast.account import incident_text
 from holdfast.base import RestartRequested, Scope, entered
 from holdfast.config import InProcessSettings, Settings, parse_signals
 from holdfast.errors import ExitCode, HandedOverError, HoldfastError, Stopped
-from holdfast.journal import Account, Event, FunctionRestarted, restart_fault
+from holdfast.journal import Event
+from holdfast.journal.events import Account, FunctionRestarted
 from holdfast.policy import (
     Fault,
     FaultKind,
@@ -385,7 +386,7 @@ class Member:
             keep(Path(self._run_dir), account)
 
     def _tell(self, account: Account) -> None:
-        log.warning("holdfast: %s", on_the_terminal(account, self._run_dir or "RUN_DIR"))
+        log.warning("holdfast: %s", incident_text(account, self._run_dir or "RUN_DIR"))
 
     def _hand_over(self, why: str) -> NoReturn:
         """End here: by the error that this member had itself, which says more, or by saying why."""
@@ -414,7 +415,7 @@ class Member:
                 "holdfast: %s, %.3f s after it was left%s",
                 what if rank >= 0 else "waits as a reserve while the others call the function again",
                 self._waited(),
-                f": {restart_fault(faulted(why, plan.iteration - 1))}" if why is not None else "",
+                f": {faulted(why, plan.iteration - 1).summary()}" if why is not None else "",
             )
         return Iteration(
             number=plan.iteration,

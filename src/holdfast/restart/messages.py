@@ -28,7 +28,7 @@ from enum import StrEnum
 
 import msgspec
 
-from holdfast.journal import RestartFaulted, RestartHandedOver, RestartPlanned
+from holdfast.journal.events import RestartFaulted, RestartHandedOver, RestartPlanned
 from holdfast.policy import Decision, Fault
 
 PREFIX = "holdfast/restart"

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.account import answers_about
+from holdfast.account import account_of_failure
 from holdfast.base import printable
 from holdfast.errors import ExitCode, HoldfastError
-from holdfast.journal import Account, JournalWriter, restart_fault
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import Account
 from holdfast.policy import (
     Action,
     Decision,
@@ -81,7 +82,7 @@ def as_evidence(
             failure = _failure(fault, found.ends[0], pid, device, seen)
             (ended if fault.kind is FaultKind.LOST else raised).append(failure)
         else:
-            facts.append(restart_fault(faulted(fault, 0)))
+            facts.append(faulted(fault, 0).summary())
     return Faulted(
         attempt=attempt, ended=ended, raised=raised, hangs=hangs, lost=list(lost.values()), facts=facts
     )
@@ -139,7 +140,7 @@ def account_of(following: Plan | Over, iteration: int, order: Sequence[int], max
     found = as_evidence(following.ended, faults, world_size=len(order), pids={}, devices={}, ends={})
     failures = sorted([*found.ended, *found.raised], key=lambda one: one.at)
     root = next((one for one in failures if one.rank == failed.root_rank), None)
-    account = answers_about(
+    account = account_of_failure(
         Situation(attempt=failed, max_restarts=max_restarts),
         decision,
         root,

@@ -37,7 +37,8 @@ from holdfast.checkpoint.choose import (
 from holdfast.cluster import VISIBLE, devices_here, environment_of, node_name
 from holdfast.config import Settings
 from holdfast.errors import BudgetSpentError, ControlError, ExitCode, HoldfastError, ValidationFailedError
-from holdfast.journal import JournalWriter, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import Warned
 from holdfast.policy import (
     REPRODUCIBLE,
     Action,

@@ -39,7 +39,8 @@ from holdfast.checkpoint.state import (
     untracked_schedules,
 )
 from holdfast.errors import IncompleteStateError
-from holdfast.journal import JournalWriter, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import Warned
 from holdfast.record import Group, share
 from holdfast.train.check import Agreed, Agreement
 from holdfast.train.data import DataFeed

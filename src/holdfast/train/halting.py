@@ -19,7 +19,8 @@ from typing import ClassVar
 from holdfast.cluster import TimeLimit, current_job, job_found, node_name
 from holdfast.config import Settings, parse_signals
 from holdfast.errors import ExitCode
-from holdfast.journal import Event, StopAgreed, StopAsked, StopForced, StopHastened, StopSaved, Warned
+from holdfast.journal import Event
+from holdfast.journal.events import StopAgreed, StopAsked, StopForced, StopHastened, StopSaved, Warned
 from holdfast.policy import (
     Deadline,
     Grace,

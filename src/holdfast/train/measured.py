@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import ControlError
-from holdfast.journal import REPORTER, Line, SaveCommitted, StepsDone, read_tail
+from holdfast.journal import REPORTER, Line, read_tail
+from holdfast.journal.events import SaveCommitted, StepsDone
 from holdfast.record import AttemptRecord, ControlDirectory, EndRecord, HeadRecord, ends_of, read_record
 
 ATTEMPTS_READ = 3

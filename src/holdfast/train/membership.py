@@ -26,7 +26,8 @@ from holdfast.base import scope, torch_internals
 from holdfast.checkpoint.format import Versions, digest_bytes
 from holdfast.config import Settings, sources
 from holdfast.errors import ConfigError, ControlError, ExitCode, HoldfastError, StorageError, UsageError
-from holdfast.journal import AttemptStarted, JournalWriter, LeaseClaimed, RunCreated, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import AttemptStarted, LeaseClaimed, RunCreated, Warned
 from holdfast.record import (
     Claim,
     ControlDirectory,

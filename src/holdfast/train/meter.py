@@ -18,7 +18,8 @@ import xxhash
 
 from holdfast.checkpoint.format import Windows
 from holdfast.errors import UsageError
-from holdfast.journal import JournalWriter, StepsDone, Warned, encode_loss
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import StepsDone, Warned, encode_loss
 
 WINDOW = 64
 

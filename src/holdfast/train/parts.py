@@ -17,7 +17,8 @@ from holdfast.checkpoint.save import SaveContext, SaveFacts
 from holdfast.checkpoint.state import Tracked
 from holdfast.config import CheckpointSettings, Settings, parse_fresh_parts
 from holdfast.errors import ControlError, ExitCode, LeaseLostError
-from holdfast.journal import Account, Event, Warned
+from holdfast.journal import Event
+from holdfast.journal.events import Account, Warned
 from holdfast.policy import RetentionRules
 from holdfast.record import (
     Decisions,

@@ -37,7 +37,7 @@ from holdfast.checkpoint.copies import (
 from holdfast.checkpoint.save import LocalSaving, MendCopies, PeerTarget
 from holdfast.config import CheckpointSettings, Settings
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.journal import Warned
+from holdfast.journal.events import Warned
 from holdfast.record import Group, read_key, within
 from holdfast.train.membership import Membership
 from holdfast.train.saves import Saving

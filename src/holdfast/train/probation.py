@@ -25,7 +25,8 @@ from holdfast.base import Look
 from holdfast.checkpoint.format import OF_THE_JOB, CheckpointName, Manifest, Windows, parse_name
 from holdfast.errors import ControlError
 from holdfast.health import ComputeProbe, probe_compute
-from holdfast.journal import JournalWriter, ProbationEnded, StandingChanged, ThroughputLow, Verdict, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import ProbationEnded, StandingChanged, ThroughputLow, Verdict, Warned
 from holdfast.policy import (
     IN_DOUBT,
     How,

@@ -48,16 +48,8 @@ from holdfast.errors import (
     SaveStorageError,
     ValidationFailedError,
 )
-from holdfast.journal import (
-    Decision,
-    Event,
-    JournalWriter,
-    SaveCommitted,
-    SaveFailed,
-    SaveSkipped,
-    SaveStarted,
-    Warned,
-)
+from holdfast.journal import Event, JournalWriter
+from holdfast.journal.events import Decision, SaveCommitted, SaveFailed, SaveSkipped, SaveStarted, Warned
 from holdfast.policy import Choice
 from holdfast.record import add_up, diagnosed, last_fresh, share
 from holdfast.train.meter import Meter

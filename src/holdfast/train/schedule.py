@@ -22,7 +22,8 @@ from typing import Literal
 import msgspec
 
 from holdfast.errors import ControlError
-from holdfast.journal import CadenceChosen, Event, JournalWriter, Warned
+from holdfast.journal import Event, JournalWriter
+from holdfast.journal.events import CadenceChosen, Warned
 from holdfast.policy import (
     AUTO,
     DEFAULT_RESTART,

@@ -37,7 +37,8 @@ from holdfast.base import Bounded, collective_timeout, read_regular, replace_ato
 from holdfast.config import Effective, HealthSettings, MonitorSettings, idle, parse_section_timeouts
 from holdfast.errors import ConfigError, PingFailedError
 from holdfast.health import LivenessPing
-from holdfast.journal import JournalWriter, PingFailed, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import PingFailed, Warned
 from holdfast.policy import SETUP, STEP, Position
 from holdfast.process import proc
 from holdfast.record import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from holdfast.account.words import on_the_terminal
+from holdfast.account.words import incident_text
 from holdfast.checkpoint import retention
 from holdfast.checkpoint.choose.ladder import highest_committed_step, take_inventory
 from holdfast.checkpoint.choose.suspicion import doubtful_with, still_open, write_down, write_findings
@@ -320,7 +320,7 @@ def test_a_diagnostic_save_is_named_only_if_there_is_one(story: Story) -> None:
         assert settled.decision.action is Action.STOP
         assert settled.account is not None
         assert settled.account.files == ([str(path)] if there else [])
-        assert (f"file: {path}" in on_the_terminal(settled.account, "run")) is there
+        assert (f"file: {path}" in incident_text(settled.account, "run")) is there
         if there:
             path.rmdir()
 

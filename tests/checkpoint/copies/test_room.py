@@ -20,7 +20,8 @@ from holdfast.checkpoint.format.layout import Item, Layout, Shard
 from holdfast.checkpoint.format.manifest import CheckpointName
 from holdfast.checkpoint.save.image import digest_image, write_image
 from holdfast.errors import TornSnapshotError
-from holdfast.journal.events import Line, SaveCommitted
+from holdfast.journal import Line
+from holdfast.journal.events import SaveCommitted
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lineage import SHELF, commits_of, find_commit, shelve
 from holdfast.train import meter

@@ -17,8 +17,8 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.manifest import CheckpointName, CheckpointRoot
 from holdfast.checkpoint.remote.copies import open_remote
 from holdfast.checkpoint.remote.drain import REPLACEMENTS, Drain, Outcome
+from holdfast.journal import Event
 from holdfast.journal.events import CopyDeleted, CopyDrained, DrainFailed, Warned
-from holdfast.journal.subjects import Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.attempts import HeadRecord, write_head
 from holdfast.record.directory import ControlDirectory

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster.slurm import SlurmJob
-from holdfast.journal.subjects import StopAsked
+from holdfast.journal.events import StopAsked
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.requests import Source, StopRequest
 from holdfast.record.directory import ControlDirectory

@@ -22,7 +22,7 @@ from holdfast.checkpoint.copies.peers import send_replica
 from holdfast.checkpoint.copies.server import PeerServer
 from holdfast.checkpoint.copies.tier import CopyFile, CopyRecord, LocalTier
 from holdfast.checkpoint.format.manifest import Chunk, FileEntry, digest_bytes
-from holdfast.journal.subjects import Event
+from holdfast.journal.event import Event
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, python, wait_until

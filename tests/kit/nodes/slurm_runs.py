@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.drill import compare
-from holdfast.journal.events import Line, Resumed, StepsDone
+from holdfast.journal import Event, Line
+from holdfast.journal.events import Resumed, StepsDone
 from holdfast.journal.reader import JournalReader
-from holdfast.journal.subjects import Event
 from kit.commands import command
 from kit.harness import REPO
 from kit.nodes.slurm_cluster import ENDED, SlurmCluster

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast.checkpoint.copies import tier
 from holdfast.checkpoint.format.manifest import CheckpointName, parse_name
-from holdfast.journal.subjects import Event
+from holdfast.journal.event import Event
 from holdfast.record.directory import ControlDirectory
 from kit.harness import await_child, wait_until
 from kit.nodes.local_tier import memory

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 import holdfast
 import holdfast.run
 from holdfast.checkpoint.state.tracked import from_blob
-from holdfast.journal.subjects import Event
+from holdfast.journal.event import Event
 from holdfast.policy.results import Rejection, Rerun, Trial
 from holdfast.record.attempts import begin_attempt, rejection_of
 from holdfast.record.directory import ControlDirectory

@@ -23,7 +23,8 @@ from pathlib import Path
 from holdfast.checkpoint.copies.tier import places_under
 from holdfast.drill.faults import FaultError, flip_in_checkpoint
 from holdfast.errors import ExitCode
-from holdfast.journal.events import AttemptStarted, Decision, Line, SaveCommitted, WorkersStarted
+from holdfast.journal import Line
+from holdfast.journal.events import AttemptStarted, Decision, SaveCommitted, WorkersStarted
 from holdfast.journal.reader import JournalReader
 from kit.harness import REPO, Job, finish, holdfast, wait_until
 from kit.nodes.machines import fill, hung_mount

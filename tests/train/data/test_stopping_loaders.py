@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast.errors import ExitCode
-from holdfast.journal.subjects import StopAsked
+from holdfast.journal.events import StopAsked
 from holdfast.policy.requests import REPEATED
 from holdfast.stop import signals
 from holdfast.stop.signals import SparedWorker

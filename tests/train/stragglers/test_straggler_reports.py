@@ -17,7 +17,7 @@ from torch import nn
 from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.config.sections import StragglerSettings
 from holdfast.config.sources import load
-from holdfast.journal.subjects import StragglerFound, StragglersReported
+from holdfast.journal.events import StragglerFound, StragglersReported
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.group import join_group

@@ -19,8 +19,7 @@ from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.config.sections import StragglerSettings
 from holdfast.config.sources import load
 from holdfast.errors import ConfigError, ExitCode, RerunWantedError, Stopped, UsageError
-from holdfast.journal.events import Resumed, Warned
-from holdfast.journal.subjects import StopAsked, StopSaved, StragglerFound, StragglersReported
+from holdfast.journal.events import Resumed, StopAsked, StopSaved, StragglerFound, StragglersReported, Warned
 from holdfast.journal.writer import JournalWriter
 from holdfast.record.attempts import begin_attempt
 from holdfast.record.directory import ControlDirectory

@@ -25,6 +25,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from holdfast.base import escaped
 from holdfast.checkpoint import removed
 from holdfast.checkpoint.choose.plain import directories, is_checkpoint
 from holdfast.checkpoint.copies import tier
@@ -37,13 +38,12 @@ from holdfast.checkpoint.format import (
     ManifestError,
     check_structure,
     parse_name,
-    printable,
     verify,
 )
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.config import is_step
 from holdfast.errors import HoldfastError, StorageError, UsageError
-from holdfast.journal import RejectedOption
+from holdfast.journal.events import RejectedOption
 from holdfast.record import (
     CommitRecord,
     ControlDirectory,
@@ -339,7 +339,7 @@ def _owners(root: CheckpointRoot, known: Collection[CheckpointName]) -> dict[tup
     found: dict[tuple[int, str], str] = {}
     for name in sorted(set(root.names()) - set(known), reverse=True)[:NAMED_OWNERS]:
         with contextlib.suppress(ManifestError):
-            run = printable(manifests.read(root.committed(name))[0].run, 80)
+            run = escaped(manifests.read(root.committed(name))[0].run, 80)
             found[name] = f"run {run}"
             with contextlib.suppress(HoldfastError, OSError):
                 if ControlDirectory.open(root.path.parent).run_id == run:
@@ -413,7 +413,7 @@ def _with_plain(ladder: Ladder, root: CheckpointRoot) -> Ladder:
     beside them may be meant, or may throw away what was trained; somebody must say which."""
     there = [path for path in directories(root.path) if is_checkpoint(path)] if root.path.is_dir() else []
     why = "no run has a record of it: name it with checkpoint.resume_from to go on from it, or say 'fresh'"
-    found = [RejectedOption(printable(path.name), [why]) for path in there[:NAMED_OWNERS]]
+    found = [RejectedOption(escaped(path.name), [why]) for path in there[:NAMED_OWNERS]]
     return Ladder(ladder.rungs, [*ladder.rejected, *found], not found)
 
 
@@ -437,7 +437,7 @@ def refuse_named(rung: Rung, control: ControlDirectory) -> Ladder | None:
     name = str(CheckpointName(rung.step, rung.id))
     why = f"{standing}: set checkpoint.force to use it all the same"
     told = StandingBook(control, Path(rung.path).parent).evidence_of(name)
-    return Ladder([], [RejectedOption(rung.name, [why, *(printable(line, 500) for line in told)])], False)
+    return Ladder([], [RejectedOption(rung.name, [why, *(escaped(line, 500) for line in told)])], False)
 
 
 def _named(path: Path, control: ControlDirectory, *, force: bool) -> Ladder:

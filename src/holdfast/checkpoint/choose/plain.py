@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.base import escaped
 from holdfast.checkpoint.format import (
     MANIFEST,
     MARKER,
@@ -37,7 +38,6 @@ from holdfast.checkpoint.format import (
     checkpoints_under,
     open_beneath,
     parse_name,
-    printable,
     show_key,
     verify,
 )
@@ -137,7 +137,7 @@ def check_values(inspection: Inspection, progress: Progress | None = None) -> Va
     try:
         meta = metadatas.read(inspection.directory)
     except MetadataError as error:
-        inspection.add(Reason.UNREADABLE_METADATA, METADATA, printable(str(error)))
+        inspection.add(Reason.UNREADABLE_METADATA, METADATA, escaped(str(error)))
         return Values()
     odd: list[str] = []
     masks: list[str] = []
@@ -169,7 +169,7 @@ def check_values(inspection: Inspection, progress: Progress | None = None) -> Va
 
 
 def _few(names: list[str]) -> str:
-    shown = ", ".join(printable(name, 120) for name in names[:NAMED])
+    shown = ", ".join(escaped(name, 120) for name in names[:NAMED])
     return f"{shown} and {len(names) - NAMED} more" if len(names) > NAMED else shown
 
 
@@ -212,7 +212,7 @@ class _Item:
                             odd, masked = odd or found.odd, masked or found.masked
         except _CUT_SHORT as error:
             inspection.add(
-                Reason.ALTERED, entry.path, f"{where} is not what was written: {printable(str(error))}"
+                Reason.ALTERED, entry.path, f"{where} is not what was written: {escaped(str(error))}"
             )
             return _Look(checked=True)
         width = _WIDTHS.get(self._dtype)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.base import escaped
 from holdfast.checkpoint import reading, removed
 from holdfast.checkpoint.choose.ladder import (
     BAD,
@@ -48,7 +49,6 @@ from holdfast.checkpoint.format import (
     Progress,
     is_url,
     parse_name,
-    printable,
     verify,
 )
 from holdfast.checkpoint.remote import Remote, open_remote
@@ -61,7 +61,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.health import why_not_first
-from holdfast.journal import RejectedOption
+from holdfast.journal.events import RejectedOption
 from holdfast.process import job_of
 from holdfast.record import (
     RECOVERY,
@@ -268,7 +268,7 @@ class _Resolver:
         code = 0 if chosen != REFUSED else int(ExitCode.NO_VALID_RUNG)
         why = self._why(chosen, first, rows, resume_from)
         if pin is not None:
-            why.append(f"pinned by {printable(pin.request.describe(), 2000)}: no other one is looked at")
+            why.append(f"pinned by {escaped(pin.request.describe(), 2000)}: no other one is looked at")
         if live is not None:
             code = int(ExitCode.RUN_IS_LIVE)
             why = [
@@ -306,7 +306,7 @@ class _Resolver:
             self._remote = open_remote(self._url, retry_seconds=REMOTE_SECONDS)
             self._in_remote = set(self._remote.names(time.monotonic() + REMOTE_SECONDS))
         except (HoldfastError, OSError) as error:
-            self._unseen.append(f"{self._url}: {printable(str(error), 500)}")
+            self._unseen.append(f"{self._url}: {escaped(str(error), 500)}")
 
     def _ladder(self, resume_from: str, *, force: bool) -> tuple[Ladder, bool]:
         """The ladder of a resume, and whether it may start fresh if the nodes hold nothing any more."""
@@ -422,9 +422,9 @@ class _Resolver:
         name = parse_name(row.name)
         return msgspec.structs.replace(
             row,
-            name=printable(row.name),
-            path=printable(row.path, 4096) if row.path is not None else None,
-            reasons=[printable(reason, 2000) for reason in row.reasons],
+            name=escaped(row.name),
+            path=escaped(row.path, 4096) if row.path is not None else None,
+            reasons=[escaped(reason, 2000) for reason in row.reasons],
             standing=str(self._book.of(str(name))) if name is not None else "",
             local=recorded.get(row.name),
         )
@@ -460,7 +460,7 @@ class _Resolver:
             found, problems = self._remote.verify(name, self._progress)
             return found, [str(problem) for problem in problems]
         except (HoldfastError, OSError) as error:
-            return None, [printable(str(error), 500)]
+            return None, [escaped(str(error), 500)]
 
     def _why(
         self, chosen: str, first: RungOutlook | None, rows: list[RungOutlook], resume_from: str
@@ -558,11 +558,11 @@ def _plain_row(
 ) -> RungOutlook:
     manifest = inspection.manifest if inspection is not None else None
     return RungOutlook(
-        name=printable(path.name),
+        name=escaped(path.name),
         step=manifest.step if manifest is not None else step_of(path.name),
         verdict=verdict,
-        reasons=[printable(reason, 2000) for reason in reasons],
-        path=printable(str(path), 4096),
+        reasons=[escaped(reason, 2000) for reason in reasons],
+        path=escaped(str(path), 4096),
         world=manifest.world.size if manifest is not None else None,
         bytes=inspection.size if inspection is not None else 0,
     )

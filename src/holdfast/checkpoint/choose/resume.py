@@ -62,10 +62,10 @@ from holdfast.checkpoint.remote import (
 from holdfast.checkpoint.state import Tracked
 from holdfast.errors import CheckpointError, HoldfastError, IncompleteStateError, NoValidRungError, UsageError
 from holdfast.health import try_storage
-from holdfast.journal import (
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import (
     CopyFetched,
     Decision,
-    JournalWriter,
     RejectedOption,
     Resumed,
     RungRejected,

@@ -25,7 +25,8 @@ from holdfast.checkpoint.copies.rules import GLOBAL, Assembly, order, share
 from holdfast.checkpoint.copies.tier import CopyFile, CopyRecord, LocalTier, RankPlace, Where
 from holdfast.checkpoint.format import READ_SLICE, FileEntry, ShardFile, ShardSource, read_at, saver_of
 from holdfast.errors import CheckpointError, PeerError
-from holdfast.journal import CopyQuarantined, JournalWriter, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import CopyQuarantined, Warned
 from holdfast.record import ControlDirectory
 
 # Which rank is at which place, and how each place's peer server is reached.

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from holdfast.base import read_regular, replace_atomic
+from holdfast.base import escaped, read_regular, replace_atomic
 from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.copies.assembled import AssembledShards, PlaceMap
 from holdfast.checkpoint.copies.rules import Assembly, assemble, describe_assembly
@@ -35,12 +35,12 @@ from holdfast.checkpoint.format import (
     Reason,
     bad_chunks,
     parse_name,
-    printable,
     saver_of,
     stream,
 )
 from holdfast.checkpoint.format import manifest as manifests
-from holdfast.journal import CopyQuarantined, JournalWriter
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import CopyQuarantined
 from holdfast.record import (
     CommitRecord,
     ControlDirectory,
@@ -140,7 +140,7 @@ def _disagreements(record: CopyRecord, manifest: Manifest, digest: str) -> list[
     copied: set[str] = set()
     for file in record.files:
         entry = listed.get(file.path)
-        path = printable(file.path)
+        path = escaped(file.path)
         if entry is None:
             problems.append(Problem(Reason.UNLISTED, path, "the manifest does not list it"))
         elif file.path in copied:
@@ -460,8 +460,8 @@ def list_copies(tier: LocalTier, tiers: Sequence[str], only: CheckpointName | No
         except FileNotFoundError:
             continue
         except (OSError, msgspec.DecodeError) as error:
-            problem = Problem(Reason.UNREADABLE, printable(f"copies/{path.name}"), printable(str(error)))
-            checkpoint = str(name) if name is not None else printable(path.name)
+            problem = Problem(Reason.UNREADABLE, escaped(f"copies/{path.name}"), escaped(str(error)))
+            checkpoint = str(name) if name is not None else escaped(path.name)
             unreadable.append(
                 CopyInspection(
                     checkpoint=checkpoint, rank=None, tier=tiers[0], what="a copy", problems=[problem]
@@ -545,7 +545,7 @@ class Judge:
                     False,
                 )
             except OSError as error:
-                problem, sound = Problem(Reason.UNREADABLE, METADATA, printable(str(error))), False
+                problem, sound = Problem(Reason.UNREADABLE, METADATA, escaped(str(error))), False
             if not sound:
                 what = f"{METADATA} in the run directory"
                 bad.append(
@@ -590,10 +590,10 @@ class Judge:
             if elsewhere is None:
                 there = (local_manifest.folder(self._control, name) / MANIFEST).exists()
                 reason = Reason.UNREADABLE_MANIFEST if there else Reason.NO_MANIFEST
-                return Problem(reason, MANIFEST, f"in the control directory: {printable(str(error))}")
+                return Problem(reason, MANIFEST, f"in the control directory: {escaped(str(error))}")
             manifest = elsewhere
         if manifest.run != self._control.run_id:
-            detail = f"it is of run {printable(manifest.run)}, expected {self._control.run_id}"
+            detail = f"it is of run {escaped(manifest.run)}, expected {self._control.run_id}"
             return Problem(Reason.WRONG_RUN, MANIFEST, detail)
         return manifest, commit.manifest
 

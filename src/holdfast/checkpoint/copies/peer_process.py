@@ -24,7 +24,8 @@ import msgspec
 from holdfast.checkpoint.copies.server import PeerServer
 from holdfast.checkpoint.copies.tier import LocalTier
 from holdfast.errors import PeerError
-from holdfast.journal import JournalWriter, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import Warned
 from holdfast.process import Companion, leave_stopping_to_the_trainer, start_child
 from holdfast.record import ControlDirectory, listen
 

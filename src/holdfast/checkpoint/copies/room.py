@@ -23,7 +23,8 @@ from holdfast.checkpoint.copies.rules import Held, Room, make_room
 from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
 from holdfast.errors import SaveFailedError
 from holdfast.health import CGROUPS, OWN, cgroup_memory
-from holdfast.journal import CopiesDropped, Event
+from holdfast.journal import Event
+from holdfast.journal.events import CopiesDropped
 from holdfast.record import ControlDirectory
 
 TMPFS = 0x01021994

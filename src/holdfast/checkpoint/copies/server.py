@@ -40,7 +40,8 @@ from holdfast.checkpoint.copies.wire import (
     objection,
 )
 from holdfast.errors import PeerError
-from holdfast.journal import CopiesDropped, CopyQuarantined, Event, JournalWriter
+from holdfast.journal import Event, JournalWriter
+from holdfast.journal.events import CopiesDropped, CopyQuarantined
 from holdfast.record import ControlDirectory, run_secret, to_cut
 
 log = logging.getLogger("holdfast.checkpoint")

@@ -74,7 +74,6 @@ if TYPE_CHECKING:
         is_safe_path,
         is_url,
         parse_name,
-        printable,
         read,
         saver_of,
     )

@@ -71,14 +71,6 @@ class Problem(msgspec.Struct, frozen=True):
         return f"{self.reason}: {self.path}: {self.detail}"
 
 
-def printable(text: str, limit: int = 200) -> str:
-    """`text` without control characters or lone surrogates, cut to `limit`: safe to print and to encode."""
-    cut = text if len(text) <= limit else text[:limit] + "…"
-    if cut.isprintable():
-        return cut
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
-
-
 # A checkpoint's identity, its directory's name, and where things lie under a checkpoint root.
 #
 # A step number does not identify a checkpoint: after a rollback the run reaches the same step again with

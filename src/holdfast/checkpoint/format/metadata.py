@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.base import read_regular
-from holdfast.checkpoint.format.manifest import METADATA, Problem, Reason, is_safe_path, printable
+from holdfast.base import escaped, read_regular
+from holdfast.checkpoint.format.manifest import METADATA, Problem, Reason, is_safe_path
 
 # Reads a pickle as data: nothing in it is ever called, imported or executed.
 #
@@ -97,7 +97,7 @@ class Vocabulary:
         full = f"{module[:200]}.{qualified[:200]}"
         if full in self.objects or full in self.calls or self.constant(full):
             return Name(full)
-        raise PickleRefusedError(f"it refers to {printable(full)}, which metadata never does")
+        raise PickleRefusedError(f"it refers to {escaped(full)}, which metadata never does")
 
 
 def read_pickle(data: bytes, vocabulary: Vocabulary) -> Any:
@@ -147,7 +147,7 @@ def _reduce(function: Any, arguments: Any, vocabulary: Vocabulary) -> Any:
         raise PickleRefusedError("it calls something that is not a function")
     reducer = vocabulary.calls.get(function.name)
     if reducer is None:
-        raise PickleRefusedError(f"it calls {printable(function.name)}, which metadata never does")
+        raise PickleRefusedError(f"it calls {escaped(function.name)}, which metadata never does")
     return reducer(arguments)
 
 
@@ -155,7 +155,7 @@ def _new(cls: Any, arguments: Any, vocabulary: Vocabulary) -> Record:
     if type(cls) is not Name or cls.name not in vocabulary.objects:
         raise PickleRefusedError("it makes an object of something that is not a class")
     if type(arguments) is not tuple or arguments:
-        raise PickleRefusedError(f"it makes a {printable(cls.name)} with arguments")
+        raise PickleRefusedError(f"it makes a {escaped(cls.name)} with arguments")
     return Record(cls.name)
 
 
@@ -476,7 +476,7 @@ def _convert(value: Any) -> StoredMetadata:
         if type(entry) is Record and entry.cls == _BYTES:
             objects.append(name)
         else:
-            tensors[name] = _tensor(entry, f"entry {printable(name)}")
+            tensors[name] = _tensor(entry, f"entry {escaped(name)}")
     storage: dict[StorageKey, StorageEntry] = {}
     for index, info in stored.items():
         key = _key(index)
@@ -515,7 +515,7 @@ def _key(value: Any) -> StorageKey:
     name, offsets = fields.get("fqn"), fields.get("offset")
     if type(name) is not str:
         raise MetadataError("a storage index has no name")
-    return name, None if offsets is None else _numbers(offsets, f"storage index {printable(name)}")
+    return name, None if offsets is None else _numbers(offsets, f"storage index {escaped(name)}")
 
 
 def _info(value: Any, key: StorageKey) -> StorageEntry:
@@ -523,7 +523,7 @@ def _info(value: Any, key: StorageKey) -> StorageEntry:
     fields = _fields(value, _STORAGE_INFO, what)
     path = fields.get("relative_path")
     if type(path) is not str or len(path) > 4096 or not is_safe_path(path):
-        shown = printable(path) if type(path) is str else type(path).__name__
+        shown = escaped(path) if type(path) is str else type(path).__name__
         raise MetadataError(f"{what} lies in {shown!r}, which is not a path inside the directory")
     return StorageEntry(path, _number(fields.get("offset"), what), _number(fields.get("length"), what))
 
@@ -532,13 +532,13 @@ def _origin(value: Any) -> str:
     if value is None:
         return ""
     identity = _fields(value, _STORAGE_META, "storage_meta").get("checkpoint_id")
-    return printable(identity.rstrip("/").rpartition("/")[2]) if type(identity) is str else ""
+    return escaped(identity.rstrip("/").rpartition("/")[2]) if type(identity) is str else ""
 
 
 def show_key(key: StorageKey) -> str:
     """A chunk or object for a message: `model.w[0, 128]`, `step`."""
     name, offsets = key
-    return printable(name) if offsets is None else f"{printable(name)}{list(offsets)}"
+    return escaped(name) if offsets is None else f"{escaped(name)}{list(offsets)}"
 
 
 def completeness(meta: StoredMetadata, sizes: Mapping[str, int]) -> list[Problem]:
@@ -553,9 +553,7 @@ def completeness(meta: StoredMetadata, sizes: Mapping[str, int]) -> list[Problem
             problems.append(Problem(Reason.INCOMPLETE, METADATA, fault))
     for name in meta.objects:
         if (name, None) not in meta.storage:
-            problems.append(
-                Problem(Reason.INCOMPLETE, METADATA, f"object {printable(name)} is stored nowhere")
-            )
+            problems.append(Problem(Reason.INCOMPLETE, METADATA, f"object {escaped(name)} is stored nowhere"))
     return problems + _file_problems(meta.storage.values(), sizes)
 
 
@@ -570,9 +568,9 @@ def _tensor_fault(name: str, tensor: TensorEntry, storage: Mapping[StorageKey, S
             return f"chunk {show_key((name, offsets))} is stored nowhere"
     wanted = math.prod(tensor.shape)
     if held != wanted:
-        return f"tensor {printable(name)} has {wanted} elements, its chunks {held}"
+        return f"tensor {escaped(name)} has {wanted} elements, its chunks {held}"
     if len(tensor.chunks) > 1 and _overlap(tensor.chunks):
-        return f"chunks of tensor {printable(name)} overlap, so a part of it is missing"
+        return f"chunks of tensor {escaped(name)} overlap, so a part of it is missing"
     return ""
 
 

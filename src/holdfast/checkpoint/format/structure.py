@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from holdfast.base import OpenFile
+from holdfast.base import OpenFile, escaped
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.format.manifest import (
@@ -29,7 +29,6 @@ from holdfast.checkpoint.format.manifest import (
     Reason,
     is_safe_path,
     parse_name,
-    printable,
 )
 from holdfast.checkpoint.format.metadata import MetadataError, StoredMetadata
 from holdfast.errors import UsageError
@@ -58,7 +57,7 @@ class Inspection:
         return not self.problems
 
     def add(self, reason: Reason, path: str, detail: str) -> None:
-        self.problems.append(Problem(reason, printable(path), detail))
+        self.problems.append(Problem(reason, escaped(path), detail))
 
 
 def looks_like_checkpoint(directory: Path) -> bool:
@@ -156,7 +155,7 @@ def _check_against_manifest(
     try:
         manifest, digest = manifests.read(inspection.directory)
     except (ManifestError, MemoryError) as error:
-        inspection.add(Reason.UNREADABLE_MANIFEST, MANIFEST, printable(str(error)))
+        inspection.add(Reason.UNREADABLE_MANIFEST, MANIFEST, escaped(str(error)))
         return
     inspection.manifest, inspection.manifest_digest = manifest, digest
     _check_identity(inspection, manifest, run, world)
@@ -176,7 +175,7 @@ def _check_identity(inspection: Inspection, manifest: Manifest, run: str | None,
         claimed = f"step {manifest.step}, id {manifest.id}"
         inspection.add(Reason.WRONG_NAME, ".", f"the manifest is of {claimed}; the directory is named {name}")
     if run is not None and manifest.run != run:
-        inspection.add(Reason.WRONG_RUN, MANIFEST, f"expected run {run}, found {printable(manifest.run)}")
+        inspection.add(Reason.WRONG_RUN, MANIFEST, f"expected run {run}, found {escaped(manifest.run)}")
     if world is not None and manifest.world.size != world:
         detail = f"expected a world of {world} ranks, found {manifest.world.size}"
         inspection.add(Reason.WRONG_WORLD, MANIFEST, detail)
@@ -252,7 +251,7 @@ def _check_without_manifest(
         empty = stat.S_ISREG(found[METADATA].st_mode) and found[METADATA].st_size == 0
         regular = stat.S_ISREG(found[METADATA].st_mode)
         reason = Reason.EMPTY if empty else Reason.UNREADABLE_METADATA if regular else Reason.NOT_A_FILE
-        inspection.add(reason, METADATA, printable(str(error)))
+        inspection.add(reason, METADATA, escaped(str(error)))
         return
     paths = {entry.path for entry in meta.storage.values()}
     present = _walk(inspection, found, _folders(paths))
@@ -465,7 +464,7 @@ def _cross_check(inspection: Inspection, manifest: Manifest) -> None:
     try:
         meta = metadatas.read(inspection.directory)
     except MetadataError as error:
-        inspection.add(Reason.UNREADABLE_METADATA, METADATA, printable(str(error)))
+        inspection.add(Reason.UNREADABLE_METADATA, METADATA, escaped(str(error)))
         return
     problem = _disagreement(meta, manifest, exact=False)
     sizes = {entry.path: entry.size for entry in manifest.files}

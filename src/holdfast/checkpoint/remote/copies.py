@@ -29,6 +29,7 @@ import xxhash
 from holdfast.base import (
     create_exclusive,
     entries,
+    escaped,
     fsync_dir,
     make_dirs,
     make_folder,
@@ -53,7 +54,6 @@ from holdfast.checkpoint.format import (
     Reason,
     check_structure,
     parse_name,
-    printable,
 )
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.remote.store import (
@@ -242,7 +242,7 @@ class Remote:
             return None
 
     def _bad(self, name: CheckpointName, reason: Reason, path: str, detail: str) -> BadCopyError:
-        return BadCopyError(f"{self.url}/{name}", Problem(reason, path, printable(detail)))
+        return BadCopyError(f"{self.url}/{name}", Problem(reason, path, escaped(detail)))
 
     def download(
         self, name: CheckpointName, entry: FileEntry, deadline: float | None = None
@@ -286,7 +286,7 @@ class Remote:
                 problems.append(error.problem)
         listed = {f"{name}/{entry.path}" for entry in manifest.files} | {_marker(name)}
         for key in sorted(self._store.keys(str(name), self._tries()).keys() - listed):
-            problems.append(Problem(Reason.UNLISTED, printable(key), "the manifest does not list it"))
+            problems.append(Problem(Reason.UNLISTED, escaped(key), "the manifest does not list it"))
         return manifest, problems
 
     # --- what was judged of them ----------------------------------------------------------------------------

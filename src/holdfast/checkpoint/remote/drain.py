@@ -22,7 +22,8 @@ import msgspec
 
 from holdfast.base import LiveLine, Waiting
 from holdfast.checkpoint.format import CheckpointRoot, parse_name
-from holdfast.journal import JournalWriter, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import Warned
 from holdfast.process import Companion, start_child
 from holdfast.record import ControlDirectory
 

@@ -28,7 +28,8 @@ from holdfast.checkpoint.remote.copies import Remote, open_remote
 from holdfast.checkpoint.remote.drain import Delete, DrainOrder, Finish, Message, Outcome, Push
 from holdfast.checkpoint.remote.store import LocalCopyError, RemoteUnavailableError
 from holdfast.errors import HoldfastError, LeaseLostError
-from holdfast.journal import CopyDeleted, CopyDrained, DrainFailed, JournalWriter, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import CopyDeleted, CopyDrained, DrainFailed, Warned
 from holdfast.process import leave_stopping_to_the_trainer
 from holdfast.record import (
     CommitRecord,

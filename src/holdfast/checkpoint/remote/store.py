@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.base import entries, fsync_dir, make_dirs, unlink
-from holdfast.checkpoint.format import Problem, printable
+from holdfast.base import entries, escaped, fsync_dir, make_dirs, unlink
+from holdfast.checkpoint.format import Problem
 from holdfast.errors import CheckpointError, ExitCode, HoldfastError
 
 # Trying again, within a budget, what an object store did not do at the first try.
@@ -198,7 +198,7 @@ def explain(error: Exception) -> str:
     """What went wrong, in one line, with what to do where that is known."""
     code, status = _response(error)
     name = type(error).__name__
-    text = printable(" ".join(str(error).split()) or name, 400)
+    text = escaped(" ".join(str(error).split()) or name, 400)
     said = f"{code or status}: {text}" if (code or status) and (code or str(status)) not in text else text
     if code == "NoSuchBucket":
         return f"{said}; create the bucket, or correct checkpoint.remote_root or AWS_ENDPOINT_URL"

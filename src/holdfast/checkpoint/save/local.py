@@ -59,14 +59,8 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.save.handoff import Job, MendCopies, PeerTarget, Start, UsePeers, UsePlan
 from holdfast.checkpoint.save.image import digest_image
 from holdfast.errors import AlteredCopyError, CheckpointError, HoldfastError, SaveFailedError
-from holdfast.journal import (
-    CopyQuarantined,
-    CopyReplaced,
-    CopyReplicated,
-    JournalWriter,
-    ReplicaFailed,
-    Warned,
-)
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import CopyQuarantined, CopyReplaced, CopyReplicated, ReplicaFailed, Warned
 from holdfast.record import (
     CommitRecord,
     ControlDirectory,

@@ -52,7 +52,8 @@ from holdfast.checkpoint.save.handoff import (
 from holdfast.checkpoint.save.image import write_image
 from holdfast.checkpoint.save.local import LocalCommit, LocalSaver, ReplicaSender
 from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
-from holdfast.journal import CopyQuarantined, JournalWriter, SaveCommitted, Warned, read_journal
+from holdfast.journal import JournalWriter, read_journal
+from holdfast.journal.events import CopyQuarantined, SaveCommitted, Warned
 from holdfast.process import leave_stopping_to_the_trainer
 from holdfast.record import ControlDirectory, Fence, Writing, give_up, given_up, is_busy
 

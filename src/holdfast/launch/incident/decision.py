@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.account import (
-    answers_about,
+    account_of_failure,
+    account_of_lost_launch,
+    account_of_lost_lease,
+    account_of_lost_store,
     headline,
-    launch_lost,
-    lease_taken,
-    on_the_terminal,
-    one_line,
-    store_lost,
+    incident_line,
+    incident_text,
 )
 from holdfast.base import PATIENCE, Bounded
 from holdfast.checkpoint.choose import highest_committed_step, situation_of, write_down
@@ -29,18 +29,8 @@ from holdfast.checkpoint.format import CheckpointName, CheckpointRoot, parse_nam
 from holdfast.config import Settings, parse_failure_causes
 from holdfast.errors import ControlError, ExitCode, HoldfastError
 from holdfast.health import Trouble, last_words
-from holdfast.journal import (
-    Account,
-    JournalReader,
-    JournalWriter,
-    RunFinished,
-    StopAsked,
-    StopSaved,
-    Warned,
-    events,
-    last_step,
-    unfinished_save,
-)
+from holdfast.journal import JournalReader, JournalWriter, events, last_step, unfinished_save
+from holdfast.journal.events import Account, RunFinished, StopAsked, StopSaved, Warned
 from holdfast.launch import EXCLUSION, INCIDENT, STOP, LaunchContext, say
 from holdfast.launch.incident.hang import hangs_of
 from holdfast.launch.nodes import Attempt, MeetingHandler, Notice, StopRun
@@ -108,7 +98,9 @@ from holdfast.restart import Faulted
 
 def tell_store_lost(context: LaunchContext, attempt: int, node: str, error: str, step: int | None) -> bool:
     """That nobody is left to meet; whether it could be told."""
-    return _tell_end(context, node, lambda: store_lost(attempt, node, error, step, _saved(context)))
+    return _tell_end(
+        context, node, lambda: account_of_lost_store(attempt, node, error, step, _saved(context))
+    )
 
 
 def tell_lease_taken(
@@ -120,7 +112,7 @@ def tell_lease_taken(
         newest = read_claim(context.control, current_epoch(context.control))
         by = newest.holder.describe() if newest is not None else ""
         found = newest.evidence if newest is not None else ""
-        return lease_taken(attempt, evidence, by, found, step, _saved(context))
+        return account_of_lost_lease(attempt, evidence, by, found, step, _saved(context))
 
     return _tell_end(context, node, account)
 
@@ -141,7 +133,7 @@ def tell_launch_lost(context: LaunchContext, held: Claim) -> None:
         JournalWriter(context.control.journal, f"agent-{held.owner}", found.attempt)
     ) as journal:
         journal.write(found)
-    say(on_the_terminal(found, str(context.control.path)))
+    say(incident_text(found, str(context.control.path)))
     context.saves.fell(found)
 
 
@@ -159,7 +151,7 @@ def _of_lost_launch(control: ControlDirectory, held: Claim, saved: int | None) -
     before = read_claim(control, newest[0].epoch)
     holder = before.holder.describe() if before is not None else ""
     step = last_step(control.journal, list_names(control.journal), number)
-    account = launch_lost(number, holder, held.evidence, asked, step, saved)
+    account = account_of_lost_launch(number, holder, held.evidence, asked, step, saved)
     return account if create_record(control.attempt(number) / ACCOUNT, account) else None
 
 
@@ -175,9 +167,9 @@ def _tell_end(context: LaunchContext, node: str, make: Callable[[], Account]) ->
         account = None
     if account is None:
         return False
-    context.last_words = one_line(account)
+    context.last_words = incident_line(account)
     context.saves.catch_up()
-    say(on_the_terminal(account, str(context.control.path)))
+    say(incident_text(account, str(context.control.path)))
     writer = JournalWriter(context.control.journal, f"agent-{node}", account.attempt)
     written = Bounded(lambda: _write(writer, account), "unforeseen-end-journal")
     written.ended(PATIENCE)
@@ -328,7 +320,7 @@ def _tell(
     detail = "" if root is not None else situation.attempt.message
     if root is not None and root.left:
         detail = _left_first(root, failures)
-    return answers_about(
+    return account_of_failure(
         situation,
         decision,
         root,
@@ -693,10 +685,10 @@ class Recovery:
             say(headline(account), attempt=account.attempt, account=account)
             say(f"stopped: {self._context.last_words}", attempt=account.attempt)
         else:
-            told = on_the_terminal(account, str(control.path))
+            told = incident_text(account, str(control.path))
             say(told, attempt=account.attempt, account=account)
         self._context.saves.fell(account)
-        payload = {"text": one_line(account), "attempt": incident.attempt, "cause": incident.cause}
+        payload = {"text": incident_line(account), "attempt": incident.attempt, "cause": incident.cause}
         stops = incident.decision.action in (Action.STOP, Action.REQUEUE)
         if stops:
             self._context.alerts.send(STOP, {**payload, "exit_code": int(incident.decision.exit_code)})

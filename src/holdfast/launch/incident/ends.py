@@ -11,11 +11,12 @@ import signal
 import time
 from collections.abc import Callable
 
-from holdfast.account import of_stop, stop_on_the_terminal
+from holdfast.account import account_of_stop, stop_text
 from holdfast.base import Bounded
 from holdfast.checkpoint.choose import highest_committed_step
 from holdfast.errors import DecisionTimeoutError, ExitCode, HoldfastError, StorageError
-from holdfast.journal import Account, LeaseLost, Warned, last_step
+from holdfast.journal import last_step
+from holdfast.journal.events import Account, LeaseLost, Warned
 from holdfast.launch import LaunchContext, Stopping, next_step, say
 from holdfast.launch.incident.decision import Incident, Recovery, lost_nodes, report_timeout, tell_lease_taken
 from holdfast.launch.nodes import Attempt, LeaderLostError, MeetingHandler, Notice, StopRun, StoreLostError
@@ -86,7 +87,7 @@ class Ends:
             account = self._account_of(attempt, stopping.request, notice)
             if account is not None:
                 attempt.journal.write(account)
-                told = stop_on_the_terminal(account, str(self._context.control.path))
+                told = stop_text(account, str(self._context.control.path))
             self._requeue_after(attempt, stopping.request)
         say(told, attempt=attempt.number, account=account)
         return self._leave(attempt, code)
@@ -98,7 +99,7 @@ class Ends:
         def make() -> Account:
             step = last_step(control.journal, list_names(control.journal), attempt.number)
             saved = self._steps() or None
-            return of_stop(attempt.number, request, code, detail=detail, step=step, saved=saved)
+            return account_of_stop(attempt.number, request, code, detail=detail, step=step, saved=saved)
 
         look = Bounded(make, "account-of-stop")
         if not look.ended(LAST_WORDS):

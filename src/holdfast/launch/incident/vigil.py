@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from holdfast.base import Look
 from holdfast.errors import ControlError
 from holdfast.health import nearest, try_storage
-from holdfast.journal import Warned
+from holdfast.journal.events import Warned
 from holdfast.launch import InProcess, LaunchContext, Overdue, Stopping, say
 from holdfast.launch.incident.hang import RollCall
 from holdfast.launch.nodes import Attempt, MeetingHandler, Notice, StoreLostError

@@ -21,7 +21,8 @@ import msgspec
 from holdfast.checkpoint.choose import still_open, write_findings
 from holdfast.cluster import Device
 from holdfast.errors import ControlError, ExitCode, HoldfastError
-from holdfast.journal import AttemptEnded, AttemptStarted, JournalWriter, LeaseClaimed, Warned
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed, Warned
 from holdfast.launch.nodes.watch import FollowerWatch, LeaderWatch
 from holdfast.policy import (
     Member,

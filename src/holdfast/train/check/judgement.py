@@ -18,7 +18,8 @@ import msgspec
 from holdfast.checkpoint.state import Tracked
 from holdfast.config import ValidationSettings
 from holdfast.errors import ControlError, RerunWantedError, ValidationFailedError
-from holdfast.journal import Event, StepRejected, Verdict, Warned, encode_loss
+from holdfast.journal import Event
+from holdfast.journal.events import StepRejected, Verdict, Warned, encode_loss
 from holdfast.policy import (
     Act,
     Count,

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from holdfast.errors import UsageError, ValidationFailedError
-from holdfast.journal import encode_loss
+from holdfast.journal.events import encode_loss
 from holdfast.policy import Act, Count, Outcome, Policy, Scale, not_finite
 from holdfast.train.check.checks import read_pair, read_together, scale_of, single_number
 from holdfast.train.check.gradients import Gradients, plain

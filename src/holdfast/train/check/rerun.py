@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.base import local_part, scaler_findings, sharded_parameters, tree_leaves
 from holdfast.checkpoint.format import fingerprint as fingerprints
 from holdfast.checkpoint.state import Tracked
-from holdfast.journal import DeterminismMeasured
+from holdfast.journal.events import DeterminismMeasured
 from holdfast.train import Meter
 from holdfast.train.data import DataFeed, Randomness
 

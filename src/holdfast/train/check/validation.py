@@ -21,7 +21,7 @@ from holdfast.checkpoint.state import Tracked
 from holdfast.cluster import own_place
 from holdfast.config import Effective, ValidationSettings
 from holdfast.errors import ConfigError, UsageError, ValidationFailedError
-from holdfast.journal import Verdict
+from holdfast.journal.events import Verdict
 from holdfast.policy import Place, ReplayFinding
 from holdfast.record import ControlDirectory, Group, LaunchInfo
 from holdfast.train import Membership, Meter, Probation

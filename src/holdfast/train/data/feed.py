@@ -33,7 +33,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.errors import ControlError, IncompleteStateError, UsageError
-from holdfast.journal import DataSkipped, JournalWriter
+from holdfast.journal import JournalWriter
+from holdfast.journal.events import DataSkipped
 from holdfast.policy import Window
 from holdfast.record import ControlDirectory, Group, Skip, read_key, read_skips
 from holdfast.train.data.loaders import Evidence, Indices, loses_state, name_of, samples_of, unfit

@@ -25,7 +25,8 @@ from torch import nn
 from holdfast.base import duration, is_taken, plural, say_as_rank
 from holdfast.config import StragglerSettings
 from holdfast.errors import UsageError
-from holdfast.journal import Event, StragglerFound, StragglersReported
+from holdfast.journal import Event
+from holdfast.journal.events import StragglerFound, StragglersReported
 from holdfast.policy import Place
 from holdfast.record import Group
 from holdfast.train.check import before_steps

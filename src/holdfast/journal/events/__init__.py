@@ -1,0 +1,73 @@
+"""The events of a run's journal, by subject; each says itself in a line of plain text.
+
+For whoever writes that something happened, and for whoever reads it: the terminal, the report, policies.
+Promises: tags and fields of an event stay; a field that is added has a default, so that older lines are read.
+Never: decide, or read anything but its own fields to say what happened.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.base.fronts import offers
+
+if TYPE_CHECKING:
+    from holdfast.journal.events.cluster import HealthFailed, JobFound, PingFailed, RequeueAsked
+    from holdfast.journal.events.copies import (
+        CopiesDropped,
+        CopyDeleted,
+        CopyDrained,
+        CopyFetched,
+        CopyQuarantined,
+        CopyReadBack,
+        CopyReplaced,
+        CopyReplicated,
+        DrainFailed,
+        ReplicaFailed,
+        StorageAlarm,
+    )
+    from holdfast.journal.events.decisions import STOP, Account, Decision, OperatorActed, RejectedOption
+    from holdfast.journal.events.restarts import (
+        FunctionRestarted,
+        RestartFaulted,
+        RestartHandedOver,
+        RestartPlanned,
+    )
+    from holdfast.journal.events.results import (
+        DataSkipped,
+        DeterminismMeasured,
+        ProbationEnded,
+        StandingChanged,
+        StepRejected,
+        StepsDone,
+        ThroughputLow,
+        Verdict,
+        decode_loss,
+        encode_loss,
+    )
+    from holdfast.journal.events.run import (
+        AttemptEnded,
+        AttemptStarted,
+        LeaseClaimed,
+        LeaseLost,
+        RunCreated,
+        RunFinished,
+        Warned,
+        WorkerFailed,
+        WorkersStarted,
+    )
+    from holdfast.journal.events.saves import (
+        CadenceChosen,
+        CheckpointsDeleted,
+        Resumed,
+        RungRejected,
+        SaveCommitted,
+        SaveFailed,
+        SaveLines,
+        SaveSkipped,
+        SaveStarted,
+    )
+    from holdfast.journal.events.stops import StopAgreed, StopAsked, StopForced, StopHastened, StopSaved
+    from holdfast.journal.events.stragglers import StragglerFound, StragglersReported
+else:
+    __getattr__ = offers(__name__)

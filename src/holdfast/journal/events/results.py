@@ -1,0 +1,187 @@
+"""Events of what training yields: steps, results that are rejected, verdicts, probation and standing."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from holdfast.base import Rendered, duration, number, plural, printable
+from holdfast.journal import Event, because
+
+
+def encode_loss(loss: float | None) -> float | str | None:
+    """A loss as it is journalled. JSON has no NaN, and a NaN must not read like "no loss"."""
+    if loss is None or math.isfinite(loss):
+        return loss
+    return "nan" if math.isnan(loss) else "inf" if loss > 0 else "-inf"
+
+
+def decode_loss(loss: float | str | None) -> float | None:
+    """The inverse of `encode_loss`. Text that no release writes reads as NaN: not a number, yet recorded."""
+    if isinstance(loss, str):
+        return {"inf": math.inf, "-inf": -math.inf}.get(loss, math.nan)
+    return loss
+
+
+class StepsDone(Event, tag="steps_done"):
+    """A batch of completed steps, written about once a second."""
+
+    first: int
+    """Step of the first entry; the rest follow one by one."""
+    seconds: list[float]
+    loss: list[float | str | None] = msgspec.field(default_factory=list)
+    """Each as `encode_loss` gives it: None is a step whose loss was not recorded."""
+    grad_norm: list[float | str | None] = msgspec.field(default_factory=list)
+    """Like `loss`, where the loop gave any."""
+    samples: list[str] = msgspec.field(default_factory=list)
+    """Digest of each step's sample ids, where the loop gave them."""
+
+    def render(self) -> Rendered:
+        count = max(len(self.seconds), len(self.loss), 1)
+        last = self.first + count - 1
+        text = f"step {last}" if count == 1 else f"steps {self.first}–{last}"
+        recorded = [loss for loss in map(decode_loss, self.loss) if loss is not None]
+        if len(recorded) == 1:
+            text += f", loss {number(recorded[0])}"
+        elif recorded:
+            text += f", loss {number(recorded[0])} → {number(recorded[-1])}"
+        broken = sum(1 for loss in recorded if not math.isfinite(loss))
+        if broken:
+            text += f" ({broken} not finite)"
+        if self.seconds:
+            text += f", {duration(sum(self.seconds) / len(self.seconds))} a step"
+        return Rendered(text, "progress")
+
+
+class StepRejected(Event, tag="step_rejected"):
+    """The group rejected a step's result before the optimizer used it (with deferred checks: after that)."""
+
+    step: int
+    reasons: list[str]
+    ranks: list[int] = msgspec.field(default_factory=list)
+    """Whose own results, before any reduction, were bad; empty if that is not known."""
+    then: str = ""
+    """What was done: rerun, dropped, stop, restart."""
+    batch: str = ""
+    """The data of the step: batch and epoch, and the samples of those ranks as far as they are known."""
+    in_a_row: int = 0
+    """Steps dropped in a row by now; 0 where that is not to be told."""
+
+    def render(self) -> Rendered:
+        whose = f" on {plural(len(self.ranks), 'rank')} ({', '.join(map(str, self.ranks))})"
+        text = f"step {self.step} rejected{whose if self.ranks else ''}"
+        text += f": {printable(self.then)}" if self.then else ""
+        batch = [printable(self.batch)] if self.batch else []
+        return Rendered(text, "fault", [*batch, *(printable(item) for item in self.reasons)])
+
+
+class Verdict(Event, tag="verdict"):
+    """What a rejected step turned out to be."""
+
+    verdict: str
+    """transient, device or reproducible."""
+    step: int
+    evidence: list[str]
+    node: str = ""
+    device: str = ""
+    """Whom it accuses or, for a transient one, where it was counted."""
+
+    def render(self) -> Rendered:
+        where = "/".join(printable(part) for part in (self.node, self.device) if part)
+        text = f"verdict on step {self.step}: {printable(self.verdict)}{', ' + where if where else ''}"
+        return Rendered(text, "decision", because(self.evidence))
+
+
+class ProbationEnded(Event, tag="probation_ended"):
+    """The steps after a resume in which what was loaded is watched are over."""
+
+    checkpoint: str
+    outcome: str
+    """passed, breached, or unsettled (the attempt was to end before)."""
+    first: int
+    last: int
+    evidence: list[str] = msgspec.field(default_factory=list)
+
+    def render(self) -> Rendered:
+        text = f"probation of {printable(self.checkpoint)}, steps {self.first}–{self.last}"
+        style = {"passed": "good", "breached": "fault"}.get(self.outcome, "plain")
+        details = [printable(item) for item in self.evidence]
+        return Rendered(f"{text}: {printable(self.outcome)}", style, details)
+
+
+class StandingChanged(Event, tag="standing_changed"):
+    """What is known of a checkpoint has changed; the record is durable already."""
+
+    checkpoint: str
+    standing: str
+    evidence: list[str]
+
+    def render(self) -> Rendered:
+        style = {"proven": "good", "acquitted": "good"}.get(self.standing, "warning")
+        text = f"{printable(self.checkpoint)} is {printable(self.standing)}"
+        return Rendered(text, style, because(self.evidence))
+
+
+class ThroughputLow(Event, tag="throughput_low"):
+    """Steps after a resume take much longer than before it. Accuses a node, never the checkpoint."""
+
+    seconds: float
+    before: float
+    """Median step time now, and before the checkpoint was saved."""
+    probes: list[str]
+    """What a short probe showed on each rank."""
+    accused: str = ""
+    """The node that is slower than the others; empty if none is."""
+
+    def render(self) -> Rendered:
+        text = f"slow: {duration(self.seconds)} a step, {duration(self.before)} before this resume"
+        accused = f"; {printable(self.accused)} is slower than the others" if self.accused else ""
+        return Rendered(f"{text}{accused}", "warning", [printable(item) for item in self.probes])
+
+
+class DataSkipped(Event, tag="data_skipped"):
+    """Samples that were left out because they fail everywhere."""
+
+    step: int
+    """The step that would have used them."""
+    epoch: int
+    first: int
+    last: int
+    """Batches of the epoch, counted from 0."""
+    reason: str
+
+    def render(self) -> Rendered:
+        what = f"batches {self.first}–{self.last} of epoch {self.epoch}"
+        return Rendered(f"left out at step {self.step}: {what}", "warning", because([self.reason]))
+
+
+class DeterminismMeasured(Event, tag="determinism_measured"):
+    """How much the same step's result differed between two runs of it, relative to its size.
+
+    Of each step that of its worst rank.
+    """
+
+    steps: int
+    p50: float
+    p90: float
+    p99: float
+    p999: float
+    largest: float
+    ranks: int = 1
+    """How many were compared; older releases looked at rank 0 alone."""
+    worst_rank: int = 0
+    """Where the largest was found."""
+
+    def render(self) -> Rendered:
+        measured = {
+            "p50": self.p50,
+            "p90": self.p90,
+            "p99": self.p99,
+            "p99.9": self.p999,
+            "largest": self.largest,
+        }
+        text = ", ".join(f"{name} {value:.2g}" for name, value in measured.items())
+        where = f" (rank {self.worst_rank})" if self.ranks > 1 and self.largest else ""
+        on = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        return Rendered(f"two runs of {plural(self.steps, 'step')}{on} differ by {text}{where}", "plain")
