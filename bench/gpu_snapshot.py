@@ -40,7 +40,7 @@ from holdfast.checkpoint.save.device import (
     copy_within,
     pin,
 )
-from holdfast.policy.saves import Way, choose_snapshot, owned_enough
+from holdfast.policy.upkeep import Way, choose_snapshot, owned_enough
 
 CUDA = torch.device("cuda", 0)
 WIDTH = 4096

@@ -15,7 +15,7 @@ from holdfast.account.words import Story, closing_line, incident_text
 from holdfast.base.text import size
 from holdfast.checkpoint.format.manifest import CheckpointName, parse_name
 from holdfast.errors import ExitCode
-from holdfast.health.findings import Trouble, last_words
+from holdfast.health.judgements import Trouble, last_words
 from holdfast.journal import Event
 from holdfast.journal.events import Account, SaveCommitted, SaveFailed, SaveSkipped, SaveStarted
 from holdfast.journal.reader import unfinished_save
@@ -24,8 +24,8 @@ from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.diagnosis import KERNEL_OOM
 from holdfast.policy.evidence import MemoryKill
 from holdfast.policy.recovery import Situation, recover
-from holdfast.policy.saves import PATIENCE, RATE, is_slow
 from holdfast.policy.signs import Cause
+from holdfast.policy.upkeep import PATIENCE, RATE, is_slow
 from holdfast.record.attempts import FailureRecord
 from kit.journals import Journal, name_of
 

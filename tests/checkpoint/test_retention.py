@@ -33,7 +33,7 @@ from holdfast.checkpoint.retention import Item, Retention, empty
 from holdfast.errors import LeaseLostError, NoValidRungError, UsageError
 from holdfast.journal.events import CheckpointsDeleted, CopyQuarantined, CopyReadBack, Warned
 from holdfast.journal.writer import JournalWriter
-from holdfast.policy.saves import Condition, RetentionRules, RetentionRuling, Stored, retain
+from holdfast.policy.upkeep import Condition, RetentionRules, RetentionRuling, Stored, retain
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Fence, LeaseKeeper, claim
 from holdfast.record.standing import Standing, StandingBook

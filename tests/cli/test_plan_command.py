@@ -16,7 +16,7 @@ from holdfast.cli.app import app
 from holdfast.config.sources import load
 from holdfast.errors import UsageError
 from holdfast.journal.events import CadenceChosen
-from holdfast.policy.saves import DEFAULT_MTBF, DEFAULT_RESTART, Costs, choose_interval, overhead
+from holdfast.policy.upkeep import DEFAULT_MTBF, DEFAULT_RESTART, Costs, choose_interval, overhead
 from kit.harness import finish, holdfast
 from kit.journals import Journal, killed_and_corrupted
 

@@ -24,7 +24,7 @@ from holdfast.checkpoint.save.device import (
     is_locked,
     pin,
 )
-from holdfast.policy.saves import Way
+from holdfast.policy.upkeep import Way
 from kit.worlds.early_changes import (
     TRAININGS,
     OptimizerInBackward,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.health.findings import Status
+from holdfast.health.judgements import Status
 from holdfast.health.network import all_reduce, check_links
 from holdfast.train.check.checks import Scales
 

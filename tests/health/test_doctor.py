@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.health import examination
 from holdfast.health.examination import NodeReport, Skew
-from holdfast.health.findings import CheckResult, Status
+from holdfast.health.judgements import CheckResult, Status
 from kit.commands import command
 from kit.harness import finish, holdfast
 from kit.nodes.machines import nvidia_smi

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.checkpoint.format import structure
 from holdfast.health import gpu, node
-from holdfast.health.checks import Check, ask, run_checks
 from holdfast.health.examination import Place, quick_checks
-from holdfast.health.findings import (
+from holdfast.health.gpu_facts import Gpu, Gpus, ask_nvidia_smi, names_of, normal_bus, read_kernel_log
+from holdfast.health.gpu_facts import judged as judged_log
+from holdfast.health.judgements import (
     EXIT_CODES,
     CheckResult,
     Status,
@@ -39,8 +40,7 @@ from holdfast.health.findings import (
     judge_threads,
     worst,
 )
-from holdfast.health.gpu_facts import Gpu, Gpus, ask_nvidia_smi, names_of, normal_bus, read_kernel_log
-from holdfast.health.gpu_facts import judged as judged_log
+from holdfast.health.trials import Check, ask, run_checks
 from holdfast.policy.signs import XIDS, XidClass, accuses_device, proves_broken
 from holdfast.process import proc
 from kit.harness import REPO
@@ -370,7 +370,7 @@ def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 def test_slow_storage_is_a_warning_that_names_what_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.health.findings.LATENCY_WARNING", 0.0)
+    monkeypatch.setattr("holdfast.health.judgements.LATENCY_WARNING", 0.0)
     real, blocked = os.rename, threading.Event()
 
     def slow(old: Path, new: Path) -> None:

@@ -11,11 +11,11 @@ import torch
 
 from holdfast.config.sources import load
 from holdfast.health import gpu
-from holdfast.health.checks import Answer
 from holdfast.health.compute import keeps_computing
-from holdfast.health.findings import CheckResult, Status, judge_history, judge_memory_errors
 from holdfast.health.gpu import AllComputed, Computed
+from holdfast.health.judgements import CheckResult, Status, judge_history, judge_memory_errors
 from holdfast.health.network import check_links, parse_nvlink
+from holdfast.health.trials import Answer
 from holdfast.launch import gate as gate_module
 from holdfast.launch.gate import Gate
 from holdfast.record.directory import ControlDirectory

@@ -24,7 +24,7 @@ from holdfast.health.connections import (
     partner,
     round_count,
 )
-from holdfast.health.findings import CheckResult, Status
+from holdfast.health.judgements import CheckResult, Status
 from holdfast.health.network import Listener, Node, local_checks, meet_all, network_seconds, resolve
 from holdfast.journal.events import HealthFailed
 from holdfast.launch import gate as gate_module

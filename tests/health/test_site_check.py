@@ -11,8 +11,8 @@ import pytest
 
 from holdfast.config.sources import load
 from holdfast.errors import ExitCode
-from holdfast.health.checks import run_site_command
-from holdfast.health.findings import Status
+from holdfast.health.judgements import Status
+from holdfast.health.trials import run_site_command
 from holdfast.journal import events
 from holdfast.journal.events import HealthFailed
 from holdfast.launch.gate import Gate

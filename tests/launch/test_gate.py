@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.config.sources import load
 from holdfast.errors import ExitCode
-from holdfast.health.findings import CheckResult, Status
+from holdfast.health.judgements import CheckResult, Status
 from holdfast.journal import events
 from holdfast.journal.events import HealthFailed
 from holdfast.launch import gate as gate_module

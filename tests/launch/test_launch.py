@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from holdfast.config.settings import LaunchSettings, Settings
 from holdfast.errors import ExitCode
 from holdfast.journal import events
-from holdfast.launch.incident import evidence
+from holdfast.launch.incident import inquest as evidence
 from holdfast.launch.nodes import attempt as attempts
 from holdfast.launch.options import parse
 from holdfast.policy.budgets import MAX_FAILED_LAUNCHES
@@ -390,7 +390,7 @@ def test_without_an_error_file_the_last_lines_tell(
 
 EATER = """
 import subprocess, sys
-from holdfast.launch.incident.evidence import count_oom_kills, memory_kill
+from holdfast.launch.incident.inquest import count_oom_kills, memory_kill
 before = count_oom_kills()
 eats = [sys.executable, "-c", "x = [bytes([1]) * (1 << 20) for _ in range(400)]"]
 assert memory_kill(before) is None

@@ -20,7 +20,7 @@ import pytest
 
 from holdfast.launch import learned
 from holdfast.launch import monitor as monitors
-from holdfast.launch.incident.evidence import Questions
+from holdfast.launch.incident.inquest import Questions
 from holdfast.launch.learned import Learner
 from holdfast.launch.monitor import Monitor
 from holdfast.policy.signs import activity

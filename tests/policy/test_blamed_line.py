@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
-from holdfast.launch.incident import evidence
+from holdfast.launch.incident import inquest as evidence
 from holdfast.policy.evidence import (
     MOST_WHERE,
     Frame,

@@ -20,7 +20,7 @@ from holdfast.errors import ControlError, DecisionTimeoutError
 from holdfast.journal.events import CadenceChosen, Warned
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
-from holdfast.policy.saves import (
+from holdfast.policy.upkeep import (
     BELIEVED,
     CLONE_SLACK,
     DEFAULT_MTBF,

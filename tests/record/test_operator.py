@@ -239,7 +239,7 @@ def test_a_damaged_pin_record_still_pins_and_forces_nothing(run_dir: Path) -> No
 def test_retention_keeps_what_is_pinned(run_dir: Path) -> None:
     from holdfast.checkpoint.format.manifest import CheckpointRoot
     from holdfast.checkpoint.retention import Retention
-    from holdfast.policy.saves import RetentionRules as Rules
+    from holdfast.policy.upkeep import RetentionRules as Rules
 
     three = checkpoints(run_dir)[-1]
     control = ControlDirectory.open(run_dir)

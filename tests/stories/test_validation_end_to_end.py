@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.errors import ExitCode, RerunWantedError
 from holdfast.journal.events import Decision, RunFinished, StepRejected, Verdict
-from holdfast.launch.incident.evidence import code_of
+from holdfast.launch.incident.inquest import code_of
 from holdfast.record.attempts import attempt_numbers
 from holdfast.record.operator import excluded
 from holdfast.train.crash import ERROR_FILE, write_error_file

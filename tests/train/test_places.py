@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from holdfast.checkpoint.choose import load as loading
-from holdfast.checkpoint.choose.reader import VerifyingReader
+from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies.peers import PeerReader
 from holdfast.checkpoint.copies.tier import CopyRecord
 from holdfast.checkpoint.copies.wire import LostLineError

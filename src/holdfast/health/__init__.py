@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.health.checks import Check, run_checks
     from holdfast.health.compute import ComputeProbe, probe_compute
     from holdfast.health.connections import RING, SLOW_RING, judge_pairs, judge_reached
     from holdfast.health.examination import (
@@ -33,7 +32,9 @@ if TYPE_CHECKING:
         quick_checks,
         site_checks,
     )
-    from holdfast.health.findings import (
+    from holdfast.health.gpu import check_compute, check_gpus, judge_gpus
+    from holdfast.health.gpu_facts import Gpus, ask_gpus, names_of, present, read_kernel_log
+    from holdfast.health.judgements import (
         EXIT_CODES,
         SPACE_CRITICAL,
         CheckResult,
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
         last_words,
         what_to_do,
     )
-    from holdfast.health.gpu import check_compute, check_gpus, judge_gpus
-    from holdfast.health.gpu_facts import Gpus, ask_gpus, names_of, present, read_kernel_log
     from holdfast.health.network import TOKEN, network_seconds, read_soon, ring_pairs, try_ring
     from holdfast.health.node import (
         CGROUPS,
@@ -59,5 +58,6 @@ if TYPE_CHECKING:
         why_not_first,
     )
     from holdfast.health.ping import LivenessPing
+    from holdfast.health.trials import Check, run_checks
 else:
     __getattr__ = offers(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from holdfast.base import plural
-from holdfast.health.findings import CheckResult, Status
+from holdfast.health.judgements import CheckResult, Status
 
 SLOW_LINK = 3.0
 """By this factor a pair must be slower than half of all to be told: links of one network differ less."""

@@ -16,13 +16,20 @@ from holdfast.cluster import SlurmJob
 from holdfast.config import Settings
 from holdfast.errors import UsageError
 from holdfast.health import node
-from holdfast.health.checks import Check, Wrap, ask, run_checks, site_check
 from holdfast.health.connections import judge_file_system
-from holdfast.health.findings import UNCORRECTED_LIMIT, CheckResult, Status, judge_skew, judge_storage, worst
 from holdfast.health.gpu import check_compute, check_gpus
 from holdfast.health.gpu_facts import check_kernel_log, present
+from holdfast.health.judgements import (
+    UNCORRECTED_LIMIT,
+    CheckResult,
+    Status,
+    judge_skew,
+    judge_storage,
+    worst,
+)
 from holdfast.health.network import check_links, local_checks, network_seconds, probe_network
 from holdfast.health.node import check_storage, mount_of, try_storage
+from holdfast.health.trials import Check, Wrap, ask, run_checks, site_check
 from holdfast.process import own_child
 
 STORAGE_DEADLINE = 15.0

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from holdfast.cluster import VISIBLE, visible_devices
-from holdfast.health.checks import ask
-from holdfast.health.findings import (
+from holdfast.health.gpu_facts import CHILD, FACTS_TIMEOUT, Gpu, Gpus, ask_gpus, names_of, normal_bus, present
+from holdfast.health.judgements import (
     UNCORRECTED_LIMIT,
     CheckResult,
     Status,
@@ -30,7 +30,7 @@ from holdfast.health.findings import (
     judge_untried,
     judge_unusable,
 )
-from holdfast.health.gpu_facts import CHILD, FACTS_TIMEOUT, Gpu, Gpus, ask_gpus, names_of, normal_bus, present
+from holdfast.health.trials import ask
 from holdfast.process import own_child
 
 SECONDS = 1.0

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.health.checks import ask
-from holdfast.health.findings import CheckResult, judge_kernel_log
+from holdfast.health.judgements import CheckResult, judge_kernel_log
+from holdfast.health.trials import ask
 from holdfast.policy import XIDS
 from holdfast.process import own_child
 

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from holdfast.base import Bounded
-from holdfast.health.checks import ask
 from holdfast.health.connections import (
     LIMITS,
     Pair,
@@ -50,8 +49,9 @@ from holdfast.health.connections import (
     partner,
     round_count,
 )
-from holdfast.health.findings import CheckResult
 from holdfast.health.gpu_facts import normal_bus
+from holdfast.health.judgements import CheckResult
+from holdfast.health.trials import ask
 
 if TYPE_CHECKING:
     from torch.distributed import Store

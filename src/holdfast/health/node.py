@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from holdfast.base import fsync_dir
-from holdfast.health.findings import (
+from holdfast.health.judgements import (
     CheckResult,
     Status,
     judge_load,

@@ -32,7 +32,8 @@ from holdfast.policy import (
 )
 from holdfast.policy import command as command_finding
 from holdfast.record import ControlDirectory, attempt_numbers, launch_to_repeat
-from holdfast.recover.command import Started, command_of, drain, settings_of
+from holdfast.recover.action import Started, command_of, drain, settings_of
+from holdfast.recover.aftermath import ResumeWatch
 from holdfast.recover.examine import (
     ATTEMPTS,
     Place,
@@ -43,9 +44,8 @@ from holdfast.recover.examine import (
     try_places,
 )
 from holdfast.recover.facts import recent_lines
-from holdfast.recover.report import MARK, Action, Report, Row, check_rows, markdown, rows, verdict
 from holdfast.recover.resume_check import BAND, Agreement, is_correct
-from holdfast.recover.watch import ResumeWatch
+from holdfast.recover.ticket import MARK, Action, Report, Row, check_rows, markdown, rows, verdict
 
 # The runbook for a directory of checkpoints that no run keeps a record of, such as plain DCP.
 #

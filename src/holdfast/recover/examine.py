@@ -59,10 +59,10 @@ from holdfast.policy import (
     world,
 )
 from holdfast.record import ControlDirectory, LaunchRecord, attempt_numbers, budget_reset, launch_to_repeat
-from holdfast.recover import command as scheduler
-from holdfast.recover.command import command_of, settings_of
+from holdfast.recover import action as scheduler
+from holdfast.recover.action import command_of, settings_of
 from holdfast.recover.facts import cluster_of, facts_of, recent_lines, suspected
-from holdfast.recover.report import Command, Moment, Report
+from holdfast.recover.ticket import Command, Moment, Report
 
 # Trying the directories that a run lies in, before anything is read from them.
 #

@@ -1,6 +1,6 @@
 """When the next scheduled save is due: at the same steps on every rank.
 
-A fixed interval needs no agreement. With "auto" rank 0 chooses (policy/saves.py) and the others follow: at
+A fixed interval needs no agreement. With "auto" rank 0 chooses (policy/upkeep.py) and the others follow: at
 the start through a durable decision, made from what earlier attempts measured; and again right after every
 scheduled save, where the ranks are together anyway, through one key of the store. Between saves nothing is
 exchanged and the loop compares one integer.

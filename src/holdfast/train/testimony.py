@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from holdfast.base import Bounded, collective_timeout, read_regular, replace_atomic, scope
+from holdfast.base import Bounded, read_regular, replace_atomic, scope
 from holdfast.config import Effective, HealthSettings, MonitorSettings, idle, parse_section_timeouts
 from holdfast.errors import ConfigError, PingFailedError
 from holdfast.health import LivenessPing
@@ -519,6 +519,8 @@ def judge_collectives(effective: Effective, group: Group, member: Membership) ->
     if around is not None and around.own_collective_timeout:
         return  # in-process restart finds who stands still before that, and chose it so
     limit = parse_section_timeouts(effective.settings.monitor.rank_section_timeouts).get(STEP, 0.0)
+    from holdfast.base import collective_timeout  # with torch, which a rank that only testifies may lack
+
     timeout = collective_timeout()
     if group.is_coordinator and timeout is not None and limit and timeout <= limit:
         told = (

@@ -19,9 +19,9 @@ from torch.distributed import HashStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 from holdfast.checkpoint.choose import load
-from holdfast.checkpoint.choose import reader as reading
+from holdfast.checkpoint.choose import verifying_reader as reading
 from holdfast.checkpoint.choose.load import _load_tensors
-from holdfast.checkpoint.choose.reader import IN_PLACE, VerifyingReader
+from holdfast.checkpoint.choose.verifying_reader import IN_PLACE, VerifyingReader
 from holdfast.checkpoint.commit import write_metadata
 from holdfast.checkpoint.format.fingerprint import of_tensor
 from holdfast.checkpoint.format.layout import READ_SLICE, ShardFile

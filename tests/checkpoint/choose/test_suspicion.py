@@ -35,8 +35,8 @@ from holdfast.policy.results import (
     Window,
     settled_as,
 )
-from holdfast.policy.saves import Condition, RetentionRules
 from holdfast.policy.signs import Action
+from holdfast.policy.upkeep import Condition, RetentionRules
 from holdfast.record import findings
 from holdfast.record.attempts import (
     SETTLED,

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.checkpoint.choose import reader
-from holdfast.checkpoint.choose.reader import VerifyingReader
+from holdfast.checkpoint.choose import verifying_reader as reader
+from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import assembled, peers
 from holdfast.checkpoint.copies.assembled import AssembledShards, Hello, make_map
 from holdfast.checkpoint.copies.peer_process import PeerHost

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import holdfast
 from holdfast.checkpoint.choose import load as loading
-from holdfast.checkpoint.choose.reader import VerifyingReader
+from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import foreground as saving

@@ -28,7 +28,7 @@ from holdfast.checkpoint.save.device import (
     prefault,
 )
 from holdfast.errors import SaveFailedError, UsageError
-from holdfast.policy.saves import Way
+from holdfast.policy.upkeep import Way
 from kit.worlds.early_changes import (
     TRAININGS,
     Intruder,

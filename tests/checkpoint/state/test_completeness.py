@@ -25,7 +25,7 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import metadata as metadatas
 from holdfast.checkpoint.format.manifest import Versions
 from holdfast.checkpoint.state.adapters import ScheduleState, as_stateful
-from holdfast.checkpoint.state.gradients import GRADIENTS, LOOKED_AT
+from holdfast.checkpoint.state.gradient_state import GRADIENTS, LOOKED_AT
 from holdfast.checkpoint.state.proof import changes, first_difference
 from holdfast.checkpoint.state.tracked import Tracked, from_blob, to_blob
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.checkpoint.format.structure import verify
-from holdfast.checkpoint.save import writer as writer_client
+from holdfast.checkpoint.save import writer_client as writer_client
 from holdfast.checkpoint.save import writer_process
 from holdfast.journal.events import SaveCommitted, SaveFailed
 from kit.runs import events_in

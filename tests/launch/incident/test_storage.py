@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from holdfast.config.settings import Settings
 from holdfast.errors import ExitCode
-from holdfast.health.findings import MIB, Trouble, last_words
+from holdfast.health.judgements import MIB, Trouble, last_words
 from holdfast.launch import command as launcher
 from holdfast.launch.incident.storage import await_storage, find_trouble, least_space
 from holdfast.policy.budgets import PastAttempt

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     )
     from holdfast.checkpoint.choose.load import LoadedState
     from holdfast.checkpoint.choose.plain import is_plain_root
-    from holdfast.checkpoint.choose.reader import VerifyingReader
     from holdfast.checkpoint.choose.resolver import (
         Resolution,
         checkpoint_root,
@@ -39,5 +38,6 @@ if TYPE_CHECKING:
     )
     from holdfast.checkpoint.choose.resume import Proposal, ResumeDecision, Resumer, open_at_start
     from holdfast.checkpoint.choose.suspicion import situation_of, still_open, write_down, write_findings
+    from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 else:
     __getattr__ = offers(__name__)

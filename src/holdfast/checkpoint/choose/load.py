@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from holdfast.checkpoint.choose.reader import VerifyingReader
+from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import AssembledShards
 from holdfast.checkpoint.format import Manifest, ManifestError
 from holdfast.checkpoint.format import manifest as manifests

@@ -33,7 +33,7 @@ from holdfast.checkpoint.save.handoff import Job, JobFailed, LocalDone, MendCopi
 from holdfast.checkpoint.save.plan import Plan
 from holdfast.checkpoint.save.snapshot import Snapshot, Snapshotter
 from holdfast.checkpoint.save.staging import Buffer, Staged, Stager
-from holdfast.checkpoint.save.writer import WriterClient, writing_threads
+from holdfast.checkpoint.save.writer_client import WriterClient, writing_threads
 from holdfast.checkpoint.state import Tracked
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
 from holdfast.journal import Event

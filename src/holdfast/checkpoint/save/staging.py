@@ -177,9 +177,9 @@ def _raw_places(plan: Plan, here: Sequence[int]) -> Iterable[tuple[int, int]]:
 
 # Staging one rank's snapshot: from live tensors, wherever they are, into a buffer.
 #
-# Those on a device are copied in the way that the policy chooses: clone, overlap or block (policy/saves.py).
-# That copy may go on while training does; `Staged` then says when it is complete, and whether it can be
-# believed. Those on the host are copied at once.
+# Those on a device are copied in the way that the policy (policy/upkeep.py) chooses: clone, overlap or
+# block. That copy may go on while training does; `Staged` then says when it is complete, and whether it can
+# be believed. Those on the host are copied at once.
 
 
 STAGING_THREADS = 8

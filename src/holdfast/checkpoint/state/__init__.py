@@ -14,7 +14,7 @@ from holdfast.base.fronts import offers
 if TYPE_CHECKING:
     from holdfast.checkpoint.state import module
     from holdfast.checkpoint.state.adapters import flatten
-    from holdfast.checkpoint.state.gradients import GRADIENTS, is_placeholder
+    from holdfast.checkpoint.state.gradient_state import GRADIENTS, is_placeholder
     from holdfast.checkpoint.state.module import LOOSE
     from holdfast.checkpoint.state.optimizer import uncollected
     from holdfast.checkpoint.state.proof import Initial, Report, Subject, first_difference, merge, prove

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from holdfast.checkpoint.format import PartEntry, naming
 from holdfast.checkpoint.state import module, optimizer, optimizer_load
 from holdfast.checkpoint.state.adapters import GeneratorState, Stateful, TrackerState, as_stateful, flatten
-from holdfast.checkpoint.state.gradients import GRADIENTS, GradientState
+from holdfast.checkpoint.state.gradient_state import GRADIENTS, GradientState
 from holdfast.checkpoint.state.unchanged import Known
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 

@@ -15,14 +15,8 @@ from holdfast.base.fronts import offers
 if TYPE_CHECKING:
     from holdfast.launch.incident.decision import Recovery, is_starting, report, tell_store_lost
     from holdfast.launch.incident.ends import EndedByStorageError, Ends
-    from holdfast.launch.incident.evidence import (
-        Questions,
-        count_oom_kills,
-        gather,
-        memory_kill,
-        stop_and_see,
-    )
     from holdfast.launch.incident.hang import look_at_hang
+    from holdfast.launch.incident.inquest import Questions, count_oom_kills, gather, memory_kill, stop_and_see
     from holdfast.launch.incident.storage import (
         await_storage,
         find_trouble,

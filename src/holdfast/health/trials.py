@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.base import Bounded, printable
-from holdfast.health.findings import CheckResult, Ended, Status, judge_site
+from holdfast.health.judgements import CheckResult, Ended, Status, judge_site
 
 Looked = CheckResult | Sequence[CheckResult]
 

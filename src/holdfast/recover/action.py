@@ -21,7 +21,7 @@ from holdfast.config import Settings, load, parse_assignments
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.policy import Drain, Offer
 from holdfast.record import ControlDirectory, LaunchRecord, operator
-from holdfast.recover.report import Action, Command
+from holdfast.recover.ticket import Action, Command
 
 # The command that starts a run again: how many ranks it would have, and with which settings.
 
