@@ -1,8 +1,8 @@
 """Who this rank is, how the ranks reach each other, and the few exchanges that a save needs.
 
-The store is for decisions; the process group is for DCP's planning and for saves only. It is a group of its own
-on gloo, because DCP's collectives must never mix with those of training. Torch is imported by what reaches
-other ranks: to know who a rank is takes none.
+The store is for decisions; the process group is for the planning of DCP and for saves only. It is a group of
+its own on gloo, because the collectives of DCP must never mix with those of training. Only what reaches other
+ranks imports torch: to know who a rank is takes none.
 """
 
 from __future__ import annotations

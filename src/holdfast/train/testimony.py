@@ -29,7 +29,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
@@ -53,9 +53,11 @@ from holdfast.record import (
     refuse_without_launcher,
 )
 from holdfast.train.beats import Beats
-from holdfast.train.halting import Halting
-from holdfast.train.membership import Membership
-from holdfast.train.parts import is_restart
+
+if TYPE_CHECKING:
+    from holdfast.train.halting import Halting
+    from holdfast.train.membership import Membership
+
 
 DEPTH = 200
 """Frames kept of each thread, innermost first."""
@@ -506,6 +508,8 @@ def simulated_fault(effective: Effective, group: Group, member: Membership) -> S
 
 def tell_idle(effective: Effective, group: Group, member: Membership) -> None:
     """Say once a launch which settings somebody gave and nothing reads, with what would switch them on."""
+    from holdfast.train.parts import is_restart  # with torch, which a rank that only testifies may lack
+
     if not group.is_coordinator or is_restart(member):
         return
     for told in idle(effective):
