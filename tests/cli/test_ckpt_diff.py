@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint import tools
+from holdfast.checkpoint import difference
 from holdfast.checkpoint.format.manifest import PartEntry
 from holdfast.checkpoint.read_back import unread
 from kit.checkpoints import make_checkpoint
@@ -214,7 +214,7 @@ def test_neither_of_the_two_can_be_deleted_while_they_are_compared(
 ) -> None:
     both = pair(tmp_path, {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     seen: list[bool] = []
-    compare_values = tools._values
+    compare_values = difference._values
 
     def look(*args: Any) -> Any:
         for directory in both:
@@ -222,6 +222,6 @@ def test_neither_of_the_two_can_be_deleted_while_they_are_compared(
                 seen.append(free)
         return compare_values(*args)
 
-    monkeypatch.setattr(tools, "_values", look)
+    monkeypatch.setattr(difference, "_values", look)
     assert ckpt("diff", *both).code == 1
     assert seen == [False, False]

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.checkpoint import tools as exports
+from holdfast.checkpoint import export as exports
 from holdfast.checkpoint.export import export_weights
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.read_back import unread

@@ -37,7 +37,7 @@ from holdfast.policy.results import (
 )
 from holdfast.policy.signs import Action
 from holdfast.policy.upkeep import Condition, RetentionRules
-from holdfast.record import findings
+from holdfast.record import attempts
 from holdfast.record.attempts import (
     SETTLED,
     HeadRecord,
@@ -344,7 +344,7 @@ def test_what_was_settled_about_steps_is_read_from_all_attempts_and_does_not_gro
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Point 16: durable, and known to every later attempt and launch."""
-    monkeypatch.setattr(findings, "MOST_SETTLED", 8)
+    monkeypatch.setattr(attempts, "MOST_SETTLED", 8)
     story.attempt("", 10)
     one = Settled(step=13, how=How.TOLERATED, window=Window(0, 12, 12), world_size=2, why="it was dropped")
     other = Settled(step=14, how=How.ACCEPTED, shown=True)
