@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.checkpoint.format import structure
+from holdfast.checkpoint.choose import resume
 from holdfast.health import gpu, node
 from holdfast.health.examination import Place, quick_checks
 from holdfast.health.gpu_facts import Gpu, Gpus, ask_nvidia_smi, names_of, normal_bus, read_kernel_log
@@ -41,6 +41,7 @@ from holdfast.health.judgements import (
     worst,
 )
 from holdfast.health.trials import Check, ask, run_checks
+from holdfast.journal.writer import JournalWriter
 from holdfast.policy.signs import XIDS, XidClass, accuses_device, proves_broken
 from holdfast.process import proc
 from kit.harness import REPO
@@ -388,18 +389,20 @@ def test_a_file_system_that_hangs_is_critical_and_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real mount whose server never answers: for the doctor and the gate, and for a storage alarm."""
-    monkeypatch.setattr(structure, "PATIENCE", 0.5)
+    monkeypatch.setattr(resume, "PATIENCE", 0.5)
     root = tmp_path / "root"
     root.mkdir()
     began = time.monotonic()
     with hung_mount(root):
         found = by_name(run_checks(quick_checks([Place(what="the root", path=root)], patience=0.5)))
-        alarm = structure.probe(root)
+        journal = JournalWriter(tmp_path / "journal", "rank-0", 1)
+        alarm = resume.blame_storage(journal, ["step_2", "step_1"], root)
+        journal.close()
     assert time.monotonic() - began < 20.0
     for name in ("space of the root", "storage of the root"):
         assert found[name].status is Status.CRITICAL
         assert "no answer within 0.5 s" in found[name].found
-    assert alarm == f"{root} did not answer within 0.5 s"
+    assert f"{root} did not answer within 0.5 s" in alarm
 
 
 # --- the kernel's log ---------------------------------------------------------------------------------------

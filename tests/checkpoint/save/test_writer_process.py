@@ -381,7 +381,7 @@ def test_a_writer_that_reads_nothing_fails_the_save_and_not_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped writer and more to say than the socket holds: never half a message followed by another."""
-    monkeypatch.setattr("holdfast.checkpoint.save.writer_client.SEND_TIMEOUT", 0.3)
+    monkeypatch.setattr("holdfast.checkpoint.save.handoff.SEND_TIMEOUT", 0.3)
     big = [torch.nn.Linear(2, 2) for _ in range(3000)]
     run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0, checkpoint_save_at_end=False, **ASYNC)
     run.track(model=torch.nn.ModuleList(big))
