@@ -41,7 +41,7 @@ def script(path: Path, text: str) -> Path:
     path.write_text(
         "import os, sys, signal, resource\nfrom pathlib import Path\n"
         "from holdfast.journal.writer import JournalWriter\n"
-        "from holdfast.journal import Warned\n"
+        "from holdfast.journal.events import Warned\n"
         "from holdfast.journal.reader import *\n" + text
     )
     return path

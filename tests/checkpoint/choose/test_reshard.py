@@ -15,10 +15,10 @@ import holdfast
 from holdfast.checkpoint.choose.load import reshard
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.errors import IncompleteStateError, UsageError
-from holdfast.journal.events import RunFinished, Warned
-from holdfast.journal.reader import read_journal
+from holdfast.journal.events import RunFinished
 from kit.harness import REPO, finish
 from kit.harness import holdfast as holdfast_command
+from kit.runs import events_in, warnings_of
 from kit.tiny import Numbers, checkpoints
 
 SCRIPT = str(REPO / "tests" / "scripts" / "train_global.py")
@@ -61,14 +61,13 @@ def test_on_another_number_of_ranks_every_sample_is_seen_once(
     assert all(abs(losses[step] - resharded[step]) < 1e-4 for step in losses), (losses, resharded)
     epoch = [i for step in range(1, 4) for i in whole[step]]
     assert len(epoch) == len(set(epoch)) == 36
-    told = [line.body.message for line in read_journal(tmp_path / "parts" / "run" / "journal")
-            if isinstance(line.body, Warned)]  # fmt: skip
+    told = warnings_of(tmp_path / "parts" / "run")
     (saved, _), (resumed, _) = plan[:2]
     assert f"{saved} ranks saved this, {resumed} resume it: random generators are seeded anew" in told
     for name in ("whole", "parts"):  # a step has 12 samples, on however many ranks
         found = [manifests.read(path)[0] for path in checkpoints(tmp_path / name / "run")]
         assert {one.step: one.samples for one in found} == {one.step: 12 * one.step for one in found}
-        finished = told(tmp_path / name / "run", RunFinished)  # fmt: skip
+        finished = events_in(tmp_path / name / "run", RunFinished)
         assert [(one.step, one.samples) for one in finished][-1] == (9, 108)
         assert all(one.samples == 12 * one.step for one in finished)
 

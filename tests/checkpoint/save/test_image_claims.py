@@ -214,7 +214,7 @@ def test_numpy_is_imported_once_for_all_forks_and_only_where_it_is_needed(kind: 
     """Each fork would else take a tenth of a second for it, at each save."""
     script = f"""
 import sys
-from holdfast.checkpoint import image
+from holdfast.checkpoint.save import image
 from holdfast.checkpoint.format.layout import Item, Layout, Shard
 image.LARGE = 1
 layout = Layout(100, [Item("a", 0, 100, 0, 100)], [Shard("__0_0.distcp", 0, 100, 0, 1)])
