@@ -34,7 +34,8 @@ from holdfast.record.attempts import (
 )
 from holdfast.record.directory import ControlDirectory, RunRecord, create_record, read_record
 from holdfast.record.lease import Fence, claim
-from kit.harness import job, python, wait_until
+from kit.harness import finish, job, python, wait_until
+from kit.nodes.machines import inside_mounts
 
 # --- the directory and its records ---------------------------------------------------------------------
 
@@ -366,3 +367,51 @@ def test_records_are_plain_json_for_whoever_must_look_with_other_tools(
 ) -> None:
     begin_attempt(control, fence, "launch", 3)
     assert json.loads((control.attempt(1) / "attempt.json").read_text())["world_size"] == 3
+
+
+@pytest.mark.usefixtures("mount_namespaces")
+def test_an_end_can_be_written_down_on_a_disk_that_is_full_to_the_last_byte(tmp_path: Path) -> None:
+    code = (
+        "import errno, sys\n"
+        "from pathlib import Path\n"
+        "from holdfast.errors import ControlError\n"
+        "from holdfast.record import ControlDirectory, create_record\n"
+        "from holdfast.record.directory import RESERVE, RunRecord\n"
+        "control, _ = ControlDirectory.open_or_create(Path('disk/run'))\n"
+        "record = RunRecord(format=1, run='x' * 4096, created=0.0)\n"
+        "control.set_room_aside()\n"
+        "assert (control.path / RESERVE).stat().st_size > 100_000\n"
+        "with Path('disk/filler').open('wb', buffering=0) as file:\n"
+        "    try:\n"
+        "        while True: file.write(bytes(4096))\n"
+        "    except OSError as error:\n"
+        "        assert error.errno == errno.ENOSPC\n"
+        "try:\n"
+        "    create_record(control.path / 'end.json', record)\n"
+        "    sys.exit('there was room')\n"
+        "except ControlError as error:\n"
+        "    assert 'No space left' in str(error), error\n"
+        "control.give_room_up()\n"
+        "assert create_record(control.path / 'end.json', record)\n"
+        "assert not (control.path / RESERVE).exists()\n"
+        "control.give_room_up()\n"
+    )
+    (tmp_path / "disk").mkdir()
+    full = inside_mounts("mount -t tmpfs -o size=20m tmpfs disk", [sys.executable, "-c", code])
+    result = finish(full, cwd=tmp_path)
+    assert result.code == 0, result.text
+
+
+@pytest.mark.usefixtures("mount_namespaces")
+def test_where_there_is_little_room_nothing_is_set_aside(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\n"
+        "from holdfast.record import ControlDirectory\n"
+        "control, _ = ControlDirectory.open_or_create(Path('disk/run'))\n"
+        "control.set_room_aside()\n"
+        "assert sorted(path.name for path in control.path.iterdir()) == ['run.json']\n"
+    )
+    (tmp_path / "disk").mkdir()
+    small = inside_mounts("mount -t tmpfs -o size=8m tmpfs disk", [sys.executable, "-c", code])
+    result = finish(small, cwd=tmp_path)
+    assert result.code == 0, result.text

@@ -493,6 +493,8 @@ class HoldfastAgent(LocalElasticAgent):
                 tell=say,
                 least=least_space(self._settings),
             )
+            if self._recovery.storage is not None and self._recovery.storage.full:
+                self._context.control.give_room_up()
         if failures or notice.kind == "hang":
             self._context.gate.keep_device_errors(attempt.number)
         else:

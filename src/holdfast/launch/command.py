@@ -106,6 +106,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
         )
         starter.expect(command, numa=getattr(config, "numa_options", None) is not None)
         control, created = ControlDirectory.open_or_create(Path(options.settings.run.dir))
+        control.set_room_aside()
         tell = _Teller(control, node_name(options.settings.launch.node_name))
         monitor = Monitor(Path(own), limits_of(options.effective), tell)
         ttl, handover = options.settings.control.lease_ttl, options.settings.handover()

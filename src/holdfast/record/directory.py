@@ -10,6 +10,7 @@ skips/                       data that is left out (see skips.py)
 origin/                      where the run was told to begin (see launches.py)
 progress/                    how far a script without Run says it is (see handover.py)
 journal/                     one file a writer
+reserve                      room for what has to be written once the disk is full
 ```
 Every record is created once, whole, and never changed; the newest number wins. So any process may read at
 any time, and two that race are told apart by who could create the file.
@@ -17,6 +18,7 @@ any time, and two that race are told apart by who could create the file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -32,6 +34,11 @@ from holdfast.errors import ControlError
 CONTROL_FORMAT = 1
 RUN_RECORD = "run.json"
 MAX_RECORD_BYTES = 4 * 1024 * 1024
+RESERVE = "reserve"
+RESERVE_BYTES = 256 * 1024
+"""Some records and a few hundred lines of the journal: an end with its account takes a tenth of it."""
+ROOM_FOR_RESERVE = 64 * RESERVE_BYTES
+"""With less room than that nothing is set aside: the run may need it."""
 
 T = TypeVar("T")
 
@@ -128,6 +135,26 @@ class ControlDirectory:
         record = RunRecord(format=CONTROL_FORMAT, run=uuid.uuid4().hex[:12], created=time.time())
         created = create_record(path / RUN_RECORD, record)
         return cls.open(path), created
+
+    def set_room_aside(self) -> None:
+        """Keep a little room, so that the end of a run can be written down on a disk that is full by then."""
+        path = self.path / RESERVE
+        with contextlib.suppress(OSError):
+            room = os.statvfs(self.path)
+            if room.f_bavail * room.f_frsize < ROOM_FOR_RESERVE or path.exists():
+                return
+            part = path.with_name(f".{RESERVE}.{os.getpid()}")
+            try:
+                with part.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+                part.rename(path)
+            finally:
+                part.unlink(missing_ok=True)
+
+    def give_room_up(self) -> None:
+        """The disk is full, and whoever filled it is gone or ended: what is left to write has room again."""
+        with contextlib.suppress(OSError):
+            (self.path / RESERVE).unlink(missing_ok=True)
 
 
 # Append-only records that any process may add to, without a lease: `<folder>/<number>-<word>.json`.
