@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.copies.clean import look
 from holdfast.errors import ExitCode
 from holdfast.journal import events
 from holdfast.journal.events.restarts import RestartHandedOver, RestartPlanned
 from holdfast.journal.events.stops import StopAgreed, StopAsked
+from holdfast.observe.status import status_of
 from holdfast.record.attempts import failures_of
 from holdfast.record.directory import ControlDirectory
 from kit.harness import REPO, Result, finish, holdfast, job, wait_until
@@ -89,7 +89,7 @@ def test_after_an_exception_the_same_processes_go_on_as_the_next_attempt(
     assert (planned.iteration, planned.world_size, planned.promoted, planned.ended) == (1, 2, [], 1)
     epochs = [one.epoch for one in journalled(tmp_path, events.AttemptStarted)]
     assert epochs == sorted(set(epochs))
-    status = look(control_of(tmp_path))
+    status = status_of(control_of(tmp_path))
     assert (status.state, status.attempt, status.step, status.problems) == ("finished", 2, 9, [])
     assert list(status.nodes.values()) == [[0, 1]]
     assert status.incident is not None

@@ -59,9 +59,10 @@ def test_a_fault_that_follows_the_device_excludes_it_and_one_that_cannot_be_spar
     assert verdicts == [("device", 7, "n", "1")], "of the other one the ranks themselves tell"
     (told,) = place.status()["exclusions"]
     assert (told["node"], told["device"]) == ("n", "1")
-    assert (
-        "because of device 1 of n: the fault follows it. rank 1 failed there in attempt 1" in told["reason"]
+    followed = (
+        "because of device 1 of n: the fault follows it: rank 1 failed on it in attempt 1, and not elsewhere"
     )
+    assert followed in told["reason"]
     assert "It cannot be done without" in result.err
     assert "restarting without device 1 of n " in result.err, result.text
     assert "why:  the fault follows the device to whichever rank uses it" in result.err

@@ -473,7 +473,7 @@ def rank_process(case: Case, attempt: int, rank: int, place: Path, plain: bool) 
 
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim", "torch.nn.parallel")
 """What the kinds import, at the latest when an optimizer is made; a fork has it already."""
-PRELOADED_HELD = ("tiny", "holdfast.run", "holdfast.checkpoint.choose.resume")
+PRELOADED_HELD = ("kit.tiny", "holdfast.run", "holdfast.checkpoint.choose.resume")
 
 
 def serve(plain: bool) -> None:
