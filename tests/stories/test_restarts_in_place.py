@@ -166,7 +166,7 @@ def test_a_stop_between_two_calls_is_honoured(tmp_path: Path, whom: str) -> None
     assert result.code == ExitCode.STOPPED, result.text
     assert ends(tmp_path) == [("stopped", int(ExitCode.STOPPED), "")]
     assert not decided(tmp_path)
-    assert look(control_of(tmp_path)).state == "stopped"
+    assert status_of(control_of(tmp_path)).state == "stopped"
 
 
 @pytest.mark.drill

@@ -27,9 +27,7 @@ def offers(package: str) -> Callable[[str], object]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, there = homes[name]
         home = importlib.import_module(module)
-        found = getattr(home, there) if there else home
-        setattr(sys.modules[package], name, found)  # the next use does not come here
-        return found
+        return getattr(home, there) if there else home
 
     return offer
 
