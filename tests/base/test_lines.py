@@ -231,6 +231,7 @@ def test_with_json_every_line_of_ours_parses_and_an_incident_has_its_account_as_
     assert found[-1]["kind"] == "finished"
 
 
+@pytest.mark.drill
 def test_an_incident_in_json(tmp_path: Path) -> None:
     result = finish(
         holdfast(*RUN, SCRIPT, "killed rank"),

@@ -48,6 +48,7 @@ def go(cwd: Path) -> None:
     (cwd / "go").touch()
 
 
+@pytest.mark.drill
 def test_what_is_seen_of_a_network_error(tmp_path: Path) -> None:
     result = finish(launch("network error"), cwd=tmp_path, timeout=PATIENCE)
     assert result.code == 0, result.text

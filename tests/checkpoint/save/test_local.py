@@ -358,6 +358,7 @@ def operations_of_a_writer(run_dir: Path, shm: Path) -> int:
     return seen.stat().st_size
 
 
+@pytest.mark.drill
 def test_a_writer_killed_at_points_all_over_its_work_leaves_no_bad_record(tmp_path: Path, shm: Path) -> None:
     """No record without the right bytes, every save committed once in each tier, no older copy lost."""
     count = operations_of_a_writer(tmp_path / "count", shm / "count")

@@ -586,6 +586,7 @@ def recorded_save(directory: Path) -> tuple[Path, list[Operation]]:
     return directory / "before", trace[first:]
 
 
+@pytest.mark.drill
 def test_power_cuts_all_over_the_work_of_a_writer(tmp_path: Path, reference: Outcome) -> None:
     started = check_cuts(
         tmp_path, recorded_save(tmp_path), lambda count: [*range(0, count, 16), count], reference
