@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from difflib import unified_diff
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -117,4 +118,5 @@ def compare(name: str, err: str, place: Path, replaced: Sequence[tuple[str, str]
             ("report's first screen", seen[2], in_report or on_terminal),
         ):
             assert wanted in screen, f"{question}: {wanted!r} is not to be found on the {where}:\n{screen}"
-    assert "\n\n".join(seen) == text
+    differ = unified_diff(text.splitlines(), "\n\n".join(seen).splitlines(), str(golden), "seen", lineterm="")
+    assert "\n\n".join(seen) == text, "\n".join(differ)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from kit.harness import REPO
+
 MNT_DETACH = 2
 
 ROW = {
@@ -147,6 +149,6 @@ def slow_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("slow") / "slow_io.so"
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None, "a C compiler is part of what the tests need"
-    source = str(Path(__file__).with_name("scripts") / "slow_io.c")
+    source = str(REPO / "tests" / "scripts" / "slow_io.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), source, "-ldl"], check=True)
     return library
