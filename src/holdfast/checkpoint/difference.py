@@ -254,7 +254,7 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(left: torch.Tensor, right: torch.Tensor) -> list[str]:
-    """The parts of a rank's state that differ (see state.py); both blobs have matched their digests.
+    """The parts of a rank's state that differ (see state/tracked.py); both blobs have matched their digests.
 
     Objects of a class of the script's are not opened: reading one may run anything.
     """

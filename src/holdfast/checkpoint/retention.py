@@ -8,7 +8,7 @@ was lost.
 There is one owner: whoever holds the run's lease, which is rank 0 of an attempt after a commit, or
 `holdfast ckpt gc`. So nothing is deleted while a resume reads: a new attempt claims the lease first, and from
 then on the old one's fence refuses; the new one deletes nothing before its first commit, which needs every
-rank to have loaded. A reader that holds no lease is met with a lock (reading.py), and left alone.
+rank to have loaded. A reader that holds no lease is met with a lock (read_back.py), and left alone.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _plain(text: str) -> str:
 # Trying a directory's storage: does it take what is written, keep it, move it and give it back?
 #
 # Guarantee: nothing is left behind, also where a step of it fails, as long as the storage lets a file be
-# removed at all; and no file of anybody else is touched. What hangs is the caller's to leave (`result.py`).
+# removed at all; and no file of anybody else is touched. What hangs is the caller's to leave (`trials.py`).
 
 
 SMALL = 64 * 1024

@@ -28,7 +28,7 @@ from holdfast.record import ControlDirectory, Exclusion, LaunchInfo, excluded, r
 
 # Signals that ask the launcher to stop.
 #
-# While an attempt runs, a first signal is a request: the ranks agree on a step, save and end (stopping.py). A
+# While an attempt runs, a first signal is a request: the ranks agree on a step, save and end (stops.py). A
 # handler that raises anywhere would tear a durable write apart; one that only sets a flag would let a
 # rendezvous wait for minutes. So a signal raises only inside `interruptible()`, which wraps the long waits
 # while no attempt runs, and is otherwise kept until the launcher looks.

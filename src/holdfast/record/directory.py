@@ -5,10 +5,10 @@ run.json                     the run's id; written once
 lease/                       who may act (see lease.py)
 attempts/000003/             attempt.json, head.json, failures/, errors/, decisions/, end.json, crashed.json
 standing/<checkpoint id>/    one file a record (see standing.py)
-operator/, exclusions/       what people asked for (see operator.py), what is kept out (see exclusions.py)
-skips/                       data that is left out (see skips.py)
+operator/, exclusions/       what people asked for (see operator.py), what is kept out (see there)
+skips/                       data that is left out (see operator.py)
 origin/                      where the run was told to begin (see launches.py)
-progress/                    how far a script without Run says it is (see handover.py)
+progress/                    how far a script without Run says it is (see launches.py)
 journal/                     one file a writer
 reserve                      room for what has to be written once the disk is full
 ```

@@ -11,7 +11,7 @@ operator/recovery/000001-paused.json, 000002-unpaused.json
 operator/budget/000001-reset.json
 operator/stop/000001-asked-3fa9c1d20b11.json              the launch that is to stop
 operator/pin/000001-pinned-step_00000120-3fa9c1d2.json, 000002-used-1.json, 000003-unpinned.json
-exclusions/                                              see exclusions.py
+exclusions/                                              see below
 ```
 """
 

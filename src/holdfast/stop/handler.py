@@ -11,7 +11,7 @@ with holdfast.ShutdownHandler(timeout=300) as stop:
 Guarantee: `should_stop` is True after the same step on every rank, without a collective; a signal to any one
 of them is enough. By the deadline the process has left the block, or is ended with its stacks written down.
 Where Slurm ends the job, the deadline is what Slurm leaves; rank 0 asks, and says at the start how much that
-is. A second signal ends it at once. See stopping.py for how.
+is. A second signal ends it at once. See agreement.py for how.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ShutdownHandler:
         """
         self._step = self._step + 1 if step is None else step
         self._stopping.begin()
-        if not self._stopping.asked:  # after the two lines above: see stopping.py
+        if not self._stopping.asked:  # after the two lines above: see agreement.py
             return False
         left = self._deadline.left
         return self._stopping.reached(self._step, PATIENCE if left is None else left + SLACK)

@@ -249,7 +249,7 @@ def _refuse_gradients_of_ranks(metadata: Metadata, was: int) -> None:
 
 
 def _own_first(wanted: dict[str, torch.Tensor], metadata: Metadata, rank: int) -> dict[str, Any]:
-    """The entries to load: this rank's own version of a tensor where one was stored (see planner.py)."""
+    """The entries to load: this rank's own version of a tensor where one was stored (see save/plan.py)."""
     prefix = own_prefix(rank)
     there = metadata.state_dict_metadata
     return {prefix + name if prefix + name in there else name: tensor for name, tensor in wanted.items()}

@@ -5,7 +5,7 @@ answer names what it stored (the ETag); this must agree with what was sent, part
 assembled object. Where an ETag is not an MD5 (encryption with KMS keys), the bytes are not confirmed and get
 read back.
 
-s3fs's own repetitions are turned off: how often and how long is decided in one place (remote_retry.py).
+s3fs's own repetitions are turned off: how often and how long is decided in one place (store.py).
 """
 
 from __future__ import annotations

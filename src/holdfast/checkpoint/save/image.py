@@ -1,6 +1,6 @@
 """A staged image becomes shards, or is digested where it lies, by several processes if it is large.
 
-The image in memory is the files, byte for byte, so the work can be shared out (image_claims.py). Whoever has
+The image in memory is the files, byte for byte, so the work can be shared out (`Claims`). Whoever has
 a run of items goes through it slice by slice and does everything with a slice while it is in the processor's
 cache: both digests, the item's and, for the shard's leader, the whole file's; the check against the
 fingerprint that was taken on the tensor's device; and the write to where it belongs. Memory is much slower
@@ -150,7 +150,7 @@ class _RecordLock(AbstractContextManager[None]):
 #
 # Threads share one interpreter, which each of them needs between two slices: on many cores they wait for it
 # more than they work. Forks of the writer process do not, and see the same memory; a fork of it is cheap,
-# because it is small. What each of them does is settled as they go (image_claims.py).
+# because it is small. What each of them does is settled as they go (`Claims`).
 #
 # Guarantee: every child has ended when `in_children` returns or raises, and none outlives its parent. Its
 # wait is bounded by whoever bounds its parent: a trainer ends a writer that is late with a job

@@ -2,7 +2,7 @@
 
 A buffer is an anonymous memory file: shared with the writer by its descriptor, visible to nobody else, and
 gone with the last process that holds it; or, where it is to become a local copy as it is, a file in memory
-(local_slots.py). Its contents are the shard to be written, byte for byte; what
+(copies/slots.py). Its contents are the shard to be written, byte for byte; what
 surrounds the tensors' bytes is put in when the plan changes, so a save copies nothing but tensors. A buffer's
 memory is taken at once and in full: too little of it is an error at that moment, not a crash at a later one.
 """

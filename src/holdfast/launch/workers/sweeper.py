@@ -1,6 +1,6 @@
 """The keeper: ends what an agent leaves behind when it is killed itself.
 
-Workers die with their agent by the kernel's hand (orphan_guard.py), but what they started in other sessions
+Workers die with their agent by the kernel's hand (process/guard.py), but what they started in other sessions
 does not: with the agent gone, the kernel gives it to init, and nothing tells whose it was. What stays is its
 environment. Every agent marks its own (`HOLDFAST_AGENT`), every descendant inherits the mark, and this
 process, which waits for the agent's end, kills whoever has it.
