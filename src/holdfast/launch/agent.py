@@ -1,8 +1,8 @@
 """The agent of one node: torch's LocalElasticAgent with a run loop of its own.
 
 torch's store, environment and logs of workers stay. How nodes meet (meeting.py), how workers start
-(workers/start.py) and what happens when something ends differ: an incident is reported by all nodes, decided once,
-and followed by an attempt with its own number, epoch and store.
+(workers/start.py) and what happens when something ends differ: an incident is reported by all nodes, decided
+once, and followed by an attempt with its own number, epoch and store.
 
 Guarantee: every wait in here has a deadline or ends with a signal, and workers are gone before the agent acts
 on their end.

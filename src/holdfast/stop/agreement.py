@@ -36,8 +36,8 @@ from holdfast.record import Store
 # that has not seen the request is in the promise, and a loop whose counter came too late sees the request and
 # waits.
 #
-# How requests, promises and the agreed step travel is not decided here: train/beats.py, or below where there is
-# no launcher.
+# How requests, promises and the agreed step travel is not decided here: see train/beats.py, or below where
+# there is no launcher.
 
 
 class Stopping:
