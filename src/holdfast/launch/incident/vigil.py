@@ -2,7 +2,7 @@
 
 Guarantee: returns a notice, the same one on every node that can still be reached, or raises: StoreLostError
 when the other nodes cannot be reached any more. An attempt that is asked to stop (launch/stops.py) is looked
-at more often, until its ranks have ended or its deadline is over. Nothing is ended in here, and nothing in here
+at more often, until its ranks have ended or its deadline is over. Nothing is ended in here, and nothing here
 waits for the run's storage: where that does not answer, what lies on it is not known for a while.
 
 A node whose workers are through waits for the others, for as long as their agents live and no rank of theirs
