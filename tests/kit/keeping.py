@@ -82,10 +82,9 @@ def keeping(
 @contextlib.contextmanager
 def member(keeper: Keeper, number: int, home: Path, body: str = LIVES) -> Iterator[Job]:
     """A process that says hello as this member, once the keeper listens to it."""
-    before = keeper.watching
     with job([sys.executable, "-c", body, keeper.path, str(number)], cwd=home) as running:
-        if body.startswith(GREETS) and "Farewell" not in body.removeprefix(GREETS):
-            wait_until(lambda: keeper.watching > before, 20, f"member {number} has said hello")
+        if body.startswith(GREETS):
+            wait_until(lambda: keeper._members[number].heard > 0, 20, f"member {number} has said hello")
         try:
             yield running
         finally:
