@@ -59,9 +59,12 @@ def await_child(pid: int, timeout: float) -> int:
         if done:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
+    os.kill(pid, signal.SIGABRT)  # pytest's fault handler, which a fork has too, writes where it stood
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not is_alive(pid), 5, "its last words")
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    raise AssertionError(f"process {pid} was still running after {timeout:g} s")
+    raise AssertionError(f"process {pid} was still running after {timeout:g} s; stderr shows where it stood")
 
 
 @dataclass
