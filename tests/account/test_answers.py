@@ -25,6 +25,7 @@ from holdfast.account.words import (
     stop_text,
 )
 from holdfast.base.text import duration
+from holdfast.checkpoint.format.manifest import CheckpointName
 from holdfast.errors import ExitCode
 from holdfast.journal.events import (
     Account,
@@ -383,6 +384,47 @@ def test_a_refused_checkpoint_changes_what_is_said_to_have_been_done() -> None:
     assert done_of(account, 0).startswith(
         "restarting from the beginning, as what was saved later was refused"
     )
+
+
+def test_a_save_that_is_still_under_way_may_be_where_it_goes_on() -> None:
+    coming = CheckpointName(24, "1")
+    account = told(ended(1, -9), rungs=(20,), last=24, coming=coming)
+    open_end = "or from step 24 if its save, still under way, is completed: at most 4 steps to redo"
+    assert account.done == f"restarting from step 20, {open_end} (restart 1 of 3)"
+    assert done_of(account, None) == account.done
+    assert done_of(account, 20) == "restarting from step 20: 4 steps to redo (restart 1 of 3)"
+    completed = (
+        "restarting from step 24, whose save was completed meanwhile: nothing to redo (restart 1 of 3)"
+    )
+    assert done_of(account, 24) == completed
+    assert done_of(account, 10).startswith("restarting from step 10, as what was saved later was refused: 14")
+    first = told(ended(1, -9), rungs=(), last=24, coming=coming)
+    assert first.done.startswith(
+        f"restarting from the beginning, {open_end.replace('at most 4', 'at most 24')}"
+    )
+    assert "nothing was saved" not in first.done
+
+
+def test_what_was_saved_from_a_checkpoint_that_is_avoided_is_not_waited_for() -> None:
+    account = told(
+        ended(1, -9),
+        rungs=(20, 10),
+        last=24,
+        coming=CheckpointName(24, "1"),
+        decided={"avoid": [name_of(20)]},
+    )
+    assert account.done.startswith("restarting from step 10: 14 steps to redo")
+
+
+def test_a_save_that_was_completed_after_the_decision_is_not_called_refused() -> None:
+    """Of an older release's account too, which did not know that one was under way."""
+    account = account_of(1, step=9, saved=6)
+    account.done = "restarting from step 6: 3 steps to redo (restart 1 of 1)"
+    meant = "restarting from step 8, whose save was completed meanwhile: 1 step to redo (restart 1 of 1)"
+    assert done_of(account, 8) == meant
+    account.done = "restarting from the beginning, as nothing was saved yet: 9 steps to redo (restart 1 of 1)"
+    assert done_of(account, 8) == meant
+    assert done_of(account, 12) == account.done
 
 
 def test_the_error_of_a_loaders_process_is_said_once() -> None:

@@ -138,6 +138,16 @@ def test_a_save_that_nothing_ended_is_found(tmp_path: Path, after: list[Event], 
     assert unfinished_save(tmp_path, files, 2) is None
 
 
+def test_a_save_in_the_background_that_nothing_ended_is_found_by_who_asks_for_one(tmp_path: Path) -> None:
+    write(tmp_path, "rank-0", SaveStarted(checkpoint=name_of(10), step=10, background=True), committed(10))
+    files = [path.name for path in tmp_path.iterdir()]
+    assert unfinished_save(tmp_path, files, 1, background=True) is None
+    write(tmp_path, "rank-0", SaveStarted(checkpoint=name_of(20), step=20, background=True))
+    files = [path.name for path in tmp_path.iterdir()]
+    assert unfinished_save(tmp_path, files, 1, background=True) == name_of(20)
+    assert unfinished_save(tmp_path, files, 1) is None
+
+
 def test_a_save_that_was_cut_off_is_told_and_not_used() -> None:
     name = parse_name(name_of(20))
     account = told(ended(-9), Cause.INFRASTRUCTURE, rungs=(10,), cut_off=name, last=20)

@@ -109,6 +109,7 @@ def account_of_failure(
     detail: str = "",
     saved: str = "",
     cut_off: CheckpointName | None = None,
+    coming: CheckpointName | None = None,
     storage: Trouble | None = None,
     in_place: bool = False,
     newest: int | None = None,
@@ -117,6 +118,7 @@ def account_of_failure(
 
     `seen`: what was seen of a hang, in sentences; `detail`: what happened, where no worker ended by itself;
     `saved`: where a diagnostic save is; `cut_off`: the checkpoint whose save was not complete by then;
+    `coming`: the one that its writers may still complete;
     `storage`: what keeps the run's storage from taking anything; `in_place`: the processes go on;
     `newest`: the step of the newest checkpoint, where it is not known which of them may be used.
     """
@@ -135,7 +137,7 @@ def account_of_failure(
             storage,
             cut_off,
         )[:MOST_WHY],
-        done=_done(situation, decision, storage, cut_off, in_place=in_place, newest=newest),
+        done=_done(situation, decision, storage, cut_off, coming, in_place=in_place, newest=newest),
         next=_next(failed, root, decision, gone, storage),
         step=failed.last_step,
         saved=None
@@ -421,6 +423,7 @@ def _done(
     decision: Decision,
     storage: Trouble | None,
     cut_off: CheckpointName | None,
+    coming: CheckpointName | None,
     *,
     in_place: bool,
     newest: int | None,
@@ -453,7 +456,7 @@ def _done(
         how += f" without batches {decision.skip.first} to {decision.skip.last}"
     trial = situation.attempt.rejection if decision.suspect else None
     aim = f", to see whether step {trial.step} is sound without it" if trial is not None else ""
-    return f"{how} {_from(situation, decision, cut_off, newest)}{aim}{_budget(situation, decision)}"
+    return f"{how} {_from(situation, decision, cut_off, coming, newest)}{aim}{_budget(situation, decision)}"
 
 
 def resumes_from(situation: Situation, decision: Decision, newest: int | None = None) -> int | None:
@@ -466,7 +469,11 @@ def resumes_from(situation: Situation, decision: Decision, newest: int | None = 
 
 
 def _from(
-    situation: Situation, decision: Decision, cut_off: CheckpointName | None, newest: int | None
+    situation: Situation,
+    decision: Decision,
+    cut_off: CheckpointName | None,
+    coming: CheckpointName | None,
+    newest: int | None,
 ) -> str:
     step, last = resumes_from(situation, decision, newest), situation.attempt.last_step
     older = "the older checkpoint at " if decision.action is Action.LOWER_RUNG else ""
@@ -474,10 +481,16 @@ def _from(
     if cut_off is not None and cut_off.step > (step or 0):
         why = f"as the save of step {cut_off.step} was cut off and is not used"
         where = f"from the beginning, {why}" if step is None else f"{where}, {why}"
+    # What was saved from a checkpoint that is avoided is avoided too.
+    waits = coming is not None and coming.step > (step or 0) and not decision.avoid and not decision.suspect
+    if waits and coming is not None:
+        start = "the beginning" if step is None else f"step {step}"
+        where = f"from {start}, or from step {coming.step} if its save, still under way, is completed"
     if last is None:
         return where
     redo = max(0, last - (step or 0))
-    return f"{where}: {plural(redo, 'step')} to redo" if redo else f"{where}: nothing to redo"
+    most = "at most " if waits and redo else ""
+    return f"{where}: {most}{plural(redo, 'step')} to redo" if redo else f"{where}: nothing to redo"
 
 
 def _budget(situation: Situation, decision: Decision) -> str:

@@ -9,6 +9,7 @@ incidents.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -167,24 +168,30 @@ def headline(account: Account) -> str:
     return printable(f"{account.who} {account.what}")
 
 
+_ORIGIN = re.compile(
+    r"from (?:step (?P<step>\d+)|the beginning)(?P<open>, or from step \d+ if its save[^:]*)?"
+    r"(?:, as nothing was saved yet)?: (?P<redo>(?:at most )?\d+ steps?|nothing) to redo"
+)
+"""Where an account says that training was to go on from, as `answers` writes it."""
+
+
 def done_of(account: Account, resumed: int | None) -> str:
-    """What was done, as it came out. `resumed`: the step that it went on from in the end, as the checkpoint
-    that was to be used may have been refused since; None while that is not known."""
-    if (
-        resumed is None
-        or account.ends
-        or not account.saved
-        or account.step is None
-        or resumed == account.saved
-    ):
+    """What was done, as it came out. `resumed`: the step that it went on from in the end, None while that is
+    not known. The checkpoint that was to be used may have been refused since, or a later one completed."""
+    told = _ORIGIN.search(account.done)
+    if resumed is None or account.ends or account.step is None or told is None:
         return account.done
-    begin, origin, budget = account.done.partition(f"from step {account.saved}: ")
-    if not origin:
-        return account.done
+    meant = int(told["step"] or 0)
+    if resumed > account.step or (resumed == meant and not told["open"]):
+        return account.done  # beyond the last step is what somebody asked for, and no part of this incident
     where = f"from step {resumed}" if resumed else "from the beginning"
-    redo = plural(max(0, account.step - resumed), "step")
-    counted = f" ({budget.rpartition(' (')[2]}" if " (" in budget else ""
-    return f"{begin}{where}, as what was saved later was refused: {redo} to redo{counted}"
+    if resumed < meant:
+        where += ", as what was saved later was refused"
+    elif resumed > meant:
+        where += ", whose save was completed meanwhile"
+    redo = max(0, account.step - resumed)
+    left = plural(redo, "step") if redo else "nothing"
+    return f"{account.done[: told.start()]}{where}: {left} to redo{account.done[told.end() :]}"
 
 
 def _since(attempt: Attempt, seen: float) -> float:

@@ -195,16 +195,17 @@ def last_step(journal: Path, files: list[str], attempt: int) -> int | None:
     return found[-1].last if found else None
 
 
-def unfinished_save(journal: Path, files: list[str], attempt: int) -> str | None:
+def unfinished_save(journal: Path, files: list[str], attempt: int, *, background: bool = False) -> str | None:
     """The checkpoint whose save the ranks of an attempt had begun last and had not ended, if there is one.
 
-    Of a save in the background nobody can say so: its writer may still commit it after its rank has ended.
+    A save in the background counts only if `background` asks for such a one: its writer may still commit it
+    after its rank has ended.
     """
     newest: SaveStarted | None = None
     for line in tails(journal, files, attempt, REPORTER):
         body = line.body
         if isinstance(body, SaveStarted):
-            newest = None if body.background else body
+            newest = body if body.background is background else None
         elif newest is None:
             continue
         # One that failed may have failed before it had an id.

@@ -300,10 +300,13 @@ def _diagnostic(settings: Settings, failed: PastAttempt) -> str:
     return str(path.absolute()) if path is not None and path.is_dir() else ""
 
 
-def _cut_off(control: ControlDirectory, situation: Situation) -> CheckpointName | None:
-    """The checkpoint whose save the attempt had begun and did not end; whoever has one may not use it."""
+def _unfinished(
+    control: ControlDirectory, situation: Situation, *, background: bool
+) -> CheckpointName | None:
+    """The checkpoint whose save the attempt had begun and did not end. One that was written by its ranks is
+    cut off, and nobody may use it; one in the background may be completed by its writers."""
     journal, attempt = control.journal, situation.attempt.number
-    name = parse_name(unfinished_save(journal, list_names(journal), attempt) or "")
+    name = parse_name(unfinished_save(journal, list_names(journal), attempt, background=background) or "")
     return None if name is None or str(name) in situation.rungs else name
 
 
@@ -330,7 +333,8 @@ def _tell(
         seen=known.facts,
         detail=detail,
         saved=saved,
-        cut_off=_cut_off(control, situation),
+        cut_off=_unfinished(control, situation, background=False),
+        coming=_unfinished(control, situation, background=True),
         storage=known.storage,
         in_place=known.in_place(decision),
     )
