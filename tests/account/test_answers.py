@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -384,6 +385,17 @@ def test_a_refused_checkpoint_changes_what_is_said_to_have_been_done() -> None:
     assert done_of(account, 0).startswith(
         "restarting from the beginning, as what was saved later was refused"
     )
+
+
+def test_a_wrong_setting_is_not_laid_to_the_script() -> None:
+    message = "ConfigError: checkpoint.root = 'x': it lies in the run's own records"
+    root = ended(0, 2, message)
+    raised = Raised(types=["holdfast.errors.ConfigError"], message=message, where="train.py:6 in <module>")
+    root = msgspec.structs.replace(root, errors=[raised])
+    account = told(root, Cause.JOB, action=Action.STOP, code=1, rungs=(), last=None)
+    assert account.why[0] == "a setting is wrong; neither the training script nor the machine is to blame"
+    assert account.next == "correct that setting, then run the same command"
+    assert "train.py" not in " ".join([account.what, *account.why, account.next])
 
 
 def test_a_save_that_is_still_under_way_may_be_where_it_goes_on() -> None:

@@ -380,6 +380,12 @@ def test_wrong_text_is_refused_in_the_environment_and_on_the_command_line(key: s
         ("validation.probation_steps = 2", "write 4 or more, or 0 for none"),
         ("stop.exit_signal = 15", 'write "SIGTERM"'),
         ('checkpoint.root = "s3://bucket/x"', "checkpoint.remote_root takes a URL"),
+        ('checkpoint.remote_root = "copies"', "give a URL as s3://bucket/prefix or file:///path"),
+        ('checkpoint.remote_root = "file://copies/x"', "write three slashes before an absolute path"),
+        (
+            'checkpoint.remote_root = "https://host/x"',
+            "for an S3 server give s3://… and set AWS_ENDPOINT_URL",
+        ),
         ('run.dir = "$SCRATCH/run"', "not expanded: write it out, or put ./ before a real name"),
         ('checkpoint.resume_from = "Fresh"', 'write "fresh", or put ./ before a path'),
         ('launch.alert_url = "hooks.example/x"', "write http:// or https://, a host and a path"),

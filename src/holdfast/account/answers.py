@@ -54,6 +54,7 @@ _POINTS_TO = {
     Cause.HANG: "it gave no sign of life for longer than it may",
     Cause.UNKNOWN: "neither exit code, error file, last output, kernel log nor devices say why",
 }
+_WRONG_SETTING = "a setting is wrong; neither the training script nor the machine is to blame"
 _LOSSES = {
     Loss.CLOSED: "nobody told it to leave: its machine went down, or its launcher was killed",
     Loss.SILENT: "it hangs, its launcher is stopped, or the network to it is cut",
@@ -264,6 +265,11 @@ def _is_own(root: FailureRecord) -> bool:
     return root.exit_code in set(ExitCode) and root.exit_code not in (0, ExitCode.FAILED, ExitCode.USAGE)
 
 
+def _by_setting(root: FailureRecord | None) -> bool:
+    """Whether a setting of Holdfast's ended it; the line that handed it over is not to blame."""
+    return root is not None and any("holdfast.errors.ConfigError" in one.types for one in root.errors)
+
+
 def _where(root: FailureRecord) -> str:
     """The line of the user's own that raised it."""
     return printable(blamed(root.errors))
@@ -342,7 +348,7 @@ def _why(
         if root is None or not (_is_own(root) or (root.exit_code > 0 and root.message)):  # that says why
             evidence.append(_POINTS_TO[cause])
     elif cause is not Cause.HANG or not seen:
-        evidence = _together(evidence, _POINTS_TO[cause])
+        evidence = _together(evidence, _WRONG_SETTING if _by_setting(root) else _POINTS_TO[cause])
     said = {one.detail for one in lost}
     evidence += [
         text for text in (detail, *decision.evidence) if text and text not in said and not _SAID.search(text)
@@ -398,6 +404,8 @@ def _of_the_end(root: FailureRecord) -> list[str]:
         return [printable(_CLASS.sub("", root.message))] if root.message else []
     if _NO_ROOM.search(root.message):
         return [NO_MORE_PROCESSES]
+    if _by_setting(root):
+        return []
     where = _where(root)
     return [f"raised at {where}"] if where else []
 
@@ -563,6 +571,8 @@ def _to_mend(root: FailureRecord | None) -> str:
         return ""
     if _NO_ROOM.search(root.message):
         return "raise that limit, or end what else that user runs there"
+    if _by_setting(root):
+        return "correct that setting"
     where = _where(root)
     return f"mend {where}" if where else f"mend what raised {printable(root.message.partition(':')[0])}"
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         is_step,
         mask,
         masked,
+        wrong_address,
     )
     from holdfast.config.sections import (
         HealthSettings,

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Mapping
 from types import UnionType
 from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -97,6 +98,32 @@ def masked(key: str, value: object) -> object:
     scheme, separator, rest = value.partition("://")
     host = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")[2]
     return f"{scheme}://{host}/{HIDDEN}" if separator and host else HIDDEN
+
+
+_NO_STORES = {
+    "memory": "what is kept in memory is gone with its process; it cannot hold copies of checkpoints",
+    "http": "nothing can be stored over plain HTTP; for an S3 server give s3://… and set AWS_ENDPOINT_URL",
+    "https": "nothing can be stored over plain HTTP; for an S3 server give s3://… and set AWS_ENDPOINT_URL",
+}
+
+
+def wrong_address(url: str) -> str:
+    """Why nothing can be stored at this URL, and what to write instead; empty if it may work."""
+    try:
+        parsed = urlsplit(url)
+        _ = parsed.port
+    except ValueError as error:
+        return f"it is not a URL: {error}"
+    scheme, place = parsed.scheme.lower(), parsed.netloc + parsed.path
+    if scheme in _NO_STORES:
+        return _NO_STORES[scheme]
+    if "://" not in url or not place.strip("/"):
+        return "give a URL as s3://bucket/prefix or file:///path"
+    if parsed.query or parsed.fragment or parsed.username:
+        return "only a plain address; credentials come from the environment"
+    if scheme in ("file", "local") and parsed.netloc:
+        return "write three slashes before an absolute path, file:///path"
+    return ""
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,6 +53,7 @@ from holdfast.config.fields import (
     mask,
     masked,
     without_switch,
+    wrong_address,
 )
 from holdfast.config.sections import (
     DEFERRED,
@@ -230,11 +231,13 @@ def _check_text(field: Field, value: str) -> None:
         raise _RefusedError("write http:// or https://, a host and a path, without spaces")
     if field.is_path and _URL.match(value):
         raise _RefusedError(_no_url(field))
-    if field.key in (ALERT_URL, REMOTE_ROOT) and value:
+    if field.key == ALERT_URL and value:
         try:
             _ = urlsplit(value).port
         except ValueError as why:
             raise _RefusedError(f"it is not a URL: {why}") from None
+    if field.key == REMOTE_ROOT and value and (wrong := wrong_address(value)):
+        raise _RefusedError(wrong)
     if value.startswith(("~", "$")) and field.key not in _COMMANDS:
         raise _RefusedError("~ and $NAME are not expanded: write it out, or put ./ before a real name")
     parse = {

@@ -67,19 +67,13 @@ from holdfast.checkpoint.remote.store import (
     Store,
     part_size,
 )
-from holdfast.config import mask
+from holdfast.config import mask, wrong_address
 from holdfast.errors import ConfigError, UsageError
 from holdfast.record import BESIDE, MAX_RECORD_BYTES, Fence, RootBook, Standing, newest, words_in
 
 SETTING = "checkpoint.remote_root"
 START_SECONDS = 30.0
 """How long the check at a start may take."""
-
-_REFUSED = {
-    "memory": "what is kept in memory is gone with its process; it cannot hold copies of checkpoints",
-    "http": "nothing can be stored over plain HTTP; for an S3 server give s3://… and set AWS_ENDPOINT_URL",
-    "https": "nothing can be stored over plain HTTP; for an S3 server give s3://… and set AWS_ENDPOINT_URL",
-}
 
 Stop = Callable[[], None]
 """Called between requests; raises if the job must end (the lease is lost, time is over)."""
@@ -106,22 +100,11 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True):
 def open_store(url: str) -> Store:
     """The store behind a URL. Makes no request; an address that cannot work is refused with what to do."""
     named = f"{SETTING} = {mask(url)!r}"
-    try:
-        parsed = urlsplit(url)
-        _ = parsed.port
-    except ValueError as error:
-        raise ConfigError(f"{named}: it is not a URL: {error}") from error
-    scheme, place = parsed.scheme.lower(), parsed.netloc + parsed.path
-    if scheme in _REFUSED:
-        raise ConfigError(f"{named}: {_REFUSED[scheme]}")
-    if "://" not in url or not place.strip("/"):
-        raise ConfigError(f"{named}: give a URL as s3://bucket/prefix or file:///path")
-    if parsed.query or parsed.fragment or parsed.username:
-        raise ConfigError(f"{named}: only a plain address; credentials come from the environment")
-    shown = url.rstrip("/")
+    if wrong := wrong_address(url):
+        raise ConfigError(f"{named}: {wrong}")
+    parsed = urlsplit(url)
+    scheme, shown = parsed.scheme.lower(), url.rstrip("/")
     if scheme in ("file", "local"):
-        if parsed.netloc:
-            raise ConfigError(f"{named}: write three slashes before an absolute path, file:///path")
         return LocalStore(shown, Path(parsed.path))
     try:
         import fsspec
