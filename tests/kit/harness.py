@@ -7,11 +7,13 @@ parent is by then. Leaving the `with` block kills what is left and fails the tes
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -51,20 +53,36 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+def stood_at(pid: int) -> Path:
+    """Where a forked child that is aborted writes the stacks of its threads."""
+    return Path(tempfile.gettempdir()) / f"holdfast-test-{os.getuid()}-{pid}.stacks"
+
+
+def tell_where_it_stood() -> None:
+    """In a forked child: what `await_child` shows of it if it does not end. pytest swallows stderr."""
+    faulthandler.enable(stood_at(os.getpid()).open("w"))
+
+
 def await_child(pid: int, timeout: float) -> int:
     """The exit code of a forked child, as subprocess gives it; fail the test after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGABRT)  # pytest's fault handler, which a fork has too, writes where it stood
-    with contextlib.suppress(AssertionError):
-        wait_until(lambda: not is_alive(pid), 5, "its last words")
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError(f"process {pid} was still running after {timeout:g} s; stderr shows where it stood")
+    stacks = stood_at(pid)
+    try:
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.005)
+        waits = {task.name: (task / "wchan").read_text() for task in Path(f"/proc/{pid}/task").iterdir()}
+        os.kill(pid, signal.SIGABRT)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not is_alive(pid), 5, "its last words")
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        stood = stacks.read_text() if stacks.exists() else "it left no stacks"
+        raise AssertionError(f"process {pid} was still running after {timeout:g} s, in {waits}:\n{stood}")
+    finally:
+        stacks.unlink(missing_ok=True)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
-from kit.harness import await_child
+from kit.harness import await_child, tell_where_it_stood
 
 
 class Numbers(Dataset[tuple[int, torch.Tensor]]):
@@ -102,6 +102,7 @@ def start_fork(work: Callable[[], None]) -> int:
 
 def end_with(work: Callable[[], None]) -> NoReturn:
     """In a forked child: do this, and end with the code that a script would end with; 70 for an error."""
+    tell_where_it_stood()
     code = 70
     try:
         work()
