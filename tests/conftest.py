@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,16 @@ def _signals_as_before() -> Iterator[None]:
         if after[number] != before[number]:
             signal.signal(number, before[number])
     assert after == before
+
+
+@pytest.fixture(autouse=True)
+def _no_deadline_is_left() -> Iterator[None]:
+    """A run that stops on request ends its process by the deadline: none may stop in the tests' own."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-deadline":
+            thread.join(1.0)
+            assert not thread.is_alive()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
 import signal
 import threading
@@ -14,7 +16,7 @@ import holdfast
 from holdfast.errors import ExitCode
 from holdfast.journal.events import StopAsked, StopForced
 from holdfast.stop import signals
-from holdfast.stop.signals import StopSignals
+from holdfast.stop.signals import StopDeadline, StopSignals
 from kit.harness import await_child, wait_until
 from kit.ranks.stopping_ranks import LIMIT, events, gate, hold, ranks, reasons, train
 from kit.tiny import forked
@@ -116,6 +118,33 @@ def test_a_signal_to_a_child_of_the_rank_is_none_to_the_rank(tmp_path: Path) -> 
     with ranks(tmp_path, 1, until=4, hook=fork) as running:
         assert running.wait() == [0], running.errors()
     assert events(tmp_path, StopAsked) == []
+
+
+def test_a_fork_while_a_deadline_runs_has_a_fault_handler_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fault handler's timer has a thread that a fork does not have; setting it anew there never ended."""
+    monkeypatch.setattr(signals, "BEHIND", 0.5)
+
+    def work() -> None:
+        deadline = StopDeadline()
+        deadline.arm(LIMIT, "a request")
+        child = os.fork()
+        if child == 0:
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
+            own = StopDeadline()
+            own.arm(LIMIT, "a request to the child")
+            own.disarm()
+            os._exit(7)
+        assert await_child(child, 10) == 7
+        deadline.arm(0.5, "a shorter limit")
+        if os.fork() == 0:
+            os._exit(0)
+        ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock: only the timer can end this process
+
+    began = time.monotonic()
+    assert forked(work, 30) == 1
+    assert time.monotonic() - began < 15
 
 
 def test_handlers_are_given_back_and_a_replaced_one_is_told(tmp_path: Path) -> None:

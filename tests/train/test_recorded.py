@@ -129,7 +129,8 @@ def test_a_save_that_is_asked_for_is_refused_and_a_stop_does_not_save_what_is_ba
 
     with pytest.raises(Stopped):
         go_on()
-    run._halting.give_signals_back()  # else a process that has stopped keeps them to its end
+    run._halting.give_signals_back()  # else a process that has stopped keeps them to its end,
+    run._halting.deadline.disarm()  # and has one
     assert saved(tmp_path / "run") == [1]
     assert "its state is bad, so step_00000001-" in caplog.text
 

@@ -5,8 +5,8 @@ to arrive, which may be in the middle of a write. A thread of its own is told at
 interpreter's wakeup descriptor, also while the main thread sits in a collective that has released the
 interpreter's lock; and only that thread acts.
 
-Processes that a rank forks (loaders' workers, snapshots) inherit neither the handlers nor the descriptor: a
-signal to one of them is none to the rank.
+Processes that a rank forks (loaders' workers, proofs) inherit neither the handlers nor the descriptor, nor
+the deadline's timer: a signal to one of them is none to the rank.
 """
 
 from __future__ import annotations
@@ -201,12 +201,25 @@ class StopDeadline:
             if self._over or (self._ends is not None and self._ends <= ends):
                 return
             self._ends, self._why = ends, why
-            with contextlib.suppress(RuntimeError, ValueError, OSError):
-                faulthandler.dump_traceback_later(seconds + BEHIND, exit=True, file=STDERR)
+            _armed.add(self)
+            _watch_forks()
+            self._set_timer()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="holdfast-deadline", daemon=True)
                 self._thread.start()
             self._moved.notify_all()
+
+    def _set_timer(self) -> None:
+        assert self._ends is not None
+        seconds = max(0.0, self._ends - time.monotonic()) + BEHIND
+        with contextlib.suppress(RuntimeError, ValueError, OSError):
+            faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
+
+    def after_fork(self) -> None:
+        """The timer was taken back for the fork: here, in the parent, it runs on."""
+        with self._moved:
+            if not self._over and self._ends is not None:
+                self._set_timer()
 
     @property
     def left(self) -> float | None:
@@ -218,6 +231,7 @@ class StopDeadline:
         """There is no deadline any more: nothing is to be stopped."""
         with self._moved:
             self._over = True
+            _armed.discard(self)
             if self._ends is not None:
                 faulthandler.cancel_dump_traceback_later()
             self._moved.notify_all()
@@ -470,6 +484,7 @@ class StopSignals:
 
 
 _active: weakref.WeakSet[StopSignals] = weakref.WeakSet()
+_armed: weakref.WeakSet[StopDeadline] = weakref.WeakSet()
 _watched_forks = False
 _forking = threading.local()
 """The mask of a thread that forks, as it was before."""
@@ -480,14 +495,24 @@ def _watch_forks() -> None:
     global _watched_forks
     if not _watched_forks:
         _watched_forks = True
-        os.register_at_fork(before=_before_fork, after_in_parent=_unblock, after_in_child=_in_child)
+        os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def _before_fork() -> None:
+    # The fault handler has one timer and a thread for it. A fork has that thread no more, and whoever set or
+    # took back a timer there would wait for it for ever, with the interpreter's lock.
+    if list(_armed):
+        faulthandler.cancel_dump_traceback_later()
     # A signal that reaches the child before it has given ours up would be written to the rank's own socket.
     numbers = {number for signals in list(_active) for number in signals.numbers}
     if numbers:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _in_parent() -> None:
+    for deadline in list(_armed):
+        deadline.after_fork()
+    _unblock()
 
 
 def _unblock() -> None:
@@ -502,4 +527,5 @@ def _in_child() -> None:
         with contextlib.suppress(Exception):  # a child must not fail for it
             signals.forget()
     _active.clear()
+    _armed.clear()
     _unblock()
