@@ -49,8 +49,7 @@ from holdfast.record.attempts import begin_attempt
 from holdfast.record.decisions import Decisions, Store
 from holdfast.record.directory import ControlDirectory, read_record
 from holdfast.record.lease import Fence, claim
-from holdfast.train.measured import Measured, measured_before
-from holdfast.train.schedule import CadenceDecision, SaveSchedule
+from holdfast.train.schedule import CadenceDecision, Measured, SaveSchedule, measured_before
 from kit import tiny
 
 HOUR = 3600.0

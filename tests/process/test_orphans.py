@@ -31,8 +31,8 @@ SCRUBBED = "(env -i setsid sleep 305 & echo $! > scrubbed.pid); sleep 306"
 """Has given up its environment as well."""
 CRASHED = "setsid sleep 307 & echo $! > crashed.pid; exit 3"
 WRITER = (
-    f"exec {sys.executable} -c \"import socket, time\nfrom holdfast.checkpoint.save import writer_client\n"
-    "ours, theirs = socket.socketpair()\nprocess = writer_client.spawn(theirs.fileno())\n"
+    f"exec {sys.executable} -c \"import socket, time\nfrom holdfast.checkpoint.save import handoff\n"
+    "ours, theirs = socket.socketpair()\nprocess = handoff.spawn(theirs.fileno())\n"
     "open('writer.pid', 'w').write(str(process.pid))\ntime.sleep(600)\""
 )  # fmt: skip
 STUBBORN = "trap '' TERM; echo $$ > stubborn.pid; while :; do sleep 308; done"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.save import writer_client as writer
+from holdfast.checkpoint.save import handoff as writer
 from holdfast.health import gpu_facts
 from holdfast.launch.workers.preload import Preload, PreloadedParent
 from holdfast.process.companion import own_child
@@ -35,7 +35,7 @@ CHILDREN = {
     "checkpoint/remote/drain.py": "holdfast.checkpoint.remote.drain_process",
     "checkpoint/copies/peer_process.py": "holdfast.checkpoint.copies.server",
     "checkpoint/read_back.py": "holdfast.checkpoint.read_back",
-    "checkpoint/save/writer_client.py": "holdfast.checkpoint.save.writer_process",
+    "checkpoint/save/handoff.py": "holdfast.checkpoint.save.writer_process",
     "drill/faults.py": "holdfast",
     "health/examination.py": "holdfast",
     "health/gpu.py": "holdfast.health.gpu",

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import train_tiny
 
-from holdfast.checkpoint.save import writer_client as writer
+from holdfast.checkpoint.save import handoff as writer
 from holdfast.process.companion import outliving
 
 SLOW = str(Path(__file__).resolve().parent / "slow_writer")

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     )
     from holdfast.train.crash import CrashHook, chain_of, write_error_file
     from holdfast.train.halting import Halting
-    from holdfast.train.measured import measured_before
     from holdfast.train.membership import Membership
     from holdfast.train.meter import Meter
     from holdfast.train.parts import EXCHANGE_SLACK, Parts, Surroundings
     from holdfast.train.probation import Probation
     from holdfast.train.saves import Saving
+    from holdfast.train.schedule import measured_before
     from holdfast.train.testimony import (
         Frame,
         Pinging,

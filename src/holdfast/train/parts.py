@@ -40,12 +40,11 @@ from holdfast.train.check import Checks, RecordedFeed, Validation, make_validati
 from holdfast.train.data import DataFeed, capture_rng, follow_skips, restore_rng
 from holdfast.train.forgotten import Forgotten
 from holdfast.train.halting import Halting
-from holdfast.train.measured import measured_before
 from holdfast.train.membership import Membership, changes_since, current_versions, join_attempt, tell_doubts
 from holdfast.train.meter import Meter
 from holdfast.train.place import LocalPlaces, join_places
 from holdfast.train.saves import Facts, Saving
-from holdfast.train.schedule import SaveSchedule
+from holdfast.train.schedule import SaveSchedule, measured_before
 
 # What a run does for the restartable function that it was made in, if it was made in one.
 #

@@ -23,7 +23,7 @@ import holdfast
 from holdfast.checkpoint.format.manifest import CheckpointName
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import writer_process
-from holdfast.checkpoint.save.background import BackgroundSaver, Ended
+from holdfast.checkpoint.save.saver import BackgroundSaver, Ended
 from holdfast.checkpoint.save.staging import Stager
 from holdfast.errors import ExitCode, LeaseLostError, SaveFailedError, SaveStorageError
 from holdfast.journal.events import (
@@ -501,7 +501,7 @@ def test_a_tensor_that_changes_while_it_is_saved_is_never_committed(
     run_dir = tmp_path / "run"
 
     def work(rank: int) -> None:
-        from holdfast.checkpoint.save import foreground as save
+        from holdfast.checkpoint.save import saver as save
 
         def changed(snapshot: Any) -> None:
             names = [item.name for item in snapshot.plan.layout.items]

@@ -16,7 +16,7 @@ from holdfast.checkpoint.choose import load as loading
 from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.structure import verify
-from holdfast.checkpoint.save import foreground as saving
+from holdfast.checkpoint.save import saver as saving
 from holdfast.journal.events import SaveFailed
 from kit.harness import wait_until
 from kit.runs import events_in

@@ -19,10 +19,8 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.format.structure import verify
-from holdfast.checkpoint.save import writer_client as writer_client
-from holdfast.checkpoint.save import writer_process
-from holdfast.checkpoint.save.handoff import Channel, JobFailed, Start, UseBuffer
-from holdfast.checkpoint.save.writer_client import Gone
+from holdfast.checkpoint.save import handoff, writer_process
+from holdfast.checkpoint.save.handoff import Channel, Gone, JobFailed, Start, UseBuffer
 from holdfast.errors import SaveFailedError
 from holdfast.journal.events import SaveFailed
 from holdfast.record.writers import give_up, given_up
@@ -237,7 +235,7 @@ def test_a_writer_that_dies_again_and_again_fails_the_save_and_the_next_one_work
     tmp_path: Path, reference: Outcome
 ) -> None:
     def around(number: int) -> Any:
-        broken = number <= writer_client.RESTARTS
+        broken = number <= handoff.RESTARTS
         return (
             patched(writer_process, "write_image", lambda _: lambda *a: die())
             if broken
@@ -252,7 +250,7 @@ def test_a_writer_that_dies_again_and_again_fails_the_save_and_the_next_one_work
                     run.wait_for_saves()
 
         outcome = train(tmp_path / "run", until=9, at_step=at_step, **ASYNC)
-        assert len(writers) == writer_client.RESTARTS + 2
+        assert len(writers) == handoff.RESTARTS + 2
     assert outcome.losses == reference.losses
     assert steps_of(tmp_path / "run") == [9, 6]
     (failed,) = events_in(tmp_path / "run", SaveFailed)
@@ -265,7 +263,7 @@ def test_a_rank_whose_writer_gives_up_does_not_keep_the_others_waiting(tmp_path:
     run_dir = tmp_path / "run"
 
     def around(number: int) -> Any:
-        broken = number <= writer_client.RESTARTS
+        broken = number <= handoff.RESTARTS
         return (
             patched(writer_process, "write_image", lambda _: lambda *a: die())
             if broken
@@ -358,7 +356,7 @@ def test_a_stuck_writer_at_the_end_is_an_error_after_the_timeout_and_not_a_hang(
 def test_a_writer_past_its_deadline_is_ended_and_the_next_save_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_client, "LATE", 0.0)
+    monkeypatch.setattr(handoff, "LATE", 0.0)
 
     def around(number: int) -> Any:
         return holding(tmp_path / "never")(number) if number == 0 else contextlib.nullcontext()
@@ -407,7 +405,7 @@ def test_a_writer_that_cannot_be_started_fails_the_save_and_training_goes_on(tmp
             if step == 2:
                 writers[0].kill()
                 writers[0].wait(5)
-                patch.setattr(writer_client, "spawn", no_more_processes)
+                patch.setattr(handoff, "spawn", no_more_processes)
             if step == 5:
                 patch.undo()
 
@@ -443,7 +441,7 @@ def test_nor_do_they_end_one_that_is_still_starting(number: int) -> None:
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        writer = writer_client.spawn(theirs.fileno())
+        writer = handoff.spawn(theirs.fileno())
         try:
             os.kill(writer.pid, number)
             assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), (

@@ -18,8 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.checkpoint.format.structure import verify
-from holdfast.checkpoint.save import writer_client as writer_client
-from holdfast.checkpoint.save import writer_process
+from holdfast.checkpoint.save import handoff, writer_process
 from holdfast.journal.events import SaveCommitted, SaveFailed
 from kit.runs import events_in
 from kit.tiny import checkpoints, counting_file_operations, die, start_fork, steps_of
@@ -62,7 +61,7 @@ class ForkedWriter:
         deadline = time.monotonic() + timeout if timeout is not None else None
         while self.poll() is None:
             if timeout is not None and deadline is not None and time.monotonic() > deadline:
-                raise writer_client.subprocess.TimeoutExpired("writer", timeout)
+                raise handoff.subprocess.TimeoutExpired("writer", timeout)
             time.sleep(0.002)
         assert self.returncode is not None
         return self.returncode
@@ -83,7 +82,7 @@ def forked_writers(around: Around | None = None) -> Iterator[list[ForkedWriter]]
         return started[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer_client, "spawn", spawn)
+        patch.setattr(handoff, "spawn", spawn)
         try:
             yield started
         finally:
@@ -92,7 +91,7 @@ def forked_writers(around: Around | None = None) -> Iterator[list[ForkedWriter]]
                     writer.wait(30.0)
                 except ChildProcessError:
                     pass
-                except writer_client.subprocess.TimeoutExpired:
+                except handoff.subprocess.TimeoutExpired:
                     writer.kill()
                     raise AssertionError(f"writer {writer.pid} outlived its trainer") from None
 

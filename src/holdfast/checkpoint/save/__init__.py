@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.save.background import BackgroundSaver, Ended, LocalSaving
     from holdfast.checkpoint.save.device import Pinned, pin
-    from holdfast.checkpoint.save.foreground import SaveContext, SaveFacts, Saver
     from holdfast.checkpoint.save.handoff import MendCopies, PeerTarget, UsePeers
     from holdfast.checkpoint.save.image import PR_SET_PDEATHSIG
     from holdfast.checkpoint.save.plan import Plan, own_prefix
+    from holdfast.checkpoint.save.saver import (
+        BackgroundSaver,
+        Ended,
+        LocalSaving,
+        SaveContext,
+        SaveFacts,
+        Saver,
+    )
     from holdfast.checkpoint.save.snapshot import Snapshotter
     from holdfast.checkpoint.save.staging import Buffer, Stager
 else:

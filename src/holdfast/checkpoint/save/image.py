@@ -154,7 +154,7 @@ class _RecordLock(AbstractContextManager[None]):
 #
 # Guarantee: every child has ended when `in_children` returns or raises, and none outlives its parent. Its
 # wait is bounded by whoever bounds its parent: a trainer ends a writer that is late with a job
-# (writer_client.py), the launcher one that has outlived its trainer for too long, and the children end with
+# (handoff.py), the launcher one that has outlived its trainer for too long, and the children end with
 # it.
 
 
