@@ -21,8 +21,7 @@ import pytest
 from holdfast.launch import learned
 from holdfast.launch import monitor as monitors
 from holdfast.launch.incident.inquest import Questions
-from holdfast.launch.learned import Learner
-from holdfast.launch.monitor import Monitor
+from holdfast.launch.monitor import Learner, Monitor
 from holdfast.policy.signs import activity
 from holdfast.policy.timeouts import Learned, Standing
 from holdfast.record.directory import ControlDirectory
