@@ -23,8 +23,7 @@ from holdfast.journal import events
 from holdfast.journal.reader import read_journal
 from holdfast.launch import in_place
 from holdfast.launch.in_place import Desk, InProcess
-from holdfast.launch.learned import Learner
-from holdfast.launch.monitor import Monitor
+from holdfast.launch.monitor import Learner, Monitor
 from holdfast.launch.nodes.attempt import Announcement, Attempt, Place
 from holdfast.launch.workers.orphans import Workers
 from holdfast.policy.evidence import Fault, FaultKind

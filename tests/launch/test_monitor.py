@@ -18,11 +18,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.launch import learned
 from holdfast.launch import monitor as monitors
 from holdfast.launch.incident.inquest import Questions
-from holdfast.launch.learned import Learner
-from holdfast.launch.monitor import Monitor
+from holdfast.launch.monitor import Learner, Monitor
 from holdfast.policy.signs import activity
 from holdfast.policy.timeouts import Learned, Standing
 from holdfast.record.directory import ControlDirectory
@@ -636,8 +634,8 @@ def test_a_file_system_that_does_not_answer_holds_up_no_agent_that_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     control, _ = ControlDirectory.open_or_create(tmp_path / "run")
-    answers, told, real = threading.Event(), list[str](), learned.store_learned
-    monkeypatch.setattr(learned, "store_learned", lambda *args: (answers.wait(60), real(*args))[1])
+    answers, told, real = threading.Event(), list[str](), monitors.store_learned
+    monkeypatch.setattr(monitors, "store_learned", lambda *args: (answers.wait(60), real(*args))[1])
     learner = Learner(control, told.append)
     code = """
 beats = hello(learn=True); beats.enter("setup"); beats.leave("setup"); beats.enter("x"); time.sleep(300)

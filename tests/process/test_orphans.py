@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from holdfast.launch.workers import orphans
-from holdfast.launch.workers.orphans import Left, Orphans, Workers, recognise
-from holdfast.launch.workers.sweeper import REPLACEMENTS, Keeper
+from holdfast.launch.workers.orphans import REPLACEMENTS, Keeper, Left, Orphans, Workers, recognise
 from holdfast.process import proc
 from holdfast.process.companion import AGENT, OUTLIVES, outliving
 from kit.harness import REPO, Job, is_alive, job, python, wait_until

@@ -41,7 +41,7 @@ CHILDREN = {
     "health/gpu.py": "holdfast.health.gpu",
     "health/gpu_facts.py": "holdfast.health.gpu",
     "restart/keeper_process.py": "holdfast.restart.keeper_process",
-    "launch/workers/sweeper.py": "holdfast.launch.workers.sweeper",
+    "launch/workers/orphans.py": "holdfast.launch.workers.orphans",
 }
 """Who starts a process of ours, and the module that it runs."""
 STARTING = ("own_child", "start_child")
@@ -96,7 +96,7 @@ def test_a_child_imports_nothing_from_the_current_directory(module: str, planted
 
 def test_without_that_the_planted_modules_are_imported(planted: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "holdfast.launch.workers.sweeper"],
+        [sys.executable, "-m", "holdfast.launch.workers.orphans"],
         capture_output=True,
         timeout=60,
         check=False,

@@ -8,17 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.choose.ladder import AVOIDED
+from holdfast.checkpoint.choose.resolver import resolve_resume
 from holdfast.checkpoint.format.manifest import parse_name
+from holdfast.config import Settings
 from holdfast.errors import NoValidRungError
 from holdfast.journal.events import Decision, OperatorActed
 from holdfast.journal.reader import read_journal
+from holdfast.launch.nodes.attempt import Place, _begin_next
+from holdfast.policy import Action, PastAttempt
+from holdfast.policy import Decision as Decided
 from holdfast.record import operator
-from holdfast.record.attempts import latest_head
-from holdfast.record.directory import ControlDirectory
+from holdfast.record.attempts import EndRecord, attempt_numbers, begin_attempt, end_attempt, latest_head
+from holdfast.record.decisions import RECOVERY, decision_path
+from holdfast.record.directory import ControlDirectory, create_record
+from holdfast.record.history import keep_incident
 from holdfast.record.launches import VARIABLE, LaunchInfo
 from holdfast.record.lease import Fence, LeaseKeeper, claim
 from holdfast.record.operator import Request, budget_reset, in_force, paused, pinned
 from holdfast.record.standing import Standing, StandingBook
+from holdfast.train import alone
 from kit.commands import ckpt_json
 from kit.damage import flip_shard
 from kit.harness import wait_until
@@ -330,3 +339,54 @@ def test_a_resume_killed_before_it_used_the_pin_up_leaves_it_in_force(run_dir: P
     outcome = wait_until(lambda: train(run_dir, until=8), 60, "the run resumes")
     assert outcome.started_at == 6
     assert pinned(control) is None
+
+
+def decided(run_dir: Path, *avoid: str) -> None:
+    """An attempt that ended with the decision to resume below these."""
+    control, fence = attempted(run_dir)
+    decision = Decided(
+        action=Action.LOWER_RUNG, exit_code=0, reason="", evidence=[], restarts_left=2, avoid=[*avoid]
+    )
+    number = max(attempt_numbers(control))
+    create_record(decision_path(control, number, RECOVERY), decision)
+    failed = PastAttempt(number=number, launch="launch", outcome="failed", highest_step=9)
+    keep_incident(control, failed, decision)
+    end = EndRecord(outcome="failed", exit_code=16, cause="", highest_step=9, at=0.0)
+    end_attempt(control, fence, number, end)
+
+
+def attempted(run_dir: Path) -> tuple[ControlDirectory, Fence]:
+    """One more attempt, which has no end yet."""
+    control = ControlDirectory.open(run_dir)
+    held = claim(control, "launch", 5.0)
+    fence = Fence(control, held.epoch)
+    begin_attempt(control, fence, "launch", 1)
+    LeaseKeeper(control, held, lambda why: None).release()
+    return control, fence
+
+
+def begun_by(run_dir: Path, who: str) -> list[str]:
+    """What the next attempt is told to avoid, or is expected to."""
+    control = ControlDirectory.open(run_dir)
+    if who == "holdfast recover":
+        return [one.name for one in resolve_resume(run_dir).candidates if AVOIDED in one.reasons]
+    held = claim(control, "later", 5.0)
+    try:
+        if who == "holdfast run":
+            place = Place(node="a", group_rank=0, nodes=1, world_size=1)
+            return _begin_next(control, place, held, [], 3, "").avoid
+        here = alone.Here(node="a")
+        return alone.begin(control, Fence(control, held.epoch), Settings(), here, "later").avoid
+    finally:
+        LeaseKeeper(control, held, lambda why: None).release()
+
+
+@pytest.mark.parametrize("who", ["holdfast run", "a plain start", "holdfast recover"])
+def test_what_a_decision_avoids_stays_so_whoever_starts_the_run(run_dir: Path, who: str) -> None:
+    """It is kept up until there is progress: a reset of the budget is none, nor is an attempt that nobody
+    decided about, and that died before it had resumed."""
+    nine = checkpoints(run_dir)[0].name
+    decided(run_dir, nine)
+    operator.reset_budget(ControlDirectory.open(run_dir), "cause found", "alice")
+    attempted(run_dir)
+    assert begun_by(run_dir, who) == [nine]

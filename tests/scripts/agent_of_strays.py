@@ -14,8 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.launch.workers.orphans import Orphans, Workers
-from holdfast.launch.workers.sweeper import Keeper
+from holdfast.launch.workers.orphans import Keeper, Orphans, Workers
 from holdfast.process import proc
 from holdfast.process.guard import guarded
 

@@ -46,8 +46,7 @@ from holdfast.launch.alert import Alerts, first_to_tell
 from holdfast.launch.context import Interrupted, LaunchContext, StopSignals, keep_launch
 from holdfast.launch.gate import Gate
 from holdfast.launch.incident import EndedByStorageError, find_trouble, least_space, shared_places
-from holdfast.launch.learned import Learner
-from holdfast.launch.monitor import Monitor
+from holdfast.launch.monitor import Learner, Monitor
 from holdfast.launch.nodes import (
     Endpoints,
     Leadership,

@@ -15,8 +15,7 @@ from holdfast.cluster import node_name
 from holdfast.config import Settings
 from holdfast.launch.alert import Alerts
 from holdfast.launch.gate import Gate
-from holdfast.launch.learned import Learner
-from holdfast.launch.monitor import Monitor
+from holdfast.launch.monitor import Learner, Monitor
 from holdfast.launch.nodes import Announcement, Leadership
 from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.terminal import SavesTold

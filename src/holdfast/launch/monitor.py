@@ -1,28 +1,36 @@
-"""Watches the ranks of one node: where each one is, what it says, and whether it is overdue.
+"""Watches the ranks of one node: where each one is, what it says, whether it is overdue, and what is learned.
 
 Guarantees: nothing that a process sends can end or mislead the agent: only processes of this user that are
 workers or were started by one are listened to, messages are typed and bounded, and anything else closes that
 connection. A rank is overdue only by time that this process was awake to see: if it finds that it was itself
 stopped (SIGSTOP, a suspended machine), every clock starts afresh, loudly.
 
-A rank that has not said hello is overdue `policy.timeouts.hello_limit` after the start of the workers, where
-it is known that the script's ranks say hello: another one of this attempt has, or some did before (`expect`).
-Of a script of which nobody ever heard a rank only the processes are watched; that is told once.
+A rank that has not said hello is overdue `policy.timeouts.hello_limit` after the start of the workers, if the
+script's ranks are known to say hello: another rank of this attempt has, or some did in an earlier one
+(`expect`). If nobody ever heard a rank of the script, only the processes are watched; that is said once.
+
+The node's time limits are learned for the attempts and launches that follow. Within an attempt they stand
+still: what is seen is smoothed with what was known at its start, however often it is written. That the ranks
+of a command say hello, and how long they took, is kept at once. Learning never ends a run: a failed write is
+reported once, and nobody waits for a file system that does not answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from holdfast.base import PATIENCE, Bounded, Look
+from holdfast.errors import ControlError
 from holdfast.launch.incident import Questions
 from holdfast.policy import (
     EXITING,
@@ -37,10 +45,18 @@ from holdfast.policy import (
     activity,
     apply,
     hello_limit,
+    learn,
     ruling,
 )
 from holdfast.process import ANCESTORS, Waking, descends, lineage, make_private, peer_of, proc, short_address
-from holdfast.record import HelloRecord
+from holdfast.record import (
+    ControlDirectory,
+    HelloRecord,
+    read_hello,
+    read_learned,
+    store_hello,
+    store_learned,
+)
 from holdfast.train import (
     PACKET_LIMIT,
     SOCKET,
@@ -683,3 +699,116 @@ def _stopped(known: _Rank) -> bool:
 
 def _longer(one: Observed, other: Observed) -> Observed:
     return Observed(max(one.count, other.count), max(one.longest, other.longest))
+
+
+LEARN_EVERY = 1.0
+"""Seconds between two looks for what another node, or an earlier attempt, has kept."""
+PERIOD = 30.0
+"""Seconds between two writes during an attempt."""
+LONGER = 1.25
+"""How many times as long as known a rank must have taken to its hello for that to be written."""
+
+
+class Learner:
+    """One node's learning. `tell` gets what a person should know."""
+
+    def __init__(
+        self, control: ControlDirectory, tell: Callable[[str], None], command: Sequence[str] = ()
+    ) -> None:
+        """`command`: what a worker is started with."""
+        self._control = control
+        self._tell = tell
+        self._command = hashlib.sha256("\0".join(command).encode(errors="surrogateescape")).hexdigest()[:32]
+        self._node = ""
+        self._attempt = 0
+        self._earlier = Learned()
+        self._stored = Learned()
+        self._wrote = time.monotonic()
+        self._failed = False
+        self._hello: HelloRecord | None = None
+        """What is known of this command's ranks; looked for until there is something."""
+        self._hellos = Look(lambda: read_hello(control, self._command), "hello")
+        self._next_look = 0.0
+        self._writing: Bounded[None] | None = None
+
+    def begin(self, node: str, attempt: int) -> Learned:
+        """An attempt starts: what was learned so far on all nodes, for `Monitor.begin`."""
+        self._node, self._attempt = node, attempt
+        self._wrote = time.monotonic()
+        self._earlier, problems = read_learned(self._control)
+        self._stored = self._earlier
+        for problem in problems:
+            self._tell(problem)
+        return self._earlier
+
+    def go_on(self, monitor: Monitor, attempt: int) -> Learned:
+        """The same workers go on as another attempt: what it begins with, as `begin` says it."""
+        self.keep(monitor)
+        return self.begin(self._node, attempt)
+
+    def poll(self, monitor: Monitor) -> None:
+        """Call it now and then during an attempt, from its start on."""
+        if time.monotonic() - self._wrote >= PERIOD:
+            self.keep(monitor)
+        else:
+            self._learn_hello(monitor)
+
+    def _learn_hello(self, monitor: Monitor) -> None:
+        """Who is known to say hello: what was kept, and what was heard here."""
+        known = self._hello = self._hello or self._kept_hello()
+        said = monitor.hellos()
+        if said is not None:
+            initial, longest = said
+            if known is None or known.initial != initial or longest > LONGER * known.longest:
+                longest = max(longest, known.longest if known is not None else 0.0)
+                self._hello = HelloRecord(command=self._command, initial=initial, longest=longest)
+                record = self._hello
+                if problem := self._write(lambda: store_hello(self._control, record)):
+                    self._complain(problem)
+        monitor.expect(self._hello)
+
+    def _kept_hello(self) -> HelloRecord | None:
+        """What any node has kept, looked for every now and then."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return None
+        looked = self._hellos.take()
+        if looked is None:
+            return None
+        self._next_look = now + LEARN_EVERY
+        return looked.result()
+
+    def _complain(self, problem: str) -> None:
+        if not self._failed:
+            self._failed = True
+            self._tell(f"learned timeouts cannot be kept in {self._control.path}: {problem}")
+
+    def keep(self, monitor: Monitor) -> Learned | None:
+        """Write what was learned, now and then and at the attempt's end; None if there is nothing new."""
+        self._learn_hello(monitor)  # an attempt may end before anybody has looked
+        self._wrote = time.monotonic()
+        if not monitor.learns():
+            return None
+        found = learn(*monitor.observed(), self._earlier)
+        if found == self._stored:
+            return None
+        node, attempt = self._node, self._attempt
+        if problem := self._write(lambda: store_learned(self._control, node, attempt, found)):
+            self._complain(problem)
+            return None
+        self._stored = found
+        return found
+
+    def _write(self, store: Callable[[], None]) -> str:
+        """Why it could not be written; empty if it was."""
+        if self._writing is None or self._writing.ended():
+            self._writing = Bounded(store, "learned-timeouts")
+            self._writing.ended(PATIENCE)
+        if not self._writing.ended():
+            return "the file system does not answer"
+        written, self._writing = self._writing, None
+        try:
+            written.result()
+        except (OSError, ControlError) as error:
+            return str(error)
+        return ""

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from holdfast.record.history import (
         INCIDENT,
         LAUNCHER_ENDED,
+        avoided,
         keep_incident,
         last_decision,
         own_measure,

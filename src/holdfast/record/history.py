@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import ExitCode
-from holdfast.policy import Decision, PastAttempt, launch_refused, root_cause
+from holdfast.policy import Decision, PastAttempt, episode, launch_refused, root_cause
 from holdfast.record.attempts import AttemptRecord, EndRecord, HeadRecord, ends_of, failures_of, rejection_of
 from holdfast.record.decisions import RECOVERY, decision_path
 from holdfast.record.directory import ControlDirectory, create_record, read_record
@@ -166,6 +166,19 @@ def last_decision(control: ControlDirectory) -> tuple[int, Decision | None]:
     if newest is None:
         return 0, None
     return newest.number, _decision(control, newest.number)
+
+
+def avoided(control: ControlDirectory) -> list[str]:
+    """Checkpoints that the next attempt must not use, whoever starts it.
+
+    The decision about the newest attempt repeats what those before it avoided, as long as there was no
+    progress. If nothing was decided about that attempt (it was stopped, or died with its launcher), what was
+    avoided since the last progress still is. An operator who resets the budget does not change that.
+    """
+    _, decided = last_decision(control)
+    if decided is not None:
+        return decided.avoid
+    return sorted({name for one in episode(past_attempts(control)) for name in one.avoid})
 
 
 def _decision(control: ControlDirectory, number: int) -> Decision | None:

@@ -56,7 +56,6 @@ from holdfast.policy import (
     arrange,
     describe_devices,
     devices_of,
-    episode,
     of_rejection,
     recover,
 )
@@ -68,6 +67,7 @@ from holdfast.record import (
     Fence,
     HeadRecord,
     attempt_numbers,
+    avoided,
     budget_reset,
     create_record,
     decision_path,
@@ -344,11 +344,8 @@ def _begin(
         return _refuse(control, newest, f"step {fatal.step} is not finite: {fatal.why}", REPRODUCIBLE)
     if why := refused_launch(control, here.started_with, [launch]):
         return Told(refused=why, code=int(ExitCode.BUDGET_SPENT))
-    history = past_attempts(control)
-    rerun, trial = still_open(control, history)
-    forgiven = budget_reset(control) or 0
-    avoid = sorted({name for one in episode(history, forgiven) for name in one.avoid})
-    return Told(avoid=avoid, rerun=rerun, trial=trial)
+    rerun, trial = still_open(control, past_attempts(control))
+    return Told(avoid=avoided(control), rerun=rerun, trial=trial)
 
 
 def _is_the_end(decision: Decision) -> bool:

@@ -388,4 +388,4 @@ class Soak:
 
 def _may_outlive(command_line: str) -> bool:
     """Writers and peer servers finish what they have begun, and for so long the keeper waits for them."""
-    return "-m holdfast.checkpoint." in command_line or "-m holdfast.launch.workers.sweeper" in command_line
+    return "-m holdfast.checkpoint." in command_line or "-m holdfast.launch.workers.orphans" in command_line

@@ -23,8 +23,8 @@ from holdfast.errors import ExitCode
 from holdfast.journal.events.stops import StopAsked, StopForced, StopHastened
 from holdfast.launch.context import StopSignals
 from holdfast.launch.incident import hang as rolls
-from holdfast.launch.incident import vigil as vigils
-from holdfast.launch.incident.vigil import StorageDoubt, Vigil
+from holdfast.launch.incident import supervision
+from holdfast.launch.incident.supervision import StorageDoubt, Vigil
 from holdfast.launch.monitor import Overdue
 from holdfast.launch.nodes.attempt import Announcement, Attempt, Notice, Place
 from holdfast.launch.scheduler import Scheduler
@@ -185,7 +185,7 @@ def test_a_node_that_is_through_waits_for_the_others_for_as_long_as_they_train(
         later = SimpleNamespace(
             monotonic=lambda: time.monotonic() + 7 * 86_400, time=time.time, sleep=time.sleep
         )
-        monkeypatch.setattr(vigils, "time", later)
+        monkeypatch.setattr(supervision, "time", later)
         assert leader.look() is None
         assert other.look() is None
         other.ended = {1: 0}
@@ -298,7 +298,7 @@ def test_storage_that_answers_excuses_nobody_however_often_it_is_asked(
     assert not any(doubt(late) for _ in range(200))
     assert told == []
 
-    monkeypatch.setattr(vigils, "STORAGE_PATIENCE", 0.1)
+    monkeypatch.setattr(supervision, "STORAGE_PATIENCE", 0.1)
     answers = threading.Event()
     stalled = StorageDoubt(lambda: answers.wait(60), 600.0, told.append)
     assert not stalled(msgspec.structs.replace(late, stopped=True)), "who is stopped waits for nothing"

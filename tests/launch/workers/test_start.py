@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from holdfast.launch.workers import output
+from holdfast.launch.workers import start
 from holdfast.launch.workers.forked_worker import processors_matter
 from holdfast.launch.workers.preload import REPLACEMENTS, PreloadedParent, guess
 from holdfast.launch.workers.start import Started, Starter
@@ -93,7 +93,7 @@ class Caught:
         self.reader, sink = os.pipe()
         os.set_blocking(self.reader, False)
         self.worker = os.memfd_create("worker")
-        self.caught = output._Caught(0, os.dup(self.worker), sink)
+        self.caught = start._Caught(0, os.dup(self.worker), sink)
 
     def write(self, data: bytes) -> None:
         assert os.write(self.worker, data) == len(data)
@@ -127,7 +127,7 @@ def test_what_a_worker_writes_waits_for_its_reader_and_the_worker_for_nobody(cau
     caught.write(text)  # far more than a pipe holds
     assert caught.caught.hand_on(), "nobody has read it, and this did not wait for that"
     assert caught.read() == text
-    assert caught.caught.last() == text[-output.LAST :]
+    assert caught.caught.last() == text[-start.LAST :]
     caught.write(b"37%\r")
     assert caught.read() == b"37%\r", "a line need not be finished to be shown"
     assert not caught.caught.hand_on()
@@ -141,13 +141,13 @@ def test_a_reader_that_is_gone_hurts_nobody_and_the_last_lines_are_kept(caught: 
     caught.write(b"terminate called\n")
     assert caught.caught.last().endswith(b"xterminate called\n")
     caught.caught.close()
-    assert len(caught.caught.last()) == output.LAST, "also when all is over"
+    assert len(caught.caught.last()) == start.LAST, "also when all is over"
 
 
 def test_what_nobody_takes_is_left_out_and_that_is_said(
     caught: Caught, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "MOST_WAITING", 1_000_000)
+    monkeypatch.setattr(start, "MOST_WAITING", 1_000_000)
     caught.write(b"a" * 900_000)
     assert caught.caught.hand_on()
     caught.write(b"b" * 900_000)
@@ -184,7 +184,7 @@ def test_where_no_thread_can_be_started_that_is_what_is_raised(
 ) -> None:
     """And not that a thread which never ran cannot be waited for: a full process table is told of."""
     destinations = DefaultLogsSpecs(log_dir=str(tmp_path / "logs")).reify({0: {}})
-    logs = output.Logs("default", destinations, None, None, None)
+    logs = start.Logs("default", destinations, None, None, None)
     logs.streams(0)
 
     def full(thread: threading.Thread) -> None:

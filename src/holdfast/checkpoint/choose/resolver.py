@@ -64,19 +64,16 @@ from holdfast.health import why_not_first
 from holdfast.journal.events import RejectedOption
 from holdfast.process import job_of
 from holdfast.record import (
-    RECOVERY,
     ControlDirectory,
     LeaseState,
     RootBook,
     StandingBook,
     applies_again,
-    attempt_numbers,
-    decision_path,
+    avoided,
     launch_to_repeat,
     newest_launches,
     origin_now,
     pinned,
-    read_record,
     who_holds,
 )
 
@@ -311,7 +308,7 @@ class _Resolver:
     def _ladder(self, resume_from: str, *, force: bool) -> tuple[Ladder, bool]:
         """The ladder of a resume, and whether it may start fresh if the nodes hold nothing any more."""
         pin = pinned(self._control)
-        avoid = self._avoided() if resume_from == "auto" and pin is None else []
+        avoid = avoided(self._control) if resume_from == "auto" and pin is None else []
         take = partial(
             take_inventory, self._control, self._root, resume_from, force=force, avoid=avoid, pin=pin
         )
@@ -319,15 +316,6 @@ class _Resolver:
         # What only nodes have does not stand against a fresh start once they have lost it.
         fresh = ladder.may_start_fresh or (pin is None and take(copies=self._in_remote).may_start_fresh)
         return ladder, fresh
-
-    def _avoided(self) -> list[str]:
-        """What the last recovery decision said not to use; the next attempt is told the same."""
-        newest = max(attempt_numbers(self._control), default=0)
-        if not newest:
-            return []
-        decided = read_record(decision_path(self._control, newest, RECOVERY), dict)
-        found = decided.get("avoid", []) if decided is not None else []
-        return [str(name) for name in found] if isinstance(found, list) else []
 
     def _with_evidence(self, ladder: Ladder) -> Ladder:
         """The ladder with what speaks against those that are suspect or condemned."""

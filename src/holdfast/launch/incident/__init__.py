@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.launch.incident.decision import Recovery, is_starting, report, tell_store_lost
-    from holdfast.launch.incident.ends import EndedByStorageError, Ends
-    from holdfast.launch.incident.hang import look_at_hang
-    from holdfast.launch.incident.inquest import Questions, count_oom_kills, gather, memory_kill, stop_and_see
-    from holdfast.launch.incident.storage import (
+    from holdfast.launch.incident.decision import (
+        Recovery,
         await_storage,
         find_trouble,
+        is_starting,
         least_space,
+        report,
         shared_places,
+        tell_store_lost,
         wait_while_paused,
     )
-    from holdfast.launch.incident.vigil import Vigil
+    from holdfast.launch.incident.hang import look_at_hang
+    from holdfast.launch.incident.inquest import Questions, count_oom_kills, gather, memory_kill, stop_and_see
+    from holdfast.launch.incident.supervision import EndedByStorageError, Ends, Vigil
 else:
     __getattr__ = offers(__name__)

@@ -1,16 +1,25 @@
-"""From a failure to the one decision about it: gathered, decided, made durable, told.
+"""From a failure to the one decision about it: what is waited for, decided, made durable and told.
 
 Guarantee: the decision is made once, by the leading agent, on what all nodes reported; it is durable before
-anybody acts on it, and every node acts on the same one or ends with a documented code. Storage that takes
-nothing is waited for, within bounds; where it stays so, that code is 34.
+anybody acts on it, and every node acts on the same one or ends with a documented code. The decision itself is
+`policy.recovery`'s. Before it, storage that takes nothing is waited for, within bounds, so that whoever
+decides knows whether a restart could follow; if storage stays that way, the code is 34. After it, while an
+operator has paused recovery, every agent waits on its own and sees the same records; the lease is kept, so no
+other launch takes the run over.
+
+Ends that no decision follows are told here as well. Telling is all that is done then: what cannot be read or
+written costs sentences, never the end itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -23,15 +32,15 @@ from holdfast.account import (
     incident_line,
     incident_text,
 )
-from holdfast.base import PATIENCE, Bounded
+from holdfast.base import PATIENCE, Bounded, Look, Waiting, duration
 from holdfast.checkpoint.choose import highest_committed_step, situation_of, write_down
 from holdfast.checkpoint.format import CheckpointName, CheckpointRoot, parse_name
 from holdfast.config import Settings, parse_failure_causes
 from holdfast.errors import ControlError, ExitCode, HoldfastError
-from holdfast.health import Trouble, last_words
+from holdfast.health import SPACE_CRITICAL, Trouble, last_words, nearest, try_storage
 from holdfast.journal import JournalReader, JournalWriter, events, last_step, unfinished_save
 from holdfast.journal.events import Account, RunFinished, StopAsked, StopSaved, Warned
-from holdfast.launch import EXCLUSION, INCIDENT, STOP, LaunchContext, say
+from holdfast.launch import EXCLUSION, INCIDENT, STOP, LaunchContext, live_line, say
 from holdfast.launch.incident.hang import hangs_of
 from holdfast.launch.nodes import Attempt, MeetingHandler, Notice, StopRun
 from holdfast.policy import (
@@ -69,6 +78,7 @@ from holdfast.record import (
     FailureRecord,
     Fence,
     HeadRecord,
+    Request,
     attempt_numbers,
     create_record,
     current_epoch,
@@ -81,6 +91,7 @@ from holdfast.record import (
     list_names,
     own_measure,
     past_attempts,
+    paused,
     read_attempt,
     read_claim,
     read_record,
@@ -90,95 +101,6 @@ from holdfast.record import (
     rung_of,
 )
 from holdfast.restart import Faulted
-
-# Tells of ends that no decision follows: of this launch's own, and of a launch that left none.
-#
-# Guarantee: telling is all it does. What cannot be read or written costs sentences, never the end itself.
-
-
-def tell_store_lost(context: LaunchContext, attempt: int, node: str, error: str, step: int | None) -> bool:
-    """That nobody is left to meet; whether it could be told."""
-    return _tell_end(
-        context, node, lambda: account_of_lost_store(attempt, node, error, step, _saved(context))
-    )
-
-
-def tell_lease_taken(
-    context: LaunchContext, attempt: int, node: str, evidence: str, step: int | None
-) -> bool:
-    """That another launch has the run now; whether it could be told."""
-
-    def account() -> Account:
-        newest = read_claim(context.control, current_epoch(context.control))
-        by = newest.holder.describe() if newest is not None else ""
-        found = newest.evidence if newest is not None else ""
-        return account_of_lost_lease(attempt, evidence, by, found, step, _saved(context))
-
-    return _tell_end(context, node, account)
-
-
-def tell_launch_lost(context: LaunchContext, held: Claim) -> None:
-    """Once: of a launch before this one whose last attempt has no end, which nobody was left to tell of."""
-
-    def account() -> Account | None:
-        return _of_lost_launch(context.control, held, _saved(context))
-
-    made = Bounded(account, "lost-launch")
-    found = None
-    with contextlib.suppress(HoldfastError, OSError):
-        found = made.result() if made.ended(PATIENCE) else None
-    if found is None:
-        return
-    with contextlib.closing(
-        JournalWriter(context.control.journal, f"agent-{held.owner}", found.attempt)
-    ) as journal:
-        journal.write(found)
-    say(incident_text(found, str(context.control.path)))
-    context.saves.fell(found)
-
-
-def _of_lost_launch(control: ControlDirectory, held: Claim, saved: int | None) -> Account | None:
-    newest = next(reversed(ends_of(control)), None)
-    if newest is None or newest[1] is not None:
-        return None
-    number = newest[0].number
-    lines = [line for line in JournalReader(control.journal, since=number).poll() if line.attempt == number]
-    if any(isinstance(line.body, RunFinished) for line in lines):
-        return None
-    asked = next((line.body for line in lines if isinstance(line.body, StopAsked)), None)
-    if any(isinstance(line.body, StopSaved) for line in lines):
-        asked = None
-    before = read_claim(control, newest[0].epoch)
-    holder = before.holder.describe() if before is not None else ""
-    step = last_step(control.journal, list_names(control.journal), number)
-    account = account_of_lost_launch(number, holder, held.evidence, asked, step, saved)
-    return account if create_record(control.attempt(number) / ACCOUNT, account) else None
-
-
-def _saved(context: LaunchContext) -> int | None:
-    return highest_committed_step(context.settings.checkpoint_root(), context.control) or None
-
-
-def _tell_end(context: LaunchContext, node: str, make: Callable[[], Account]) -> bool:
-    made = Bounded(make, "unforeseen-end")
-    try:
-        account = made.result() if made.ended(PATIENCE) else None
-    except (HoldfastError, OSError):
-        account = None
-    if account is None:
-        return False
-    context.last_words = incident_line(account)
-    context.saves.catch_up()
-    say(incident_text(account, str(context.control.path)))
-    writer = JournalWriter(context.control.journal, f"agent-{node}", account.attempt)
-    written = Bounded(lambda: _write(writer, account), "unforeseen-end-journal")
-    written.ended(PATIENCE)
-    return True
-
-
-def _write(writer: JournalWriter, account: Account) -> None:
-    with contextlib.closing(writer) as journal:
-        journal.write(account)
 
 
 @dataclass(kw_only=True)
@@ -544,11 +466,6 @@ def _ranks(ranks: list[str]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 
 
-# How this node's agent takes part in recovery: what it knows goes into the decision, which is then told.
-#
-# The decision itself is `policy.recovery`'s, and how it is fixed for all nodes `launch.incident`'s.
-
-
 REPORT_SLACK = 10.0
 """Seconds beyond the stop grace for the other nodes to report."""
 
@@ -738,3 +655,199 @@ class Recovery:
             may_shrink=self._context.elastic,
             excluded=excluded,
         )
+
+
+def tell_store_lost(context: LaunchContext, attempt: int, node: str, error: str, step: int | None) -> bool:
+    """That nobody is left to meet; whether it could be told."""
+    return _tell_end(
+        context, node, lambda: account_of_lost_store(attempt, node, error, step, _saved(context))
+    )
+
+
+def tell_lease_taken(
+    context: LaunchContext, attempt: int, node: str, evidence: str, step: int | None
+) -> bool:
+    """That another launch has the run now; whether it could be told."""
+
+    def account() -> Account:
+        newest = read_claim(context.control, current_epoch(context.control))
+        by = newest.holder.describe() if newest is not None else ""
+        found = newest.evidence if newest is not None else ""
+        return account_of_lost_lease(attempt, evidence, by, found, step, _saved(context))
+
+    return _tell_end(context, node, account)
+
+
+def tell_launch_lost(context: LaunchContext, held: Claim) -> None:
+    """Once: of a launch before this one whose last attempt has no end, which nobody was left to tell of."""
+
+    def account() -> Account | None:
+        return _of_lost_launch(context.control, held, _saved(context))
+
+    made = Bounded(account, "lost-launch")
+    found = None
+    with contextlib.suppress(HoldfastError, OSError):
+        found = made.result() if made.ended(PATIENCE) else None
+    if found is None:
+        return
+    with contextlib.closing(
+        JournalWriter(context.control.journal, f"agent-{held.owner}", found.attempt)
+    ) as journal:
+        journal.write(found)
+    say(incident_text(found, str(context.control.path)))
+    context.saves.fell(found)
+
+
+def _of_lost_launch(control: ControlDirectory, held: Claim, saved: int | None) -> Account | None:
+    newest = next(reversed(ends_of(control)), None)
+    if newest is None or newest[1] is not None:
+        return None
+    number = newest[0].number
+    lines = [line for line in JournalReader(control.journal, since=number).poll() if line.attempt == number]
+    if any(isinstance(line.body, RunFinished) for line in lines):
+        return None
+    asked = next((line.body for line in lines if isinstance(line.body, StopAsked)), None)
+    if any(isinstance(line.body, StopSaved) for line in lines):
+        asked = None
+    before = read_claim(control, newest[0].epoch)
+    holder = before.holder.describe() if before is not None else ""
+    step = last_step(control.journal, list_names(control.journal), number)
+    account = account_of_lost_launch(number, holder, held.evidence, asked, step, saved)
+    return account if create_record(control.attempt(number) / ACCOUNT, account) else None
+
+
+def _saved(context: LaunchContext) -> int | None:
+    return highest_committed_step(context.settings.checkpoint_root(), context.control) or None
+
+
+def _tell_end(context: LaunchContext, node: str, make: Callable[[], Account]) -> bool:
+    made = Bounded(make, "unforeseen-end")
+    try:
+        account = made.result() if made.ended(PATIENCE) else None
+    except (HoldfastError, OSError):
+        account = None
+    if account is None:
+        return False
+    context.last_words = incident_line(account)
+    context.saves.catch_up()
+    say(incident_text(account, str(context.control.path)))
+    writer = JournalWriter(context.control.journal, f"agent-{node}", account.attempt)
+    written = Bounded(lambda: _write(writer, account), "unforeseen-end-journal")
+    written.ended(PATIENCE)
+    return True
+
+
+def _write(writer: JournalWriter, account: Account) -> None:
+    with contextlib.closing(writer) as journal:
+        journal.write(account)
+
+
+STORAGE_PATIENCE = 30.0
+"""Seconds for which a failed attempt waits for its storage to take what is to be recorded: a disk that was
+full for a moment is no reason to give the job back."""
+STORAGE_LOOK = 1.0
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def shared_places(settings: Settings) -> list[Path]:
+    """Where every attempt writes, on whichever node; the run directory first."""
+    return list(dict.fromkeys([Path(settings.run.dir).absolute(), settings.checkpoint_root().absolute()]))
+
+
+def least_space(settings: Settings) -> int:
+    """Bytes below which no node may take part in another attempt."""
+    return SPACE_CRITICAL if settings.health.gate == "refuse" else 0
+
+
+def find_trouble(places: Sequence[Path], least: int = 0) -> Trouble | None:
+    """What keeps these places from taking what is written; None if nothing does."""
+    for place in places:
+        if place != places[0] and not place.is_dir():
+            continue  # it is made when something is saved there
+        tried = try_storage(place)
+        free = None
+        with contextlib.suppress(OSError):
+            info = os.statvfs(nearest(place))
+            free = info.f_bavail * info.f_frsize
+        if tried.problem:
+            return Trouble(path=str(place), problem=tried.problem, full=tried.errno in _NO_ROOM, free=free)
+        if free is not None and free < least:
+            return Trouble(path=str(place), full=True, free=free)
+    return None
+
+
+def await_storage(
+    places: Sequence[Path],
+    *,
+    check: Callable[[], None],
+    tell: Callable[[str], None],
+    least: int = 0,
+    patience: float = STORAGE_PATIENCE,
+) -> Trouble | None:
+    """Wait until these places take what is written, at most `patience` seconds; then what keeps them from it.
+
+    `check` is called at every look, and raises if the launcher was told to stop. `least`: bytes that must be
+    free beside.
+    """
+    look = Look(lambda: find_trouble(places, least), "storage", patience=STORAGE_LOOK)
+    began, told, line = time.monotonic(), "", live_line()
+    while True:
+        looked = look.take()
+        hangs = Trouble(path=str(places[0]), problem="it does not answer")
+        found = hangs if looked is None else looked.result()
+        if found is None or time.monotonic() - began > patience:
+            break
+        if not told:
+            told = found.path
+            what = found.problem and f"the storage of {told} takes nothing: {found.problem}"
+            tell(f"{what or found.describe()}. Waiting for it, up to {patience:g} s")
+        line(Waiting(f"the storage of {told}", time.monotonic() - began, patience))
+        check()
+        time.sleep(min(STORAGE_LOOK, patience))
+    line.over()
+    waited = time.monotonic() - began
+    if found is not None:
+        return msgspec.structs.replace(found, waited=waited)
+    if told:
+        tell(f"the storage of {told} works again, after {waited:.0f} s")
+    return None
+
+
+PAUSE_POLL = 0.5
+
+
+def wait_while_paused(
+    control: ControlDirectory, maximum: float, *, check: Callable[[], None], tell: Callable[[str], None]
+) -> bool:
+    """Return at once unless recovery is paused; else wait until it is not. False: not within `maximum`.
+
+    `check` is called at every look, and raises if the launcher was told to stop. `tell` gets a line when the
+    wait begins and ends. A record that cannot be read for a while is no reason to go on.
+    """
+    request = paused(control)
+    if request is None:
+        return True
+    started = time.monotonic()
+    tell(
+        f"recovery is paused by {request.describe()}. Nothing is restarted until "
+        f"`holdfast control unpause {control.path}`; after {duration(maximum)} the run stops"
+    )
+    line = live_line()
+    while request is not None:
+        if time.monotonic() - started >= maximum:
+            tell(f"recovery stayed paused for {duration(maximum)} (launch.max_pause)")
+            return False
+        line(Waiting("`holdfast control unpause`", time.monotonic() - started, maximum))
+        check()
+        time.sleep(min(PAUSE_POLL, maximum))
+        request = _still(control, request)
+    line.over()
+    tell(f"recovery goes on, after a pause of {duration(time.monotonic() - started)}")
+    return True
+
+
+def _still(control: ControlDirectory, request: Request) -> Request | None:
+    try:
+        return paused(control)
+    except ControlError:
+        return request

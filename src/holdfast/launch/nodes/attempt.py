@@ -44,6 +44,7 @@ from holdfast.record import (
     Fence,
     HostedStore,
     SealedStore,
+    avoided,
     await_key,
     begin_attempt,
     end_attempt,
@@ -429,6 +430,7 @@ def _begin_next(
             write_findings(control, fence, journal, newest, decided)
     past = past_attempts(control, before=newest + 1)
     rerun, trial = still_open(control, past)
+    avoid = avoided(control)  # before there is a newer attempt
     arrangement = arrange_attempt(members, decided.rotate_by if decided is not None else 0)
     begun = begin_attempt(
         control,
@@ -447,7 +449,7 @@ def _begin_next(
         epoch=held.epoch,
         restarts=earlier,
         arrangement=arrangement,
-        avoid=decided.avoid if decided is not None else [],
+        avoid=avoid,
         rerun=rerun,
         trial=trial,
         restarts_left=restarts_left(

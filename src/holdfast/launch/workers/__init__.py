@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.launch.workers.orphans import Orphans, Workers
+    from holdfast.launch.workers.orphans import Keeper, Orphans, Workers, mark_environment
     from holdfast.launch.workers.preload import (
         RUN_PATH,
         PreloadedParent,
@@ -22,6 +22,5 @@ if TYPE_CHECKING:
         start_early,
     )
     from holdfast.launch.workers.start import Starter, launch_store, make_workers, unshared_store
-    from holdfast.launch.workers.sweeper import Keeper, mark_environment
 else:
     __getattr__ = offers(__name__)

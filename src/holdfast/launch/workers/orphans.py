@@ -1,28 +1,43 @@
-"""Workers and what they start and leave behind: found for certain, ended, and reaped by the agent.
+"""The workers of one node and whatever they start: ended for certain, even when the agent itself is killed.
 
-A process that left its worker's session is not reached through the worker's group. While its parent lives it
-is found below it; after that the kernel gives it to the agent, which has asked to be the reaper of its
-descendants. So every child of the agent that the agent did not start comes from a worker, however it was
-started: nobody else's process can become one.
+A worker's end is observed without reaping it, so its process id stays reserved, and a signal to its process
+group can only reach what the worker started. What left that group is found below the worker while the worker
+lives. After that the kernel gives it to the agent, which has asked to be the reaper of its descendants, so
+every child that the agent did not start comes from a worker. When the agent is gone too, the kernel gives it
+to init, and only its environment tells whose it was: every agent marks its own (`HOLDFAST_AGENT`), every
+descendant inherits the mark, and a keeper process that waits for the agent's end kills whatever carries it.
 
-Guarantee: only such processes are signalled, each by its id and start time. Of them, a checkpoint writer,
-drain process or peer server of ours may go on, for `outlive` seconds after it was first seen to be left: it
-may still commit a snapshot that was staged whole, or a replica that is on its way. It is known by three
-things that only its trainer's start of it brings together: the mark in its environment, its arguments, and a
-session of its own. Its own children in that session are spared with it.
+Guarantee: only such processes are signalled, each by its id and start time. `Workers.stop` returns within the
+grace plus `KILL_TIMEOUT` whatever they do, give or take a second for each process that hangs in the kernel;
+what SIGKILL does not end is in `left`. (torch's own waits ignore the configured grace: a literal 30 seconds.)
+Within moments of the agent's end nothing that descends from it is alive. The exceptions are a process that
+gave up both its session and its environment, and a checkpoint writer, drain process or peer server of ours:
+it may go on for `outlive` seconds, because it may still commit a snapshot that was staged whole, or a replica
+that is on its way. It is recognised by three things that only its trainer's start of it brings together: the
+mark in its environment, its arguments, and a session of its own. Its children in that session are spared
+with it.
+
+The keeper runs this module as a process of its own: no torch, about 15 MB, a tenth of a second once a launch.
+The agent replaces a keeper that is killed; if both are killed at once, only the kernel's promise about
+workers (process/guard.py) is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from holdfast.process import OUTLIVES, Process, proc
+from holdfast.launch import say
+from holdfast.process import AGENT, OUTLIVES, Process, leave_stopping_to_the_trainer, own_child, proc
 
 MODULES = (
     "holdfast.checkpoint.save.writer_process",
@@ -173,15 +188,6 @@ class Orphans:
         return True
 
 
-# The worker processes of one node: seen without being disturbed, and ended for certain.
-#
-# Guarantee: a worker's end is observed without reaping it, so its process id stays reserved and signals to
-# its process group can only reach what the worker started. `stop` ends also what workers started in sessions
-# of its own (see orphans.py), and returns within the grace plus `KILL_TIMEOUT` whatever they do, give or take
-# a second for each process that hangs in the kernel: torch's own waits ignore the configured grace (a literal
-# 30 seconds). What SIGKILL does not end is in `left`.
-
-
 KILL_TIMEOUT = 10.0
 """Seconds for SIGKILL to take effect; a process in uninterruptible sleep may not die at all."""
 POLL = 0.02
@@ -257,7 +263,7 @@ class Workers:
         Ranks in `at_once` are not asked first: they would take SIGTERM as a request to save, with others that
         are gone.
         """
-        # Where orphans cannot be adopted, this is when it is last known whose they are.
+        # If orphans cannot be adopted, this is the last time that it is known whose they are.
         seen = self._below()
         if len(self.ended()) < len(self.pids):
             self.signal(signal.SIGTERM, at_once)
@@ -315,3 +321,138 @@ def _left(pid: int, rank: int | None) -> Left:
         state=stuck.state if stuck is not None else (found.state if found is not None else ""),
         wchan=stuck.wchan if stuck is not None else "",
     )
+
+
+SWEEP_PAUSE = 0.05
+SWEEP_LOOK = 1.0
+"""Seconds between two looks at the parent, where the kernel cannot tell of its end."""
+KILL_PATIENCE = 30.0
+"""Seconds after which a process that SIGKILL has not ended is left: it hangs in the kernel."""
+REPLACEMENTS = 3
+
+
+def mark_environment() -> str:
+    """Mark this process as an agent, for all that it starts hereafter. An outer agent's mark is replaced."""
+    mark = _mark_of(os.getpid())
+    os.environ[AGENT] = mark
+    return mark
+
+
+def _mark_of(pid: int) -> str:
+    found = proc.read(pid)
+    return f"{pid}.{found.started if found is not None else 0}"
+
+
+class Keeper:
+    """The agent's side of the keeper process."""
+
+    def __init__(self, outlive: float, scratch: Sequence[str] = ()) -> None:
+        """`outlive`: seconds for which a writer may go on without the agent; `scratch`: its directories."""
+        self._outlive = outlive
+        self._scratch = scratch
+        self._process: subprocess.Popen[bytes] | None = None
+        self._replaced = 0
+
+    def start(self) -> int:
+        """Mark this process's environment and start a keeper; its id. Raises OSError if that fails."""
+        mark = mark_environment()
+        arguments = [str(os.getpid()), mark, repr(self._outlive), *self._scratch]
+        self._process = subprocess.Popen(
+            own_child("holdfast.launch.workers.orphans", *arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # what ends the agent's session or group must not end its keeper
+        )
+        return self._process.pid
+
+    def check(self) -> tuple[int | None, str]:
+        """Replace a keeper that died, a few times. The new one's id, if any, and what to tell people."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None:
+            return None, ""
+        self._process = None
+        if self._replaced >= REPLACEMENTS:
+            return None, f"the keeper process ended {self._replaced + 1} times ({code}) and is not replaced"
+        self._replaced += 1
+        try:
+            return self.start(), f"the keeper process ended ({code}) and was replaced"
+        except OSError as error:
+            return None, f"the keeper process ended ({code}) and another cannot be started: {error}"
+
+
+def await_end(pid: int) -> None:
+    """Until our parent, the agent, is gone."""
+    fd = -1
+    with contextlib.suppress(OSError):
+        fd = os.pidfd_open(pid)  # before the look at the parent: then it stands for the agent
+    poll = select.poll()
+    if fd >= 0:
+        poll.register(fd, select.POLLIN)
+    while os.getppid() == pid:
+        poll.poll(SWEEP_LOOK * 1000)
+
+
+def end_the_rest(mark: str, outlive: float) -> tuple[int, int]:
+    """Kill what has the mark until nothing is left that can be; how many were killed, how many are left."""
+    began = time.monotonic()
+    killed: set[tuple[int, int]] = set()
+    while True:
+        mortal, outliving = _sort(mark)
+        late = time.monotonic() - began
+        if late >= outlive:
+            mortal, outliving = mortal + outliving, []
+        if not mortal and not outliving:
+            return len(killed), 0
+        for process in mortal:
+            if proc.send(process, signal.SIGKILL):
+                killed.add(process.identity)
+        if mortal and not outliving and late >= max(outlive, 0.0) + KILL_PATIENCE:
+            return len(killed), len(mortal)
+        time.sleep(SWEEP_PAUSE if mortal or late < SWEEP_LOOK else SWEEP_LOOK)
+
+
+def _sort(mark: str) -> tuple[list[Process], list[Process]]:
+    """Processes with the mark: those to be ended at once, and those that may go on for a while."""
+    mortal, outliving = [], []
+    for process in proc.everyone().values():
+        if process.ended or process.pid == os.getpid() or not _has(process, mark):
+            continue
+        recognised = recognise(process)
+        if recognised is None or recognised[0]:
+            outliving.append(process)
+        else:
+            mortal.append(process)
+    return mortal, outliving
+
+
+def _has(process: Process, mark: str) -> bool:
+    # What started before the agent cannot descend from it; most of a machine's processes did.
+    if process.started < int(mark.rpartition(".")[2]):
+        return False
+    environment = proc.within(PATIENCE, lambda: proc.environment(process.pid))
+    return environment is not None and environment.get(AGENT) == mark
+
+
+def _remove(scratch: Sequence[str]) -> None:
+    for path in scratch:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def main() -> int:
+    leave_stopping_to_the_trainer()  # here: to the agent
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    agent, mark, outlive, scratch = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]
+    if _mark_of(agent) == mark:
+        await_end(agent)
+    _remove(scratch)  # a writer that goes on needs none of it, and may take long
+    killed, left = end_the_rest(mark, outlive)
+    _remove(scratch)  # what a worker wrote while it was ended
+    if killed:
+        say(f"the launcher is gone; ended {killed} processes that it left")
+    if left:
+        say(f"{left} of them hang in the kernel and do not end")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
