@@ -26,7 +26,7 @@ REPLACED = [
     (r"\b[0-9a-f]{32}\b", "DIGEST"),
     (r"\bpid \d+|\bprocess \d+", "pid N"),
     (r"\b\d+(\.\d+)? (ms|s)\b", "T"),
-    (r"\bfrom \S+( \S+)? \(pid N, [^)]+\)", "from SENDER (pid N, USER)"),
+    (r"\bfrom \S[^()\n]* \(pid N, [^)]+\)", "from SENDER (pid N, USER)"),
     (r"\d\d:\d\d:\d\d UTC", "TIME"),
     (r"\b\d+(\.\d+)? (KiB|MiB|GiB)\b", "SIZE"),
     (r"bytes \d+ to \d+", "bytes N to M"),

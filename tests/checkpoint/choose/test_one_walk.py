@@ -109,7 +109,14 @@ class Past:
             self._attempt(self.saved[source % len(self.saved)] if source is not None and self.saved else None)
             for save in kept:
                 self._save(save)
-        create_record(decision_path(self.control, self.attempt, RECOVERY), {"avoid": self.avoid})
+        decided = {
+            "action": "restart",
+            "exit_code": 0,
+            "reason": "because",
+            "evidence": [],
+            "restarts_left": 1,
+        }
+        create_record(decision_path(self.control, self.attempt, RECOVERY), {**decided, "avoid": self.avoid})
         if story.pinned is not None and self.saved:
             pinned = self.saved[story.pinned % len(self.saved)]
             pin(self.control, str(_name(pinned)), "because", "alice", force=story.force)

@@ -24,8 +24,7 @@ from holdfast.journal import Line
 from holdfast.journal.events import SaveCommitted
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lineage import SHELF, commits_of, find_commit, shelve
-from holdfast.train import measured
-from holdfast.train.schedule import NEVER, SaveSchedule
+from holdfast.train.schedule import NEVER, Measured, SaveSchedule, _take
 from kit.tiny import train
 
 SIZES = [3 << 20, 70_000, 1, 0, 5 << 20, 2_000_000]
@@ -129,8 +128,8 @@ def saves() -> list[Line]:
 
 
 def test_the_cadence_goes_by_saves_to_the_root_and_what_they_blocked() -> None:
-    found = measured.Measured()
-    measured._take(found, saves())
+    found = Measured()
+    _take(found, saves())
     assert found.saves == [(0.3, 9.0), (0.4, 8.0)]
 
 
