@@ -157,7 +157,7 @@ def test_a_slow_store_does_not_slow_the_training(tmp_path: Path, bucket: tuple[s
     seen: dict[int, float] = {}
 
     def at_step(step: int, run: holdfast.Run) -> None:
-        standing.delay = 0.1  # each request, from the first step on
+        standing.delay = 0.2  # each request, from the first step on
         seen[step] = time.monotonic()
 
     train(tmp_path / "run", until=6, checkpoint_interval=2, at_step=at_step, checkpoint_remote_root=url)
