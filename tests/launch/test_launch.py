@@ -38,7 +38,7 @@ from holdfast.record.attempts import (
     failures_of,
 )
 from holdfast.record.directory import ControlDirectory, create_record
-from holdfast.record.hosted_store import connect
+from holdfast.record.group import connect
 from holdfast.record.launches import digest_of, told_progress
 from holdfast.record.lease import Claim, Fence, LeaseKeeper, claim, current_epoch, read_beat, read_claim
 from holdfast.record.operator import exclude

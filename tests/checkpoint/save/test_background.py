@@ -36,7 +36,7 @@ from holdfast.journal.events import (
     Warned,
 )
 from holdfast.journal.reader import read_journal
-from holdfast.record import writers as writing
+from holdfast.record import lease
 from holdfast.record.attempts import latest_head
 from holdfast.record.directory import ControlDirectory
 from holdfast.train.saves import to_raise
@@ -742,7 +742,7 @@ def test_a_staged_snapshot_outlives_its_trainer_also_while_its_writer_is_still_s
     assert forked(work) == -9
     writer = int((tmp_path / "writer").read_text())
     assert not is_gone(writer)
-    monkeypatch.setattr(writing, "IDLE_PATIENCE", 0.0)  # not even for a moment for one with nothing to do
+    monkeypatch.setattr(lease, "IDLE_PATIENCE", 0.0)  # not even for a moment for one with nothing to do
     releasing = threading.Thread(target=release)
     try:
         releasing.start()

@@ -23,7 +23,7 @@ from holdfast.checkpoint.save import handoff, writer_process
 from holdfast.checkpoint.save.handoff import Channel, Gone, JobFailed, Start, UseBuffer
 from holdfast.errors import SaveFailedError
 from holdfast.journal.events import SaveFailed
-from holdfast.record.writers import give_up, given_up
+from holdfast.record.lease import give_up, given_up
 from kit.harness import wait_until
 from kit.ranks.writers import (
     ASYNC,
