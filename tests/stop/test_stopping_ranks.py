@@ -34,7 +34,7 @@ from kit.tiny import checkpoints, forked
 from kit.tiny import train as train_alone
 
 STOPPED, UNSAVED = int(ExitCode.STOPPED), int(ExitCode.STOPPED_UNSAVED)
-SCRIPT = REPO / "tests" / "scripts" / "train_tiny.py"
+SCRIPT = REPO / "tests" / "scripts" / "train" / "train_tiny.py"
 
 # --- whole ranks ------------------------------------------------------------------------------------------
 

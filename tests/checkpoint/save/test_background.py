@@ -630,7 +630,7 @@ def _resident(process: Path) -> int:
 # --- a snapshot outlives its trainer ------------------------------------------------------------------------
 
 
-SCRIPT = str(REPO / "tests" / "scripts" / "train_async.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "train" / "train_async.py")
 
 
 def environment(until: int = 12, **more: str) -> dict[str, str]:

@@ -444,7 +444,7 @@ def test_under_torchrun_the_step_is_computed_as_often_as_under_the_launcher(tmp_
         "HOLDFAST_VALIDATION_ERROR_INJECTION_RANKS": "1",
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "5"]
-    script = str(REPO / "tests" / "scripts" / "train_checked.py")
+    script = str(REPO / "tests" / "scripts" / "train" / "train_checked.py")
     result = finish([*torchrun, "--nproc-per-node", "2", script], cwd=tmp_path, env=env, timeout=240)
     assert result.code != 0, result.text
     place = Place(tmp_path)
