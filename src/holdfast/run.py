@@ -35,18 +35,16 @@ from holdfast.errors import ExitCode, HoldfastError, LeaseLostError, SaveFailedE
 from holdfast.journal.events import AttemptEnded, RunFinished
 from holdfast.policy import CHECKPOINTING, LOADING, SETUP, STEP, Source
 from holdfast.record import Group, LaunchInfo, leave_group, one_config
+from holdfast.session import EXCHANGE_SLACK, Parts, Surroundings
 from holdfast.stop import refuse_stop_file
 from holdfast.train import (
-    EXCHANGE_SLACK,
     Beats,
     CrashHook,
     Halting,
     Membership,
-    Parts,
     Pinging,
     Saving,
     SimulatedFault,
-    Surroundings,
     judge_collectives,
     simulated_fault,
     start_beats,

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from holdfast.train.halting import Halting
     from holdfast.train.membership import Membership
     from holdfast.train.meter import Meter
-    from holdfast.train.parts import EXCHANGE_SLACK, Parts, Surroundings
     from holdfast.train.probation import Probation
     from holdfast.train.saves import Saving
     from holdfast.train.schedule import measured_before

@@ -508,7 +508,7 @@ def simulated_fault(effective: Effective, group: Group, member: Membership) -> S
 
 def tell_idle(effective: Effective, group: Group, member: Membership) -> None:
     """Say once a launch which settings somebody gave and nothing reads, with what would switch them on."""
-    from holdfast.train.parts import is_restart  # with torch, which a rank that only testifies may lack
+    from holdfast.session import is_restart  # with torch, which a rank that only testifies may lack
 
     if not group.is_coordinator or is_restart(member):
         return
