@@ -103,7 +103,7 @@ EXCHANGE_SLACK = 30.0
 
 
 class Session:
-    """One rank's. All ranks call what is public here together, in one order."""
+    """One rank's. All ranks call its methods together, in one order."""
 
     def __init__(self, file: str | os.PathLike[str] | None, keywords: Mapping[str, object]) -> None:
         """`keywords`: settings, spelt `<section>_<key>`."""
@@ -165,10 +165,12 @@ class Session:
 
     @property
     def group(self) -> Group:
+        """Who this rank is, and how the ranks reach each other."""
         return _there(self._group)
 
     @property
     def member(self) -> Membership:
+        """The attempt: its number, control directory, fence and journal."""
         return _there(self._member)
 
     @property
@@ -799,7 +801,7 @@ class Surroundings:
         if self._scope is not None:
             self._scope.step, self._scope.stepped = step, True
 
-    def resumed(self, member: Membership, saving: Saving | None) -> None:
+    def resumed(self, member: Membership, saving: Saving) -> None:
         """The run is part of an attempt, and has its state."""
         if self._scope is None:
             return
@@ -819,8 +821,8 @@ class Surroundings:
             told = f"the account of attempt {account.attempt} is not kept: {error}"
             member.journal.write(Warned(message=told))
 
-    def saved(self, saving: Saving | None) -> None:
-        if self._scope is not None and saving is not None:
+    def saved(self, saving: Saving) -> None:
+        if self._scope is not None:
             self._scope.committed = max(self._scope.committed, saving.committed)
 
     def judge(self, error: BaseException | None) -> Ending:
