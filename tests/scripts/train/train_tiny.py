@@ -90,7 +90,7 @@ def arm_save(run: holdfast.Run) -> None:
 
     def start_and_arm() -> int:
         done = start()
-        saving = run._saving
+        saving = run._session.saving
         scheduled = saving.scheduled
 
         def killed_save() -> None:
