@@ -257,7 +257,7 @@ def test_a_stop_whose_save_fails_ends_with_the_code_of_that(tmp_path: Path) -> N
         del rank
         if step == 5:
             assert run._saving is not None
-            run._saving._foreground.save = refuse  # type: ignore[assignment]
+            run._saving._saver.begin = refuse  # type: ignore[assignment]
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: run.stopping, LIMIT, "the signal is heard")
 

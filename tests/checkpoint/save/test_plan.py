@@ -201,7 +201,7 @@ def test_while_nothing_changes_a_save_costs_one_exchange_of_a_few_numbers(tmp_pa
             torch.manual_seed(number)
             step(run)
             run.save(wait=False)
-            run._saving._background.wait(30.0)  # type: ignore[union-attr]
+            run._saving._saver.wait(30.0)  # type: ignore[union-attr]
             run._saving.at_boundary()  # type: ignore[union-attr]
             if number == 3:
                 settled, calls = plans_made(run), Counter()

@@ -394,7 +394,7 @@ class LocalCommit(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size for file in self.manifest.files)
 
 
-class LocalSaver:
+class LocalCommitter:
     """One rank's part in local commits."""
 
     def __init__(self, start: Start, control: ControlDirectory, fence: Fence) -> None:
@@ -412,8 +412,9 @@ class LocalSaver:
     def folder(self, name: CheckpointName) -> Path:
         return tier.folder(self._control, name)
 
-    def done_before(self, job: Job, name: CheckpointName) -> LocalCommit | None:
+    def done_before(self, job: Job) -> LocalCommit | None:
         """What an earlier writer has committed of this job, to its end."""
+        name = job.save.name
         record = self.tier.find(str(name), self._start.rank)
         if record is None or record.image != job.image:
             return None
@@ -423,8 +424,9 @@ class LocalSaver:
         return None
 
     @contextlib.contextmanager
-    def at_work(self, job: Job, name: CheckpointName) -> Iterator[int]:
+    def at_work(self, job: Job) -> Iterator[int]:
         """Hold the image from the fence to the commit; its descriptor."""
+        name = job.save.name
         with self.tier.work_on(job.image) as descriptor:
             if descriptor is None:
                 raise SaveFailedError(f"{self.tier.images / job.image}, the image for {name}, is gone")
@@ -476,10 +478,9 @@ class LocalSaver:
             record_commit(self._control, self._fence, record)
         return sealed
 
-    def commit(
-        self, job: Job, plan: UsePlan, name: CheckpointName, manifest: Manifest, files: list[FileEntry]
-    ) -> LocalCommit:
+    def commit(self, job: Job, plan: UsePlan, manifest: Manifest, files: list[FileEntry]) -> LocalCommit:
         """This rank's copy counts from now on."""
+        name = job.save.name
         listed = {file.path: file for file in manifest.files}
         for file in files:
             if listed.get(file.path) != file:

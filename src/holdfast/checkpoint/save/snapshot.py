@@ -86,6 +86,8 @@ class Snapshot:
     """Fingerprints that are known already, by position."""
     parts: dict[str, PartEntry]
     proof: Proof
+    serial: int
+    """Counts the snapshots of an attempt, on every rank alike."""
     samples: int = 0
     tokens: int = 0
     """Of all ranks together."""
@@ -128,8 +130,12 @@ class _Collected:
 class Snapshotter:
     """Takes the snapshots of one attempt. Every rank makes the same calls in the same order."""
 
-    def __init__(self, *, run: str, attempt: int, group: Group, initial: Initial | None = None) -> None:
-        """`initial`: the tracked objects as they were at the start; without it there is no proof."""
+    def __init__(
+        self, tracked: Tracked, own: Callable[[], dict[str, Any]], *, run: str, attempt: int, group: Group
+    ) -> None:
+        """`own`: the run's own state."""
+        self.tracked = tracked
+        self._own = own
         self._run = run
         self._attempt = attempt
         self._group = group
@@ -139,7 +145,8 @@ class Snapshotter:
         self._frames = Frames()
         self._blob = 0
         self._doubts: list[str] = []
-        self._initial = initial
+        self._initial = Initial(tracked)
+        """The tracked objects as they were at the start."""
         self._proof = Proof()
         self._proven: dict[str, Report] = {}
         """What this rank found, by the structure that it was found of; one at most."""
@@ -165,14 +172,14 @@ class Snapshotter:
         doubts, self._doubts = self._doubts, []
         return doubts
 
-    def plan_ahead(self, tracked: Tracked, own: Callable[[], dict[str, Any]]) -> Plan | None:
+    def plan_ahead(self) -> Plan | None:
         """Plan before the first save is due, on all ranks; None if some rank cannot yet.
 
         It holds for state that is complete; an optimizer that has not stepped yet makes another necessary.
         """
         name = self.next_name(0)
         try:
-            collected = together(self._group, name, lambda: self._collect(tracked, own, None))
+            collected = together(self._group, name, lambda: self._collect(None))
             together(self._group, name, lambda: self._replan(collected))
         except SaveFailedError as error:  # the first save will say so again, if it is still so then
             log.warning("holdfast: the first save could not be planned ahead: %s", error)
@@ -181,8 +188,6 @@ class Snapshotter:
 
     def take(
         self,
-        tracked: Tracked,
-        own: Callable[[], dict[str, Any]],
         step: int,
         *,
         prepare: Callable[[CheckpointName], None] | None = None,
@@ -207,10 +212,10 @@ class Snapshotter:
             try:
                 if prepare is not None:
                     prepare(name)
-                collected = self._collect(tracked, own, step)
+                collected = self._collect(step)
                 counted = collected.own.get("counters", {})
                 plan = self._plan
-                replan = plan is None or plan.signature != collected.signature or self._has_more(tracked)
+                replan = plan is None or plan.signature != collected.signature or self._has_more()
                 if plan is not None and not replan:
                     content = term(plan.sharings, self._group.rank, collected.digests)
                     tensors = _tensors(collected.planner, plan)
@@ -248,7 +253,7 @@ class Snapshotter:
         plan = self._plan
         assert plan is not None
         if prove and self._proven_plan != plan.number:
-            self._prove(name, collected, tracked, plan)
+            self._prove(name, collected, plan)
         self._serial += 1
         digests = collected.digests
         prints: dict[int, str] = {}
@@ -262,21 +267,20 @@ class Snapshotter:
             prints,
             collected.parts,
             self._proof,
+            self._serial,
             samples=samples,
             tokens=tokens,
         )
 
-    def _prove(self, name: CheckpointName, collected: _Collected, tracked: Tracked, plan: Plan) -> None:
+    def _prove(self, name: CheckpointName, collected: _Collected, plan: Plan) -> None:
         """All ranks together, under a new plan; a rank whose own structure is as before need not again."""
-        if self._initial is None:
-            return
         first = self._proven_plan == 0
-        self._in_question = in_question(tracked)
+        self._in_question = in_question(self.tracked)
         structure = f"{structure_of(collected.planner)} {sorted(self._in_question)}"
         mine = self._proven.get(structure)
         if mine is None:
             subject = Subject(
-                tracked=tracked,
+                tracked=self.tracked,
                 initial=self._initial,
                 tensors=collected.tensors,
                 others=collected.others,
@@ -300,12 +304,13 @@ class Snapshotter:
                 f"{name} is saved without a proof that this run could resume from it: {self._proof.why_not}"
             )
 
-    def _has_more(self, tracked: Tracked) -> bool:
+    def _has_more(self) -> bool:
         """Whether another proof is due, though what is stored has the same structure."""
-        return self._initial is not None and not in_question(tracked) <= self._in_question
+        return not in_question(self.tracked) <= self._in_question
 
     @uncollected()
-    def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]], step: int | None) -> _Collected:
+    def _collect(self, step: int | None) -> _Collected:
+        tracked = self.tracked
         tensors, others = tracked.collect()
         with naming("the gradients"):
             gradients, described = tracked.gradients.collect(step)
@@ -315,9 +320,9 @@ class Snapshotter:
                 for name, state in others.items()
                 if tracked.kind(name) == "object" and isinstance(state, Mapping) and not state
             ]
-            self._doubts += self._schedules_left_out(tracked)
+            self._doubts += self._schedules_left_out()
         with naming("the run's own state (generators, data position, counters)"):
-            mine = {**own(), "gradients": described}
+            mine = {**self._own(), "gradients": described}
         blob = self._to_blob(others, mine)
         self._blob = blob.numel()
         state = {**tensors, OWN: {rank_key(self._group.rank): blob}}
@@ -335,8 +340,9 @@ class Snapshotter:
             found.digests = dict(zip(shared, prints, strict=True))
         return found
 
-    def _schedules_left_out(self, tracked: Tracked) -> list[str]:
+    def _schedules_left_out(self) -> list[str]:
         """In words; nothing where the first step has shown it already."""
+        tracked = self.tracked
         given = tracked.given()
         if tracked.looked_around or not any(map(has_schedule, given.values())):
             return []
