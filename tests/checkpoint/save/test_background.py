@@ -25,7 +25,7 @@ from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import writer_process
 from holdfast.checkpoint.save.handoff import Save
 from holdfast.checkpoint.save.saver import BackgroundSaver, Ended
-from holdfast.checkpoint.save.staging import Stager
+from holdfast.checkpoint.save.snapshot import Stager
 from holdfast.errors import ExitCode, LeaseLostError, SaveFailedError, SaveStorageError
 from holdfast.journal.events import (
     LeaseClaimed,

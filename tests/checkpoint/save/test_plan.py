@@ -27,7 +27,7 @@ from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import plan as planning
 from holdfast.checkpoint.save import snapshot as snapshots
 from holdfast.checkpoint.save.plan import Plan, SnapshotPlanner, find_sharings, make_plan, signature_of, term
-from holdfast.checkpoint.save.staging import Buffer, stage_from_host
+from holdfast.checkpoint.save.snapshot import Buffer, stage_from_host
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.record.group import Group
 from kit.ranks.writers import ranks

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         SaveFacts,
         Saver,
     )
-    from holdfast.checkpoint.save.snapshot import Snapshotter
-    from holdfast.checkpoint.save.staging import Buffer, Stager
+    from holdfast.checkpoint.save.snapshot import Buffer, Snapshotter, Stager
 else:
     __getattr__ = offers(__name__)

@@ -37,7 +37,7 @@ from holdfast.record import lock_for_writer
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.save.plan import Plan
-    from holdfast.checkpoint.save.staging import Buffer
+    from holdfast.checkpoint.save.snapshot import Buffer
 
 log = logging.getLogger("holdfast.checkpoint")
 

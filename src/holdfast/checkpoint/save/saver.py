@@ -1,6 +1,6 @@
 """A save, in the foreground or in the background: asked for, staged, written, and what became of it.
 
-In the foreground the checkpoint of the whole group is committed, or there is none, before `save` returns.
+In the foreground the checkpoint of the whole group is committed, or there is none, before `begin` returns.
 Everything that can fail on one rank (collecting the state, making the staged directory, writing, checking,
 committing) ends in an exchange, so that a failure anywhere reaches every rank as the same error and nobody is
 left waiting. A failed save removes what it staged and touches nothing that was committed.
@@ -68,8 +68,7 @@ from holdfast.checkpoint.save.handoff import (
     writing_threads,
 )
 from holdfast.checkpoint.save.plan import Plan
-from holdfast.checkpoint.save.snapshot import Snapshot, Snapshotter
-from holdfast.checkpoint.save.staging import Buffer, Staged, Stager
+from holdfast.checkpoint.save.snapshot import Buffer, Snapshot, Snapshotter, Staged, Stager
 from holdfast.checkpoint.state import GRADIENTS
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
 from holdfast.journal import Event
