@@ -51,10 +51,10 @@ from holdfast.checkpoint.save.handoff import (
     UsePlan,
 )
 from holdfast.checkpoint.save.image import write_image
-from holdfast.checkpoint.save.local import LocalCommit, LocalCommitter, ReplicaSender
+from holdfast.checkpoint.save.local import LocalCommit, LocalCommitter, ReplicaSender, quarantine
 from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal import JournalWriter, read_journal
-from holdfast.journal.events import CopyQuarantined, SaveCommitted, Warned
+from holdfast.journal.events import SaveCommitted, Warned
 from holdfast.process import leave_stopping_to_the_trainer
 from holdfast.record import ControlDirectory, Fence, Writing, give_up, given_up, is_busy
 
@@ -378,20 +378,13 @@ class Writer:
         """What was written is what the manifest lists; else the local copy has changed since its commit."""
         if files == committed.files:
             return
-        record = committed.record
         other = [file.path for file in files if file not in committed.files]
         why = f"read again, {other} have other digests than when they were committed"
         assert self._local is not None
-        self._local.tier.quarantine(record, why)
-        self._journal.write(
-            CopyQuarantined(
-                checkpoint=record.checkpoint,
-                node=self._local.tier.record.node,
-                kind=record.kind,
-                reasons=[why],
-            )
+        quarantine(self._local.tier, committed.record, why, self._journal)
+        raise SaveFailedError(
+            f"{committed.record.checkpoint}: its local copy is bad, and was not drained: {why}"
         )
-        raise SaveFailedError(f"{record.checkpoint}: its local copy is bad, and was not drained: {why}")
 
     @contextlib.contextmanager
     def _image(self, job: Job, committed: LocalCommit | None) -> Iterator[memoryview]:
