@@ -148,7 +148,7 @@ def let_saves_end(run: holdfast.Run, timeout: float = 60.0) -> None:
     saving = run._session.saving
     assert saving is not None
     deadline = time.monotonic() + timeout
-    while saving._background is not None and saving._background.outstanding:
+    while saving._saver.is_under_way():
         assert time.monotonic() < deadline, "a save is still under way"
         saving.at_boundary()
         time.sleep(0.005)

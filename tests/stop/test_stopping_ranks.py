@@ -256,7 +256,7 @@ def test_a_stop_whose_save_fails_ends_with_the_code_of_that(tmp_path: Path) -> N
     def fail(run: holdfast.Run, rank: int, step: int) -> None:
         del rank
         if step == 5:
-            run._session.saving._foreground.save = refuse  # type: ignore[assignment]
+            run._session.saving._saver.begin = refuse  # type: ignore[assignment]
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: run.stopping, LIMIT, "the signal is heard")
 

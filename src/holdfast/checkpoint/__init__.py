@@ -14,7 +14,7 @@ from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
     from holdfast.checkpoint import commit
-    from holdfast.checkpoint.commit import Committed, Owner, open_root, sweep_staging
+    from holdfast.checkpoint.commit import Owner, open_root, sweep_staging
     from holdfast.checkpoint.difference import Difference, EntryDifference, compare
     from holdfast.checkpoint.export import export_weights
     from holdfast.checkpoint.format.structure import check_structure, verify

@@ -34,7 +34,7 @@ from holdfast.checkpoint.copies import (
     own_address,
     replicate,
 )
-from holdfast.checkpoint.save import LocalSaving, MendCopies, PeerTarget
+from holdfast.checkpoint.save import LocalTarget, MendCopies, PeerTarget
 from holdfast.config import CheckpointSettings, Settings
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.journal.events import Warned
@@ -118,13 +118,13 @@ class LocalPlaces:
             peer_timeout=self._chosen.replication_timeout,
         )
 
-    def saving(self) -> LocalSaving | None:
+    def saving(self) -> LocalTarget | None:
         """What saves need to know of the place; None, on all ranks alike, if they leave the tier out."""
         if not self.whole or self.tier is None:
             return None
         rank = self._group.rank
         at = self.places.ranks[rank]
-        return LocalSaving(
+        return LocalTarget(
             tier=self.tier,
             node=self.places.of(rank).node,
             keep=self._chosen.non_persistent_keep_last,

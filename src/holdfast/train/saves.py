@@ -28,9 +28,11 @@ from holdfast.checkpoint.remote import Drain
 from holdfast.checkpoint.save import (
     BackgroundSaver,
     Ended,
-    LocalSaving,
+    ForegroundSaver,
+    LocalTarget,
     MendCopies,
     PeerTarget,
+    Save,
     SaveContext,
     SaveFacts,
     Saver,
@@ -38,7 +40,7 @@ from holdfast.checkpoint.save import (
     Stager,
     UsePeers,
 )
-from holdfast.checkpoint.state import Initial, Tracked
+from holdfast.checkpoint.state import Tracked
 from holdfast.config import CheckpointSettings
 from holdfast.errors import (
     HoldfastError,
@@ -49,7 +51,7 @@ from holdfast.errors import (
     ValidationFailedError,
 )
 from holdfast.journal import Event, JournalWriter
-from holdfast.journal.events import Decision, SaveCommitted, SaveFailed, SaveSkipped, SaveStarted, Warned
+from holdfast.journal.events import Decision, SaveFailed, SaveSkipped, SaveStarted, Warned
 from holdfast.policy import Choice
 from holdfast.record import add_up, diagnosed, last_fresh, share
 from holdfast.train.meter import Meter
@@ -90,12 +92,11 @@ class Saving:
         drain: Drain | None,
         read_back: ReadBack | None = None,
         journal: JournalWriter,
-        local: LocalSaving | None = None,
+        local: LocalTarget | None = None,
     ) -> None:
         self._settings = settings
         self._group = context.group
         self._tracked = tracked
-        self._own = own
         self._facts = facts
         self._schedule = schedule
         self._meter = meter
@@ -104,19 +105,15 @@ class Saving:
         self._read_back = read_back
         self._journal = journal
         self._snapshots = Snapshotter(
-            run=context.control.run_id,
-            attempt=context.attempt,
-            group=context.group,
-            initial=Initial(tracked),
+            tracked, own, run=context.control.run_id, attempt=context.attempt, group=context.group
         )
-        self._foreground = Saver(context, self._snapshots)
-        self._background: BackgroundSaver | None = None
+        self._saver: Saver
         if settings.async_save:
             stager = Stager(
                 settings.snapshot, timeout=settings.timeout, step_seconds=step_seconds, tell=self._tell_way
             )
             stager.prepare(tracked.devices())
-            self._background = BackgroundSaver(
+            self._saver = BackgroundSaver(
                 context,
                 self._snapshots,
                 stager=stager,
@@ -126,7 +123,8 @@ class Saving:
                 local=local,
                 tell=journal.write,
             )
-            self._background.launch()
+        else:
+            self._saver = ForegroundSaver(context, self._snapshots)
         self._failed = self._failed_locally = 0
         self._too_many: SaveFailedError | None = None
         """To be raised, unless a save is committed first: then they are no longer in a row."""
@@ -149,19 +147,16 @@ class Saving:
         self.committed = head.step if head is not None else 0
         self.saved_step = head.step if head is not None else None
         self._rooted = head.step if head is not None and (self._root.path / str(head)).is_dir() else None
-        if self._background is not None:
-            self._background.resumed_from(head)
+        self._saver.resumed_from(head)
 
     def use_peers(self, targets: list[PeerTarget], where: Where | None = None) -> None:
         """Where replicas of this rank's local copies go; `where`, on rank 0, is the same for all ranks."""
-        if self._background is not None:
-            timeout = self._settings.replication_timeout
-            self._background.use_peers(UsePeers(targets=targets, timeout=timeout, where=where))
+        timeout = self._settings.replication_timeout
+        self._saver.order(UsePeers(targets=targets, timeout=timeout, where=where))
 
     def mend(self, order: MendCopies) -> None:
         """The run has resumed: what this node has lost of its checkpoint is made again, beside training."""
-        if self._background is not None:
-            self._background.mend(order)
+        self._saver.order(order)
 
     def start_draining(self) -> None:
         """The run has resumed: from now on what is committed is copied to the remote, if there is one."""
@@ -170,8 +165,7 @@ class Saving:
 
     def prepare(self) -> None:
         """A run that goes on from a checkpoint: the first save finds its plan and memory ready."""
-        if self._background is not None:
-            self._background.prepare(self._tracked, self._own)
+        self._saver.prepare()
 
     # --- saving ---------------------------------------------------------------------------------------------
 
@@ -180,24 +174,22 @@ class Saving:
 
         The error is this save's own. That an earlier one failed is told and counted meanwhile, as at a step.
         """
-        if self._background is None:
-            return self._save_in_foreground(reason, diagnostic=diagnostic)
-        begun = self._begin(self._background, reason, diagnostic=diagnostic, must=True)
+        begun = self._begin(reason, diagnostic=diagnostic, must=True)
         assert begun is not None
         if not wait:
-            return begun
+            return begun.name
         try:
-            self.wait(f"the save of {begun}", own=begun)
+            self.wait(f"the save of {begun.name}", own=begun.name)
         except SaveFailedError as error:
-            if diagnostic or not self._background.has_local_tier:
+            if diagnostic or not self._saver.has_local_tier:
                 raise
             # On every rank, whatever it was: what must not be lost must not depend on the local tier.
-            told = f"{begun} is saved again, to the checkpoint root alone, because it was not saved: {error}"
-            self._write(Warned(message=told))
-            begun = self._begin(self._background, reason, must=True, local=False)
+            why = f"because it was not saved: {error}"
+            self._write(Warned(message=f"{begun.name} is saved again, to the checkpoint root alone, {why}"))
+            begun = self._begin(reason, must=True, local=False)
             assert begun is not None
-            self.wait(f"the save of {begun}", own=begun)
-        return begun
+            self.wait(f"the save of {begun.name}", own=begun.name)
+        return begun.name
 
     def diagnose(self) -> str:
         """A diagnostic save, by a run that is about to end: its name, or why there is none.
@@ -216,94 +208,53 @@ class Saving:
     def _diagnosed(self) -> str:
         """The diagnostic save of this step that an earlier attempt on this timeline has left; else empty."""
         control, place = self._control, self._root.diagnostic()
-        parent = (self.head.id or None) if self.head is not None else None
-        step = self._facts(None, "").step
         with contextlib.suppress(HoldfastError, OSError):
             known = diagnosed(control, since=last_fresh(control), before=self._attempt)
             for name in place.names():
-                if name.step != step or str(name) not in known:
+                if name.step != self._meter.step or str(name) not in known:
                     continue
                 with contextlib.suppress(ManifestError):
                     manifest, _ = manifests.read(place.committed(name))
-                    if manifest.parent == parent and manifest.run == control.run_id:
+                    if manifest.parent == self._parent and manifest.run == control.run_id:
                         return str(name)
         return ""
 
     def scheduled(self) -> None:
         """A save is due by the schedule: a failure is reported, and raised only after too many in a row."""
-        try:
-            if self._background is None:
-                self._save_in_foreground("scheduled")
-            else:
-                self._begin(self._background, "scheduled")
-        except (LeaseLostError, IncompleteStateError):
-            raise
-        except HoldfastError as error:  # on every rank alike
-            self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""))
-            self._raise_too_many()
+        self._try_to_save(globally=True)
 
     def scheduled_locally(self) -> None:
         """A save to the local tier alone is due: a failure is reported."""
-        if self._background is None or not self._background.has_local_tier:
-            return  # this attempt goes on without one
+        if self._saver.has_local_tier:  # else this attempt goes on without one
+            self._try_to_save(globally=False)
+
+    def _try_to_save(self, *, globally: bool) -> None:
         try:
-            self._begin(self._background, "scheduled", globally=False)
+            self._begin("scheduled", globally=globally)
         except (LeaseLostError, IncompleteStateError):
             raise
-        except HoldfastError as error:
-            self._count(_as_failed(error), CheckpointName(self._facts(None, "").step, ""), fatal=False)
+        except HoldfastError as error:  # on every rank alike
+            self._count(_as_failed(error), CheckpointName(self._meter.step, ""), fatal=globally)
+            if globally:
+                self._raise_too_many()
 
-    def _save_in_foreground(self, reason: str, *, diagnostic: bool = False) -> CheckpointName:
-        started = time.monotonic()
-        facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
-        self._write(SaveStarted(checkpoint=str(self._snapshots.next_name(facts.step)), step=facts.step))
-        saved = self._foreground.save(self._tracked, self._own, facts, diagnostic=diagnostic)
-        self._meter.agreed(*self._snapshots.counted)
-        self._failed, self._too_many = 0, None
-        self._tell_doubts()
-        seconds = time.monotonic() - started
-        self._write(
-            SaveCommitted(
-                checkpoint=str(saved.name),
-                step=facts.step,
-                parent=facts.parent,
-                bytes=saved.bytes,
-                files=saved.files,
-                seconds=seconds,
-                blocked_seconds=seconds,
-                stored_seconds=saved.stored_seconds,
-                root=str(self._root.path),
-            )
-        )
-        if not diagnostic:
-            self.saved_step = self._rooted = facts.step
-            self.head = saved.name
-            self.committed = facts.step
-        self._committed(saved.name, diagnostic=diagnostic, blocked=seconds, seconds=seconds)
-        return saved.name
+    @property
+    def _parent(self) -> str | None:
+        return (self.head.id or None) if self.head is not None else None
 
     def _begin(
         self,
-        saver: BackgroundSaver,
         reason: str,
         *,
         diagnostic: bool = False,
         must: bool = False,
         globally: bool = True,
         local: bool = True,
-    ) -> CheckpointName | None:
-        facts = self._facts((self.head.id or None) if self.head is not None else None, reason)
+    ) -> Save | None:
+        saver, facts = self._saver, self._facts(self._parent, reason)
         name = self._snapshots.next_name(facts.step)
-        self._write(SaveStarted(checkpoint=str(name), step=facts.step, background=True))
-        begun = saver.begin(
-            self._tracked,
-            self._own,
-            facts,
-            diagnostic=diagnostic,
-            must=must,
-            globally=globally,
-            local=local,
-        )
+        self._write(SaveStarted(checkpoint=str(name), step=facts.step, background=saver.in_background))
+        begun = saver.begin(facts, diagnostic=diagnostic, must=must, globally=globally, local=local)
         self._tell_doubts()
         self._tell_skipped(saver.why_skipped, name, once=begun is not None or not globally)
         if begun is None:
@@ -315,7 +266,9 @@ class Saving:
         if not diagnostic:
             self.saved_step = facts.step
             self._rooted = facts.step if globally else self._rooted
-        return begun.name
+        if not saver.in_background:
+            self._take_all()
+        return begun
 
     def _tell_skipped(self, why: str, name: CheckpointName, *, once: bool) -> None:
         """A save, or its local copy, was left out. For want of room that may be so at every step: `once`."""
@@ -345,11 +298,13 @@ class Saving:
             self._drain.poll()
         if self._read_back is not None:
             self._read_back.poll()
-        if self._background is not None:
-            self._background.boundary()
-            for ended in self._background.poll():
-                self._take(ended)
-            self._raise_too_many()
+        self._saver.boundary()
+        self._take_all()
+        self._raise_too_many()
+
+    def _take_all(self) -> None:
+        for ended in self._saver.poll():
+            self._take(ended)
 
     def wait(self, what: str, own: CheckpointName | None = None) -> None:
         """Wait until nothing is under way; raise on every rank what went wrong on any.
@@ -357,14 +312,14 @@ class Saving:
         `own`: wait for this save, and raise what went wrong with it. What an earlier one came to is told, and
         counted, and not raised here: only a lost lease is, whichever save met with it.
         """
-        if self._background is None:
-            return
-        outcomes = self._background.wait(self._settings.timeout, own)
+        if not self._saver.in_background:
+            return  # whatever became of a save, all ranks know it since it was begun
+        outcomes = self._saver.wait(self._settings.timeout, own)
         for ended in outcomes:
             if not isinstance(ended.error, LeaseLostError):
                 self._take(ended)
         error = to_raise(outcomes, own)
-        if error is None and self._background.is_under_way(own):
+        if error is None and self._saver.is_under_way(own):
             error = SaveFailedError(f"{what} was not done after {self._settings.timeout:g} s")
         failed, storage = add_up(self._group, [error is not None, isinstance(error, SaveStorageError)])
         if failed:
@@ -373,37 +328,41 @@ class Saving:
             raise error or (SaveStorageError(told) if storage else SaveFailedError(told))
 
     def _take(self, ended: Ended) -> None:
+        name, diagnostic = ended.save.name, ended.save.diagnostic
         if ended.error is None:
-            if ended.moves_head and not ended.diagnostic:
-                self.head = ended.name
-                if ended.tier == "local" or self._group.is_coordinator:
-                    self.committed = ended.name.step
+            if ended.told is not None:
+                self._write(ended.told)
+            if ended.moves_head:
+                self.head = name
+                if ended.for_all:
+                    self.committed = name.step
             if ended.tier == "local":
                 self._failed_locally = 0
                 return
             self._failed, self._too_many = 0, None
-            if not ended.diagnostic and self._rooted is None:  # an earlier save of this step may have failed
-                self.saved_step = max(ended.name.step, self.saved_step or 0)
-                self._rooted = ended.name.step
-            self._committed(
-                ended.name, diagnostic=ended.diagnostic, blocked=ended.blocked, seconds=ended.seconds
-            )
+            if not diagnostic and self._rooted is None:  # an earlier save of this step may have failed
+                self.saved_step = max(name.step, self.saved_step or 0)
+                self._rooted = name.step
+            self._committed(ended)
         elif isinstance(ended.error, LeaseLostError):
             raise ended.error
         elif self._group.is_coordinator:
-            self._count(ended.error, ended.name, fatal=not ended.local_only)
+            self._count(ended.error, name, fatal=not ended.save.local_only)
         else:  # rank 0's writer learns of it and fails the save for all
             log.error("holdfast: %s\n%s", ended.error, "\n".join(getattr(ended.error, "__notes__", ())))
 
-    def _committed(self, name: CheckpointName, *, diagnostic: bool, blocked: float, seconds: float) -> None:
+    def _committed(self, ended: Ended) -> None:
         """In the checkpoint root."""
+        save = ended.save
         if self._group.is_coordinator:
-            self._schedule.note(blocked=blocked, commit=seconds)
-        if self._drain is not None and not diagnostic:
-            self._drain.push(str(name))
-        if self._read_back is not None and not diagnostic:
+            self._schedule.note(blocked=save.blocked, commit=ended.seconds)
+        if save.diagnostic:
+            return
+        if self._drain is not None:
+            self._drain.push(str(save.name))
+        if self._read_back is not None:
             self._read_back.committed()
-        if self._retainer is not None and not diagnostic:
+        if self._retainer is not None:
             self._retainer.after_commit()
 
     def _count(self, error: SaveFailedError, name: CheckpointName, *, fatal: bool = True) -> None:
@@ -443,7 +402,7 @@ class Saving:
         """A save was due, and the state is in doubt. Told once, until it changes."""
         if why != self._told_doubt:
             self._told_doubt = why
-            step = self._facts(None, "").step
+            step = self._meter.step
             self._write(SaveSkipped(checkpoint=f"step_{step:08d}", step=step, reason=why))
             if self._group.is_coordinator:
                 log.warning("holdfast: nothing is saved after step %d, because %s", step, why)
@@ -500,33 +459,31 @@ class Saving:
                 self._read_back.close()
             if self._retainer is not None:
                 self._retainer.close()
-            self._close_background(failed=outcome == "failed", unseen=unseen)
+            self._close_saver(failed=outcome == "failed", unseen=unseen)
         finally:
             if self._drain is not None:  # only a run that has reached its end waits for its last copies
                 self._drain.close(self._settings.timeout if outcome == "finished" else 0.0)
 
-    def _close_background(self, *, failed: bool, unseen: bool) -> None:
-        background, self._background = self._background, None
-        if background is None:
-            return
+    def _close_saver(self, *, failed: bool, unseen: bool) -> None:
+        saver = self._saver
         if failed or unseen:
-            background.abandon(await_at_exit=self._settings.timeout if unseen else 0.0)
+            saver.abandon(await_at_exit=self._settings.timeout if unseen else 0.0)
             return
         errors: list[SaveFailedError | LeaseLostError] = []
         try:
-            outcomes = background.wait(self._settings.timeout)
+            outcomes = saver.wait(self._settings.timeout)
         except BaseException:  # the function around the run is to be left
-            background.abandon()
+            saver.abandon()
             raise
         for ended in outcomes:
             if (error := to_raise([ended])) is not None:
                 errors.append(error)
             elif ended.error is not None:
                 self._take(ended)  # told, and no more
-        if background.outstanding:
-            background.abandon()
+        if saver.is_under_way():
+            saver.abandon()
             raise SaveFailedError(f"a save was still under way after {self._settings.timeout:g} s")
-        background.close()
+        saver.close()
         if errors:
             raise errors[-1]
 
@@ -550,7 +507,7 @@ def to_raise(
         ended.error
         for ended in outcomes
         if isinstance(ended.error, LeaseLostError)
-        or (ended.error is not None and not ended.local_only and own in (None, ended.name))
+        or (ended.error is not None and not ended.save.local_only and own in (None, ended.save.name))
     ]
     lost = [error for error in errors if isinstance(error, LeaseLostError)]
     return (lost or errors or [None])[-1]

@@ -23,8 +23,9 @@ import holdfast
 from holdfast.checkpoint.format.manifest import CheckpointName
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import writer_process
+from holdfast.checkpoint.save.handoff import Save
 from holdfast.checkpoint.save.saver import BackgroundSaver, Ended
-from holdfast.checkpoint.save.staging import Stager
+from holdfast.checkpoint.save.snapshot import Stager
 from holdfast.errors import ExitCode, LeaseLostError, SaveFailedError, SaveStorageError
 from holdfast.journal.events import (
     LeaseClaimed,
@@ -99,8 +100,7 @@ def test_queue_takes_one_more_snapshot_while_the_last_is_written(tmp_path: Path)
 
     def at_step(step: int, run: holdfast.Run) -> None:
         if step == 8:  # steps 3 and 6 are both staged, and training was not held up for either
-            assert run._session.saving._background is not None
-            assert run._session.saving._background.outstanding == 2
+            assert len(run._session.saving._saver._under_way) == 2  # type: ignore[attr-defined]
             gate.touch()
 
     with forked_writers(holding(gate)):
@@ -279,7 +279,7 @@ def test_too_many_failed_saves_in_a_row_stop_the_run(tmp_path: Path) -> None:
     def work() -> None:
         def at_step(step: int, run: holdfast.Run) -> None:
             if step > 3 and step % 3 == 2:
-                background = run._session.saving._background  # type: ignore[union-attr]
+                background = run._session.saving._saver  # type: ignore[union-attr]
                 wait_until(
                     lambda: background._take(0.01) or background._ended or not background.is_under_way(),
                     10,
@@ -346,10 +346,9 @@ def test_an_error_is_told_at_the_next_step_though_nothing_is_under_way_any_more(
         run.track(model=nn.Linear(2, 2))
         run.start()
         run.save(wait=False)
-        background = run._session.saving._background  # type: ignore[union-attr]
-        assert background is not None
+        background = run._session.saving._saver  # type: ignore[union-attr]
         wait_until(lambda: background._take(0.01) or background._ended, 10, "the save failed")
-        assert background.outstanding == 0
+        assert not background.is_under_way()
         run.begin_step()
         run.end_step()
         assert len(events_in(tmp_path / "run", SaveFailed)) == 1
@@ -429,7 +428,8 @@ def test_of_several_outcomes_one_s_own_error_is_raised_and_a_lost_lease_always()
     error, lost = SaveFailedError("first"), LeaseLostError("lost")
 
     def ended(name: CheckpointName, error: Any = None, *, local_only: bool = False) -> Ended:
-        return Ended(name=name, diagnostic=False, blocked=0.0, error=error, local_only=local_only)
+        save = Save(name=name, serial=1, local=local_only, globally=not local_only)
+        return Ended(save=save, error=error)
 
     assert to_raise([ended(first, error), ended(own)], own) is None
     assert to_raise([ended(first, error), ended(own)]) is error
@@ -471,7 +471,7 @@ def test_too_little_memory_for_staging_is_told_as_such(tmp_path: Path) -> None:
 def test_a_byte_that_changes_in_staging_memory_fails_the_save_by_name(tmp_path: Path) -> None:
     def at_step(step: int, run: holdfast.Run) -> None:
         if step == 3:
-            stager = run._session.saving._background._stager  # type: ignore[union-attr]
+            stager = run._session.saving._saver._stager  # type: ignore[union-attr]
             stage = stager.stage
 
             def stage_and_flip(snapshot: Any, buffer: Any, tracked: Any) -> Any:
@@ -793,7 +793,7 @@ def test_a_snapshot_that_one_rank_did_not_stage_is_given_up_soon(tmp_path: Path,
                 run.wait_for_saves()
                 (tmp_path / f"writer{rank}").write_text(str(writers[0].pid))
             if step == 6 and rank == unstaged:
-                run._session.saving._background._stager.stage = lambda *args: die()  # type: ignore[union-attr]
+                run._session.saving._saver._stager.stage = lambda *args: die()  # type: ignore[union-attr]
             if step == 7:
                 die()
 

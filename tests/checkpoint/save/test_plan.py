@@ -27,7 +27,7 @@ from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import plan as planning
 from holdfast.checkpoint.save import snapshot as snapshots
 from holdfast.checkpoint.save.plan import Plan, SnapshotPlanner, find_sharings, make_plan, signature_of, term
-from holdfast.checkpoint.save.staging import Buffer, stage_from_host
+from holdfast.checkpoint.save.snapshot import Buffer, stage_from_host
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.record.group import Group
 from kit.ranks.writers import ranks
@@ -200,7 +200,7 @@ def test_while_nothing_changes_a_save_costs_one_exchange_of_a_few_numbers(tmp_pa
             torch.manual_seed(number)
             step(run)
             run.save(wait=False)
-            run._session.saving._background.wait(30.0)  # type: ignore[union-attr]
+            run._session.saving._saver.wait(30.0)  # type: ignore[union-attr]
             run._session.saving.at_boundary()  # type: ignore[union-attr]
             if number == 3:
                 settled, calls = plans_made(run), Counter()

@@ -19,7 +19,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.format.structure import verify
-from holdfast.checkpoint.save import handoff, writer_process
+from holdfast.checkpoint.save import handoff, saver, writer_process
 from holdfast.checkpoint.save.handoff import Channel, Gone, JobFailed, Start, UseBuffer
 from holdfast.errors import SaveFailedError
 from holdfast.journal.events import SaveFailed
@@ -150,7 +150,7 @@ def test_a_writer_that_dies_between_two_hand_overs_is_given_both_jobs_again(tmp_
         def at_step(step: int, run: holdfast.Run) -> None:
             if step == 6:
                 wait_until(gate.with_suffix(".reached").exists, 10, "the writer holds step 3")
-                background = run._session.saving._background
+                background = run._session.saving._saver
                 stage = background._stager.stage
 
                 def stage_and_kill(*args: Any) -> Any:
@@ -235,7 +235,7 @@ def test_a_writer_that_dies_again_and_again_fails_the_save_and_the_next_one_work
     tmp_path: Path, reference: Outcome
 ) -> None:
     def around(number: int) -> Any:
-        broken = number <= handoff.RESTARTS
+        broken = number <= saver.RESTARTS
         return (
             patched(writer_process, "write_image", lambda _: lambda *a: die())
             if broken
@@ -250,7 +250,7 @@ def test_a_writer_that_dies_again_and_again_fails_the_save_and_the_next_one_work
                     run.wait_for_saves()
 
         outcome = train(tmp_path / "run", until=9, at_step=at_step, **ASYNC)
-        assert len(writers) == handoff.RESTARTS + 2
+        assert len(writers) == saver.RESTARTS + 2
     assert outcome.losses == reference.losses
     assert steps_of(tmp_path / "run") == [9, 6]
     (failed,) = events_in(tmp_path / "run", SaveFailed)
@@ -263,7 +263,7 @@ def test_a_rank_whose_writer_gives_up_does_not_keep_the_others_waiting(tmp_path:
     run_dir = tmp_path / "run"
 
     def around(number: int) -> Any:
-        broken = number <= handoff.RESTARTS
+        broken = number <= saver.RESTARTS
         return (
             patched(writer_process, "write_image", lambda _: lambda *a: die())
             if broken
@@ -356,7 +356,7 @@ def test_a_stuck_writer_at_the_end_is_an_error_after_the_timeout_and_not_a_hang(
 def test_a_writer_past_its_deadline_is_ended_and_the_next_save_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoff, "LATE", 0.0)
+    monkeypatch.setattr(saver, "LATE", 0.0)
 
     def around(number: int) -> Any:
         return holding(tmp_path / "never")(number) if number == 0 else contextlib.nullcontext()
@@ -463,7 +463,7 @@ def test_a_writer_ends_with_its_trainer_though_a_child_of_that_holds_the_socket(
         run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0, **ASYNC)
         run.track(model=torch.nn.Linear(2, 2))
         run.start()
-        (tmp_path / "writer").write_text(str(run._session.saving._background._writer.pid))
+        (tmp_path / "writer").write_text(str(run._session.saving._saver._writer.pid))
         pid = os.fork()
         if pid == 0:
             os.setsid()

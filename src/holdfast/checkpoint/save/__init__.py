@@ -14,18 +14,18 @@ from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.save.device import Pinned, pin
-    from holdfast.checkpoint.save.handoff import MendCopies, PeerTarget, UsePeers
+    from holdfast.checkpoint.save.handoff import MendCopies, PeerTarget, Save, UsePeers
     from holdfast.checkpoint.save.image import PR_SET_PDEATHSIG
     from holdfast.checkpoint.save.plan import Plan, own_prefix
     from holdfast.checkpoint.save.saver import (
         BackgroundSaver,
         Ended,
-        LocalSaving,
+        ForegroundSaver,
+        LocalTarget,
         SaveContext,
         SaveFacts,
         Saver,
     )
-    from holdfast.checkpoint.save.snapshot import Snapshotter
-    from holdfast.checkpoint.save.staging import Buffer, Stager
+    from holdfast.checkpoint.save.snapshot import Buffer, Snapshotter, Stager
 else:
     __getattr__ = offers(__name__)

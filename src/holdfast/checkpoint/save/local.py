@@ -38,7 +38,6 @@ from holdfast.checkpoint.copies import (
     NoRoomError,
     Where,
     receipt,
-    tier,
     verify_copy,
 )
 from holdfast.checkpoint.copies import tier as local_manifest
@@ -81,6 +80,15 @@ from holdfast.record import (
 
 
 SUPERSEDED = "superseded: a newer checkpoint was committed before this one's turn came"
+
+
+def quarantine(tier: LocalTier, record: CopyRecord, why: str, journal: JournalWriter) -> None:
+    """A copy of ours turned out to be bad: it counts no more, and the journal says why."""
+    tier.quarantine(record, why)
+    bad = CopyQuarantined(
+        checkpoint=record.checkpoint, node=tier.record.node, kind=record.kind, reasons=[why]
+    )
+    journal.write(bad)
 
 
 class ReplicaSender:
@@ -136,15 +144,7 @@ class ReplicaSender:
                 address, self._control, self._tier, record, committed.files, deadline=deadline
             )
         except AlteredCopyError as error:
-            self._tier.quarantine(record, str(error))
-            self._journal.write(
-                CopyQuarantined(
-                    checkpoint=record.checkpoint,
-                    node=self._tier.record.node,
-                    kind=record.kind,
-                    reasons=[str(error)],
-                )
-            )
+            quarantine(self._tier, record, str(error), self._journal)
             self._failed(committed, target, str(error))
         except (HoldfastError, OSError) as error:
             self._failed(committed, target, str(error))
@@ -394,7 +394,7 @@ class LocalCommit(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size for file in self.manifest.files)
 
 
-class LocalSaver:
+class LocalCommitter:
     """One rank's part in local commits."""
 
     def __init__(self, start: Start, control: ControlDirectory, fence: Fence) -> None:
@@ -410,21 +410,23 @@ class LocalSaver:
         self._in_use.close()
 
     def folder(self, name: CheckpointName) -> Path:
-        return tier.folder(self._control, name)
+        return local_manifest.folder(self._control, name)
 
-    def done_before(self, job: Job, name: CheckpointName) -> LocalCommit | None:
+    def done_before(self, job: Job) -> LocalCommit | None:
         """What an earlier writer has committed of this job, to its end."""
+        name = job.save.name
         record = self.tier.find(str(name), self._start.rank)
         if record is None or record.image != job.image:
             return None
         with contextlib.suppress(manifests.ManifestError):
-            manifest = tier.read(self._control, name, record.manifest)
+            manifest = local_manifest.read(self._control, name, record.manifest)
             return LocalCommit(manifest=manifest, record=record, files=_listed(manifest, record))
         return None
 
     @contextlib.contextmanager
-    def at_work(self, job: Job, name: CheckpointName) -> Iterator[int]:
+    def at_work(self, job: Job) -> Iterator[int]:
         """Hold the image from the fence to the commit; its descriptor."""
+        name = job.save.name
         with self.tier.work_on(job.image) as descriptor:
             if descriptor is None:
                 raise SaveFailedError(f"{self.tier.images / job.image}, the image for {name}, is gone")
@@ -463,7 +465,7 @@ class LocalSaver:
             entry = FileEntry(path=METADATA, size=len(metadata), digest=manifests.digest_bytes(metadata))
             files = [*(file for part in parts for file in part), entry]
             sealed = msgspec.structs.replace(manifest, files=files)
-            tier.seal(self._control, name, sealed, metadata, self.where)
+            local_manifest.seal(self._control, name, sealed, metadata, self.where)
         record = CommitRecord(
             id=name.id,
             step=name.step,
@@ -476,10 +478,9 @@ class LocalSaver:
             record_commit(self._control, self._fence, record)
         return sealed
 
-    def commit(
-        self, job: Job, plan: UsePlan, name: CheckpointName, manifest: Manifest, files: list[FileEntry]
-    ) -> LocalCommit:
+    def commit(self, job: Job, plan: UsePlan, manifest: Manifest, files: list[FileEntry]) -> LocalCommit:
         """This rank's copy counts from now on."""
+        name = job.save.name
         listed = {file.path: file for file in manifest.files}
         for file in files:
             if listed.get(file.path) != file:
@@ -503,14 +504,14 @@ class LocalSaver:
     def clear_away(self, name: CheckpointName) -> None:
         """For rank 0: a save that failed before it was sealed leaves nothing."""
         if self.sealed(name) is None:
-            tier.forget(self._control, name)
+            local_manifest.forget(self._control, name)
 
     def tidy(self, name: CheckpointName) -> None:
         """For rank 0, after a commit: drop what nobody needs of it and of older ones."""
         with contextlib.suppress(OSError):
-            remove(self._control.path, tier.LOCAL, str(name), PARTS)
+            remove(self._control.path, local_manifest.LOCAL, str(name), PARTS)
         sealed: list[tuple[float, CheckpointName]] = []
-        for entry in list_names(self._control.path / tier.LOCAL):
+        for entry in list_names(self._control.path / local_manifest.LOCAL):
             found = parse_name(entry)
             if found is None or found == name:
                 continue
@@ -519,11 +520,11 @@ class LocalSaver:
                 sealed.append((when, found))
             except OSError:
                 if found.step < name.step:  # saves are committed in order: this one failed
-                    tier.forget(self._control, found)
+                    local_manifest.forget(self._control, found)
         # By time and not by step: after a rollback higher steps may be the older ones.
         for _, old in sorted(sealed, reverse=True)[self._start.keep + SPARE_MANIFESTS - 1 :]:
             self._shelve(old)
-            tier.forget(self._control, old)
+            local_manifest.forget(self._control, old)
 
     def _shelve(self, name: CheckpointName) -> None:
         """The commit of a checkpoint that lived in the local tier alone needs no file of its own any more."""

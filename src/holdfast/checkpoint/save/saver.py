@@ -1,6 +1,6 @@
 """A save, in the foreground or in the background: asked for, staged, written, and what became of it.
 
-In the foreground the checkpoint of the whole group is committed, or there is none, before `save` returns.
+In the foreground the checkpoint of the whole group is committed, or there is none, before `begin` returns.
 Everything that can fail on one rank (collecting the state, making the staged directory, writing, checking,
 committing) ends in an exchange, so that a failure anywhere reaches every rank as the same error and nobody is
 left waiting. A failed save removes what it staged and touches nothing that was committed.
@@ -11,6 +11,9 @@ copied when `begin` returns is handed over at once; a copy from a device may tak
 it over as soon as it is complete. Snapshots are handed over in the order in which they were taken. That a
 snapshot is coming is recorded before it is copied: even an attempt that starts at once, while the writer is
 still starting, does not take the run away from it. Whether it was committed is learnt later, from `poll`.
+
+A writer that dies is replaced, and gets again what it had not finished, from the buffers, which the trainer
+still holds; after RESTARTS deaths without a finished save in between, what is under way counts as failed.
 
 Every rank makes the same calls in the same order. All that ranks must agree on (is anyone still busy, does
 the plan still fit) is settled in the one exchange that a snapshot takes.
@@ -26,7 +29,8 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -49,22 +53,27 @@ from holdfast.checkpoint.format import (
     write_shards,
 )
 from holdfast.checkpoint.save.handoff import (
+    NO_SLOT,
+    BufferFree,
+    Gone,
     Job,
+    JobDone,
     JobFailed,
     LocalDone,
     MendCopies,
+    Save,
     Start,
     UsePeers,
-    WriterClient,
+    WriterConnection,
     writing_threads,
 )
 from holdfast.checkpoint.save.plan import Plan
-from holdfast.checkpoint.save.snapshot import Snapshot, Snapshotter
-from holdfast.checkpoint.save.staging import Buffer, Staged, Stager
-from holdfast.checkpoint.state import GRADIENTS, Tracked
+from holdfast.checkpoint.save.snapshot import Buffer, Snapshot, Snapshotter, Staged, Stager
+from holdfast.checkpoint.state import GRADIENTS
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
 from holdfast.journal import Event
-from holdfast.record import ControlDirectory, Fence, Group, add_up
+from holdfast.journal.events import SaveCommitted
+from holdfast.record import ControlDirectory, Fence, Group, add_up, announce, give_up
 
 log = logging.getLogger("holdfast.checkpoint")
 
@@ -73,6 +82,9 @@ CARRY_POLL = 0.002
 ABANDON_WAIT = 30.0
 """Seconds that a trainer which ends by an error gives a copy under way to be completed."""
 
+RESTARTS = 3
+LATE = 30.0
+"""Seconds past a save's own deadline after which the writer is taken to be stuck, and ended."""
 NO_BUFFER = -2
 """The index of none."""
 SLOT_POLL = 0.05
@@ -91,16 +103,6 @@ class SaveFacts(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     versions: Versions
     windows: Windows = msgspec.field(default_factory=Windows)
-
-
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    name: CheckpointName
-    bytes: int
-    """Stored by all ranks; known to rank 0 only, 0 elsewhere."""
-    files: int
-    seconds: float
-    stored_seconds: float
-    """Of these, for writing and committing the files."""
 
 
 class SaveContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,64 +145,146 @@ class SaveContext(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What a save came to in one tier, for this rank."""
+
+    save: Save
+    tier: Tier = "global"
+    seconds: float = 0.0
+    error: SaveFailedError | LeaseLostError | None = None
+    """With the writer's traceback."""
+    for_all: bool = False
+    """Whether it is known to be committed, and not only this rank's part of it written."""
+    told: SaveCommitted | None = None
+    """What the journal is to be told; None where the writer tells it."""
+
+    @property
+    def moves_head(self) -> bool:
+        """Whether this is the first commit of it."""
+        return not self.save.diagnostic and (self.tier == "local" or not self.save.local)
+
+
 class Saver:
-    """Saves in the foreground, for one attempt."""
+    """Makes the saves of one attempt, and holds those that are under way and what became of them.
+
+    A save is begun, and how it ended is taken from `poll` or `wait`, where it is told once.
+    """
+
+    in_background: ClassVar[bool]
+    """Whether a save goes on when `begin` returns; else it is committed then, for all ranks."""
+    has_local_tier = False
+    why_skipped = ""
+    """Why the last `begin` came to nothing, or to no local copy."""
 
     def __init__(self, context: SaveContext, snapshots: Snapshotter) -> None:
         self._context = context
-        self._group = context.group
         self._snapshots = snapshots
+        self._ended: list[Ended] = []
 
-    def save(
+    def resumed_from(self, head: CheckpointName | None) -> None:
+        """Where the run goes on."""
+
+    def order(self, order: UsePeers | MendCopies) -> None:
+        """What is to be done with local copies beside the saves, from now on."""
+
+    def prepare(self) -> None:
+        """Pay now for what the first save would: its plan, and staging memory, page-locked if need be."""
+
+    def begin(
         self,
-        tracked: Tracked,
-        own: Callable[[], dict[str, Any]],
         facts: SaveFacts,
         *,
         diagnostic: bool = False,
-    ) -> Saved:
-        """Save and commit. Raises SaveFailedError (nothing changed) or LeaseLostError."""
-        started = time.monotonic()
-        root = self._context.root_for(diagnostic=diagnostic)
+        must: bool = False,
+        globally: bool = True,
+        local: bool = True,
+    ) -> Save | None:
+        """Take a snapshot and see to it that it is saved. None: skipped, on all ranks alike (`why_skipped`).
+
+        Raises, on all ranks, SaveFailedError (nothing has changed) or LeaseLostError.
+
+        With `local` it goes to the local tier, if there is one, and with `globally` to the checkpoint root
+        too; where some rank has no room for a local copy, only there. `must`: wait for a busy rank also where
+        the policy is to skip.
+        """
+        raise NotImplementedError
+
+    def boundary(self) -> None:
+        """The next step is about to begin: nothing may change under a copy that is still going on."""
+
+    def poll(self) -> list[Ended]:
+        """What has ended since the last call. Never blocks."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def is_under_way(self, name: CheckpointName | None = None) -> bool:
+        """Whether this save is, or, without a name, any."""
+        del name
+        return False
+
+    def wait(self, timeout: float, name: CheckpointName | None = None) -> list[Ended]:
+        """Wait until nothing is under way, or not this, at most `timeout`; everything that has ended."""
+        del timeout, name
+        return self.poll()
+
+    def abandon(self, *, await_at_exit: float = 0.0) -> None:
+        """The trainer is about to end: what is under way is finished without it."""
+
+    def close(self) -> None:
+        """Everything has ended: give everything back."""
+
+
+class ForegroundSaver(Saver):
+    """Writes and commits a save itself, before training goes on."""
+
+    in_background = False
+
+    def begin(self, facts: SaveFacts, *, diagnostic: bool = False, **_: bool) -> Save:
+        started, asked = time.monotonic(), time.time()
+        group, root = self._context.group, self._context.root_for(diagnostic=diagnostic)
         name = self._snapshots.next_name(facts.step)
 
         opening = 0.0
 
         def open_staged(name: CheckpointName) -> None:
             nonlocal opening
-            if self._group.is_coordinator:
+            if group.is_coordinator:
                 self._context.fence.check(f"stage {name}")
                 begun = time.monotonic()
                 commits.open_staged(root, name, self._context.owner())
                 opening = time.monotonic() - begun
 
         try:
-            snapshot = self._snapshots.take(
-                tracked, own, facts.step, prepare=open_staged, prove=not diagnostic
-            )
+            snapshot = self._snapshots.take(facts.step, prepare=open_staged, prove=not diagnostic)
             assert snapshot is not None  # nobody is ever busy with a save in the foreground
             storing = time.monotonic()
-            together(self._group, name, lambda: self._write(root, snapshot))
-            stored = together(
-                self._group, name, lambda: self._commit(root, snapshot, facts, diagnostic=diagnostic)
-            )
+            together(group, name, lambda: self._write(root, snapshot))
+            stored = together(group, name, lambda: self._commit(root, snapshot, facts, diagnostic=diagnostic))
         except FAILURES:
-            if self._group.is_coordinator:
+            if group.is_coordinator:
                 commits.drop_staged(root, str(name))
             raise
         now = time.monotonic()
-        return Saved(
-            name=name,
+        seconds = now - started
+        save = Save(name=name, serial=snapshot.serial, diagnostic=diagnostic, asked=asked, blocked=seconds)
+        told = SaveCommitted(
+            checkpoint=str(name),
+            step=facts.step,
+            parent=facts.parent,
             bytes=stored.bytes,
             files=stored.files,
-            seconds=now - started,
+            seconds=seconds,
+            blocked_seconds=seconds,
             stored_seconds=opening + now - storing,
+            root=str(self._context.root.path),
         )
+        self._ended.append(Ended(save=save, seconds=seconds, for_all=True, told=told))
+        return save
 
     def _write(self, root: CheckpointRoot, snapshot: Snapshot) -> commits.Committed:
         staged = root.staged(snapshot.name)
         files = write_shards(staged, snapshot.plan, snapshot.tensors, snapshot.fingerprints())
-        commits.leave_part(staged, snapshot.name, self._group.rank, files)
+        commits.leave_part(staged, snapshot.name, self._context.group.rank, files)
         return commits.Committed(bytes=sum(file.size for file in files), files=len(files))
 
     def _commit(
@@ -222,8 +306,8 @@ class Saver:
 
 
 @dataclass(frozen=True)
-class LocalSaving:
-    """What saves need to know of the local tier."""
+class LocalTarget:
+    """The place in the local tier that a rank's saves go to."""
 
     tier: LocalTier
     node: str
@@ -261,7 +345,7 @@ class StagingMemory:
         self,
         buffers: int,
         context: SaveContext,
-        local: LocalSaving | None,
+        local: LocalTarget | None,
         *,
         is_free: Callable[[int], bool],
         tell: Callable[[Event], None],
@@ -324,53 +408,31 @@ class StagingMemory:
         self._buffers = []
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """A save that is under way."""
-
-    name: CheckpointName
-    serial: int
-    blocked: float
-    """Seconds for which training was held up."""
-    waited: float = 0.0
-    """Of these, for an earlier save to let go of its memory."""
-
-
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """A save that was under way, as it ended for this rank; on rank 0, for all."""
-
-    name: CheckpointName
-    diagnostic: bool
-    blocked: float
-    seconds: float = 0.0
-    error: SaveFailedError | LeaseLostError | None = None
-    """With the writer's traceback."""
-    tier: Tier = "global"
-    local_only: bool = False
-    """It was not meant for the checkpoint root."""
-    moves_head: bool = True
-    """Whether this is the first commit of it."""
-
-
-class _Under(msgspec.Struct, frozen=True, kw_only=True):
-    begun: Begun
-    diagnostic: bool
-    local: bool
-    globally: bool
-
-
-class _Flight(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that is still being copied."""
+@dataclass
+class _UnderWay:
+    """A save from its snapshot to its end, as its trainer has it in hand."""
 
     job: Job
     plan: Plan
     buffer: Buffer
-    new_buffer: bool
     staged: Staged | None
-    """None if staging failed at once."""
+    """Its copy into the buffer; None if that failed at once."""
+    holds: set[int]
+    """The buffer and the slot that it still needs."""
+    copied: bool = False
+    """Or it never will be: it waits only for those before it to be handed over."""
+    late: float | None = None
+    """Once it is handed over: the time at which a writer that has not finished it is taken to be stuck."""
+
+    @property
+    def save(self) -> Save:
+        return self.job.save
 
 
-class BackgroundSaver:
-    """Saves through a writer process, for one attempt."""
+class BackgroundSaver(Saver):
+    """Saves through a writer process, beside training."""
+
+    in_background = True
 
     def __init__(
         self,
@@ -381,115 +443,82 @@ class BackgroundSaver:
         when_busy: WhenBusy,
         timeout: float,
         lease_ttl: float,
-        local: LocalSaving | None,
+        local: LocalTarget | None,
         tell: Callable[[Event], None],
     ) -> None:
-        self._context = context
-        self._snapshots = snapshots
+        super().__init__(context, snapshots)
         self._stager = stager
         self._when_busy = when_busy
         self._timeout = timeout
-        self._handed: dict[int, int] = {}
-        """Sizes of the buffers as the writer knows them."""
-        self.why_skipped = ""
-        """Why the last `begin` came to nothing, or to no local copy."""
+        self.has_local_tier = local is not None
         self._fitting_plan = 0
         """The last plan for which all ranks had room in the local tier."""
-        self._serial = 0
-        self._under_way: dict[int, _Under] = {}
-        self._ended: list[Ended] = []
-        self._flights: dict[int, _Flight] = {}
-        """Snapshots that a thread of their own hands over when they are copied, by serial, in order."""
+        self._under_way: dict[int, _UnderWay] = {}
+        """By serial, in order: those that are being copied, after those that were handed over."""
         self._to_release: list[Staged] = []
         """Copied, and still to be let go of, which is for the thread that trains."""
-        self._copied: dict[int, Job] = {}
-        """Those of them that are copied, or will never be, and wait only for the ones before."""
+        self._parent: str | None = None
+        """Id of the last checkpoint that was committed: the next one's parent."""
+        self._deaths = 0
         self._lock = threading.RLock()
-        """Held for the writer and the flights, which those threads use too."""
+        """Held for the writer and what is under way: the threads that hand snapshots over use them too."""
         self._landed = threading.Condition(self._lock)
-        self._writer = WriterClient(
-            Start(
-                run_dir=str(context.control.path),
-                run=context.control.run_id,
-                attempt=context.attempt,
-                epoch=context.fence.epoch,
-                lease_ttl=lease_ttl,
-                root=str(context.root.path),
-                rank=context.group.rank,
-                world=context.group.world_size,
-                threads=writing_threads(),
-                trainer=os.getpid(),
-                tier=str(local.tier.path) if local is not None else "",
-                keep=local.keep if local is not None else 0,
-            )
+        self._start = Start(
+            run_dir=str(context.control.path),
+            run=context.control.run_id,
+            attempt=context.attempt,
+            epoch=context.fence.epoch,
+            lease_ttl=lease_ttl,
+            root=str(context.root.path),
+            rank=context.group.rank,
+            world=context.group.world_size,
+            threads=writing_threads(),
+            trainer=os.getpid(),
+            tier=str(local.tier.path) if local is not None else "",
+            keep=local.keep if local is not None else 0,
         )
+        self._writer = WriterConnection(self._start)
         self._memory = StagingMemory(
             2 if when_busy == "queue" else 1, context, local, is_free=self._is_free, tell=tell
         )
+        self._launch()
 
     def resumed_from(self, head: CheckpointName | None) -> None:
         if self._memory.slots is not None:
             self._memory.slots.resumed_from(head)
 
-    def use_peers(self, peers: UsePeers) -> None:
-        """Where replicas of local copies go from now on."""
+    def order(self, order: UsePeers | MendCopies) -> None:
         with self._lock:
-            self._writer.use_peers(peers)
+            self._writer.order(order)
 
-    def mend(self, order: MendCopies) -> None:
-        """Have lost copies of the checkpoint that the run came from made again."""
-        with self._lock:
-            self._writer.mend(order)
-
-    def launch(self) -> None:
-        """Start the writer now rather than at the first save."""
-        self._writer.launch()
-
-    def prepare(self, tracked: Tracked, own: Callable[[], dict[str, Any]]) -> None:
-        """Pay now for what the first save would: its plan, and staging memory, page-locked if need be."""
-        plan = self._snapshots.plan_ahead(tracked, own)
+    def prepare(self) -> None:
+        plan = self._snapshots.plan_ahead()
         if plan is not None:
-            self._prepare(plan, tracked)
+            self._prepare(plan)
 
-    def _prepare(self, plan: Plan, tracked: Tracked) -> None:
+    def _prepare(self, plan: Plan) -> None:
         try:
-            self._memory.prepare(plan, pin=bool(tracked.devices()))
+            self._memory.prepare(plan, pin=bool(self._snapshots.tracked.devices()))
         except FAILURES as error:  # the first save will say so again, to all ranks
             log.warning("holdfast: staging memory could not be prepared: %s", describe(error))
 
-    @property
-    def has_local_tier(self) -> bool:
-        return self._memory.slots is not None
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._under_way)
+    # --- from live state to the writer ----------------------------------------------------------------------
 
     def begin(
         self,
-        tracked: Tracked,
-        own: Callable[[], dict[str, Any]],
         facts: SaveFacts,
         *,
         diagnostic: bool = False,
         must: bool = False,
         globally: bool = True,
         local: bool = True,
-    ) -> Begun | None:
-        """Take a snapshot and hand it over. None: skipped, on all ranks alike (`why_skipped`).
-
-        With `local` it goes to the local tier, if there is one, and with `globally` to the checkpoint root
-        too; where some rank has no room for a local copy, only there. `must`: wait for a busy rank also where
-        the policy is to skip.
-        """
-        started, called = time.monotonic(), time.time()
+    ) -> Save | None:
+        started, asked = time.monotonic(), time.time()
         waited, self.why_skipped = 0.0, ""
         wants = Wants(self._memory.slots if local and not diagnostic else None, globally=globally)
 
         def take(*, busy: bool, prepare: Callable[[CheckpointName], None] | None = None) -> Snapshot | None:
             return self._snapshots.take(
-                tracked,
-                own,
                 facts.step,
                 prepare=prepare,
                 busy=busy,
@@ -515,62 +544,61 @@ class BackgroundSaver:
                 trouble = _raising(error)
             waited = time.monotonic() - started
             snapshot = take(busy=False, prepare=trouble)
-        fits = snapshot is not None and self._fits(wants, snapshot, tracked)
+        fits = snapshot is not None and self._fits(wants, snapshot)
         if wants.slots is not None and not wants.local:
             self.why_skipped = wants.why_not()
         if snapshot is None or not fits:
             return None
-        self._serial += 1
-        failed = ""
-        slot: Slot | None = None
-        try:
-            buffer, slot = self._memory.use(wants, snapshot.name)
-        except FAILURES as error:
-            buffer, failed = _no_buffer(), _told(error)
-        job = Job(
-            serial=self._serial,
-            step=facts.step,
-            id=snapshot.name.id,
+        save = Save(
+            name=snapshot.name,
+            serial=snapshot.serial,
             diagnostic=diagnostic,
-            plan=snapshot.plan.number,
-            buffer=buffer.index,
-            prints=[],
-            timeout=self._timeout,
-            called=called,
-            blocked=0.0,
-            manifest=self._context.manifest(snapshot, facts) if self._context.group.is_coordinator else None,
-            local=wants.slots is not None and wants.local,
+            local=wants.local,
             globally=globally,
-            image=slot.image if slot is not None else "",
-            slot=slot.index if slot is not None else -1,
+            asked=asked,
+            waited=waited,
         )
-        staged = None
-        if not failed:
-            with self._lock:
-                self._writer.expect(snapshot.name)
-            try:
-                buffer.prepare(snapshot.plan)
-                staged = self._stager.stage(snapshot, buffer, tracked)
-            except FAILURES as error:  # the other ranks have staged: they must learn of it
-                failed = _told(error)
-        blocked = time.monotonic() - started
-        job = msgspec.structs.replace(job, blocked=blocked, failed=failed)
-        begun = Begun(name=snapshot.name, serial=self._serial, blocked=blocked, waited=waited)
-        self._under_way[self._serial] = _Under(
-            begun=begun, diagnostic=diagnostic, local=job.local, globally=globally
-        )
-        new_buffer = self._handed.get(buffer.index) != buffer.size
-        self._handed[buffer.index] = buffer.size
-        flight = _Flight(job=job, plan=snapshot.plan, buffer=buffer, new_buffer=new_buffer, staged=staged)
+        one = self._stage(save, snapshot, facts, wants, started)
         with self._lock:
-            self._flights[job.serial] = flight
-        if staged is None or staged.done():
-            self._land(flight)
+            self._under_way[save.serial] = one
+        if one.staged is None or one.staged.done():
+            self._land(one)
         else:
-            threading.Thread(target=self._carry, args=(flight,), name="holdfast-carry", daemon=True).start()
-        return begun
+            threading.Thread(target=self._carry, args=(one,), name="holdfast-carry", daemon=True).start()
+        return one.save
 
-    def _fits(self, wants: Wants, snapshot: Snapshot, tracked: Tracked) -> bool:
+    def _busy(self, wants: Wants) -> bool:
+        self._take(0.0)
+        if self._when_busy != "queue" and self._memory.slots is None and self._under_way:
+            return True
+        return not self._memory.is_there(wants, self._snapshots.planned_bytes)
+
+    def _is_free(self, index: int) -> bool:
+        """Of a buffer or a slot: whether no save that is under way needs it."""
+        with self._lock:
+            return not any(index in one.holds for one in self._under_way.values())
+
+    def _await_memory(self, wants: Wants, deadline: float) -> bool:
+        """Wait until there is some, at most until then; on a rank that was not busy there is already."""
+        with self._lock:
+            while not self._memory.is_there(wants, self._snapshots.planned_bytes):
+                left = stretch(deadline - time.monotonic())
+                if left <= 0:
+                    return False
+                if wants.slots is not None:
+                    left = min(left, SLOT_POLL)
+                if self._in_copy():
+                    self._landed.wait(left)
+                elif not self._await_release(left):
+                    time.sleep(min(left, SLOT_POLL))  # somebody else reads the slots
+        return True
+
+    def _say_there_is_none(self, name: CheckpointName) -> None:
+        raise SaveFailedError(
+            f"{name}: the save before it still holds the staging memory after {self._timeout:g} s"
+        )
+
+    def _fits(self, wants: Wants, snapshot: Snapshot) -> bool:
         """Whether the save can go on; with a new plan all ranks first agree on whether its image fits.
 
         The first save under a plan then also pays for the slots of the next ones.
@@ -583,31 +611,76 @@ class BackgroundSaver:
             wants.local = not add_up(self._context.group, [wants.refused is not None])[0]
             self._fitting_plan = snapshot.plan.number if wants.local else 0
             if wants.local:
-                self._prepare(snapshot.plan, tracked)
+                self._prepare(snapshot.plan)
         return wants.local or wants.globally
 
-    def _carry(self, flight: _Flight) -> None:
+    def _stage(
+        self, save: Save, snapshot: Snapshot, facts: SaveFacts, wants: Wants, started: float
+    ) -> _UnderWay:
+        """Begin to copy the snapshot. Why that fails, if it does, the other ranks learn from the writer."""
+        failed, staged, slot = "", None, None
+        try:
+            buffer, slot = self._memory.use(wants, save.name)
+        except FAILURES as error:
+            buffer, failed = _no_buffer(), _told(error)
+        manifest = self._context.manifest(snapshot, facts) if self._context.group.is_coordinator else None
+        if not failed:
+            with self._lock:
+                self._expect(save.name)
+            try:
+                buffer.prepare(snapshot.plan)
+                staged = self._stager.stage(snapshot, buffer, self._snapshots.tracked)
+            except FAILURES as error:
+                failed = _told(error)
+        job = Job(
+            save=msgspec.structs.replace(save, blocked=time.monotonic() - started),
+            plan=snapshot.plan.number,
+            buffer=buffer.index,
+            prints=[],
+            timeout=self._timeout,
+            manifest=manifest,
+            failed=failed,
+            image=slot.image if slot is not None else "",
+            slot=slot.index if slot is not None else NO_SLOT,
+        )
+        return _UnderWay(job, snapshot.plan, buffer, staged, {buffer.index, job.slot} - {NO_SLOT})
+
+    def _expect(self, name: CheckpointName) -> None:
+        """A snapshot is about to be staged: from now on the next attempt waits for what becomes of it.
+
+        What goes wrong here is told when the snapshot is handed over.
+        """
+        if self._writer.has_died:
+            self._hear_last_words()
+        with contextlib.suppress(Gone, SaveFailedError):
+            self._launch()
+        if self._start.rank == 0:
+            announce(Path(self._start.run_dir), self._start.epoch, str(name))
+
+    def _in_copy(self) -> list[_UnderWay]:
+        return [one for one in list(self._under_way.values()) if one.late is None]
+
+    def _carry(self, one: _UnderWay) -> None:
         """On a thread of its own: hand a snapshot over as soon as it is copied, also amid a step."""
         deadline = time.monotonic() + self._timeout
-        assert flight.staged is not None
-        while not flight.staged.done() and time.monotonic() < deadline:
+        assert one.staged is not None
+        while not one.staged.done() and time.monotonic() < deadline:
             time.sleep(CARRY_POLL)
-        self._land(flight)
+        self._land(one)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, one: _UnderWay) -> None:
         """A snapshot is copied, or will never be: hand it over, but none before those that came before it."""
-        job = flight.job
-        if flight.staged is not None:
-            prints, failed = self._result(flight.staged)
-            job = msgspec.structs.replace(job, prints=prints, failed=failed)
+        if one.staged is not None:
+            prints, failed = self._result(one.staged)
+            one.job = msgspec.structs.replace(one.job, prints=prints, failed=failed)
         with self._lock:
-            self._copied[job.serial] = job
-            if flight.staged is not None:
-                self._to_release.append(flight.staged)
-            while self._flights and (serial := next(iter(self._flights))) in self._copied:
-                first = self._flights.pop(serial)
-                ready = self._copied.pop(serial)
-                self._writer.hand_over(ready, first.plan, first.buffer, new_buffer=first.new_buffer)
+            one.copied = True
+            if one.staged is not None:
+                self._to_release.append(one.staged)
+            for first in self._in_copy():
+                if not first.copied:
+                    break
+                self._hand_over(first)
             self._landed.notify_all()
 
     def _result(self, staged: Staged) -> tuple[list[str], str]:
@@ -622,64 +695,148 @@ class BackgroundSaver:
             return [], _told(error)
 
     def boundary(self) -> None:
-        """The next step is about to begin: nothing may change under a copy that is still going on."""
-        if self._flights or self._to_release:
+        if self._in_copy() or self._to_release:
             with self._lock:
-                for flight in self._flights.values():
-                    if flight.staged is not None:
-                        flight.staged.boundary()
+                for one in self._in_copy():
+                    if one.staged is not None:
+                        one.staged.boundary()
                 for staged in self._to_release:
                     staged.boundary()
                     staged.release()
                 self._to_release = []
 
-    def _busy(self, wants: Wants) -> bool:
-        self._take(0.0)
-        if self._when_busy != "queue" and self._memory.slots is None and self._under_way:
+    # --- the writer -----------------------------------------------------------------------------------------
+
+    def _handed_over(self) -> list[_UnderWay]:
+        return [one for one in self._under_way.values() if one.late is not None]
+
+    def _launch(self) -> None:
+        """Start a writer, if there is none."""
+        self._writer.launch(next((str(one.save.name) for one in self._handed_over()), ""))
+
+    def _hand_over(self, one: _UnderWay) -> None:
+        """From here on it is the writer's. Whatever goes wrong becomes its outcome."""
+        one.late = time.monotonic() + self._timeout + LATE
+        try:
+            self._launch()
+            self._send(one)
+        except Gone:
+            self._hear_last_words()
+        except SaveFailedError as error:
+            self._end_stuck(str(error))
+        except Exception as error:  # noqa: BLE001 - the other ranks have handed theirs over
+            self._end_stuck(f"{type(error).__name__}: {error}")
+
+    def _send(self, one: _UnderWay, *, again: bool = False) -> None:
+        manifest = one.job.manifest
+        if self._parent is not None and manifest is not None and not one.save.diagnostic:
+            # The save before it may have been committed, or have failed, since this one was taken.
+            manifest = msgspec.structs.replace(manifest, parent=self._parent)
+        job = msgspec.structs.replace(one.job, manifest=manifest, again=again)
+        self._writer.hand_over(job, one.plan, one.buffer)
+
+    def _hear_last_words(self) -> None:
+        """The writer is gone: hear what it had still said; hearing its end, `_receive` replaces it."""
+        gone = self._writer.pid
+        while gone is not None and self._writer.pid == gone and self._receive(0.0):
+            pass
+
+    def _receive(self, timeout: float) -> bool:
+        """Take one message, or notice that the writer is dead or stuck; whether there was one."""
+        late = min((one.late for one in self._under_way.values() if one.late is not None), default=None)
+        if late is not None and time.monotonic() > late:
+            self._end_stuck("the writer process did not answer in time and was ended")
             return True
-        return not self._memory.is_there(wants, self._snapshots.planned_bytes)
-
-    def _is_free(self, index: int) -> bool:
-        """Of a buffer or a slot: whether no save that is under way needs it."""
-        with self._lock:
-            flying = any(index in (f.buffer.index, f.job.slot) for f in self._flights.values())
-            return not flying and self._writer.is_free(index)
-
-    def _await_memory(self, wants: Wants, deadline: float) -> bool:
-        """Wait until there is some, at most until then; on a rank that was not busy there is already."""
-        with self._lock:
-            while not self._memory.is_there(wants, self._snapshots.planned_bytes):
-                left = stretch(deadline - time.monotonic())
-                if left <= 0:
-                    return False
-                if wants.slots is not None:
-                    left = min(left, SLOT_POLL)
-                if self._flights:
-                    self._landed.wait(left)
-                elif not self._writer.await_buffer(left):
-                    time.sleep(min(left, SLOT_POLL))  # somebody else reads the slots
+        limit = timeout if late is None else min(timeout, max(0.0, late - time.monotonic()))
+        try:
+            message = self._writer.receive(limit)
+        except Gone:
+            self._replace()
+            return True
+        if message is None:
+            return False
+        one = self._under_way.get(message.serial)
+        if isinstance(message, BufferFree):
+            if one is not None:
+                one.holds.discard(message.index)
+            return True
+        self._deaths = 0
+        if one is not None:
+            self._take_in(one, message)
         return True
 
-    def _say_there_is_none(self, name: CheckpointName) -> None:
-        raise SaveFailedError(
-            f"{name}: the save before it still holds the staging memory after {self._timeout:g} s"
+    def _take_in(self, one: _UnderWay, news: LocalDone | JobDone | JobFailed) -> None:
+        """What became of a save, in one tier at least."""
+        save, slots = one.save, self._memory.slots
+        if not isinstance(news, LocalDone):
+            del self._under_way[save.serial]
+        if isinstance(news, JobFailed):
+            if news.error.startswith(TornSnapshotError.__name__):
+                self._stager.was_torn()
+            if news.locally and slots is not None:
+                slots.went_wrong(news.error)
+            error = _error(news, save.name)
+            self._ended.append(Ended(save=save, tier="local" if news.locally else "global", error=error))
+            return
+        tier: Tier = "local" if isinstance(news, LocalDone) or not save.globally else "global"
+        if tier == "local" and slots is not None:
+            slots.went_well()
+        ended = Ended(
+            save=save,
+            tier=tier,
+            seconds=news.seconds,
+            for_all=tier == "local" or self._context.group.is_coordinator,
         )
+        if ended.moves_head:
+            self._parent = save.name.id
+        self._ended.append(ended)
+
+    def _replace(self) -> None:
+        """The writer is gone: start another and give it again what is not finished."""
+        code = self._writer.end()
+        self._deaths += 1
+        while self._handed_over() and self._deaths <= RESTARTS:
+            log.warning("holdfast: the writer process ended (%s); starting another", code)
+            try:
+                self._launch()
+                for one in self._handed_over():
+                    self._send(one, again=True)
+                return
+            except Gone:
+                code = self._writer.end()
+                self._deaths += 1
+            except SaveFailedError as error:
+                self._end_stuck(str(error))
+        self._fail_all(f"the writer process ended {self._deaths} times ({code})")
+
+    def _end_stuck(self, why: str) -> None:
+        self._writer.end(kill=True)
+        self._fail_all(why)
+
+    def _fail_all(self, why: str) -> None:
+        """No writer will see to what is under way; the other ranks' writers must not wait for this one's."""
+        self._deaths = 0
+        start, told = self._start, f"SaveFailedError: {why}"
+        ended = self._handed_over()
+        if ended and start.world > 1:
+            give_up(Path(start.run_dir), start.epoch, start.rank, ended[-1].save.serial, told)
+        for one in ended:
+            if one.save.drains and start.world > 1:
+                give_up(Path(start.run_dir), start.epoch, start.rank, one.save.serial, told, drain=True)
+        for one in ended:
+            self._take_in(one, JobFailed(serial=one.save.serial, error=told, trace=""))
 
     # --- how it went ----------------------------------------------------------------------------------------
 
     def poll(self) -> list[Ended]:
-        """What has ended since the last call. Never blocks."""
         if self._under_way:
             self._take(0.0)
-        ended, self._ended = self._ended, []
-        return ended
+        return super().poll()
 
     def is_under_way(self, name: CheckpointName | None = None) -> bool:
-        """Whether this save is, or, without a name, any."""
-        return any(name in (None, under.begun.name) for under in self._under_way.values())
+        return any(name in (None, one.save.name) for one in list(self._under_way.values()))
 
     def wait(self, timeout: float, name: CheckpointName | None = None) -> list[Ended]:
-        """Wait until nothing is under way, or not this, at most `timeout`; everything that has ended."""
         deadline = time.monotonic() + timeout
         what, line = f"the save {name} to be complete" if name else "saves to be complete", LiveLine()
         while self.is_under_way(name) and (left := deadline - time.monotonic()) > 0:
@@ -689,46 +846,47 @@ class BackgroundSaver:
         return self.poll()
 
     def _take(self, timeout: float) -> None:
+        """Hear what there is to hear; wait for the end of some save at most so long."""
         deadline = time.monotonic() + timeout
         with self._lock:
-            while self._flights and (left := deadline - time.monotonic()) > 0:
+            before = len(self._ended)
+            while self._in_copy() and (left := deadline - time.monotonic()) > 0:
                 self._landed.wait(left)
-            outcomes = self._writer.poll(max(0.0, deadline - time.monotonic()))
-        for outcome in outcomes:
-            if isinstance(outcome, JobFailed):
-                self._end_failed(outcome)
-            elif isinstance(outcome, LocalDone):
-                self._ended.append(self._end_well(self._under_way[outcome.serial], outcome.seconds, "local"))
-            else:
-                under = self._under_way.pop(outcome.serial)
-                tier: Tier = "global" if under.globally else "local"
-                self._ended.append(self._end_well(under, outcome.seconds, tier))
+            while self._handed_over() and len(self._ended) == before:
+                left = deadline - time.monotonic()
+                self._receive(max(0.0, left))
+                if left <= 0:
+                    break
+            while self._handed_over() and self._receive(0.0):
+                pass
 
-    def _end_well(self, under: _Under, seconds: float, tier: Tier) -> Ended:
-        if tier == "local" and self._memory.slots is not None:
-            self._memory.slots.went_well()
-        return _ended(under, tier, seconds)
+    def _await_release(self, timeout: float) -> bool:
+        """Wait until the writer lets go of some buffer or slot, at most `timeout`; False: it holds none."""
+        deadline = time.monotonic() + timeout
 
-    def _end_failed(self, outcome: JobFailed) -> None:
-        under = self._under_way.pop(outcome.serial)
-        if outcome.error.startswith(TornSnapshotError.__name__):
-            self._stager.was_torn()
-        if outcome.locally and self._memory.slots is not None:
-            self._memory.slots.went_wrong(outcome.error)
-        ended = _ended(under, "local" if outcome.locally else "global")
-        self._ended.append(msgspec.structs.replace(ended, error=_error(outcome, under.begun.name)))
+        def held() -> int:
+            return sum(len(one.holds) for one in self._under_way.values())
+
+        before = held()
+        while self._handed_over() and held() >= before > 0 and (left := deadline - time.monotonic()) > 0:
+            self._receive(left)
+        return before > 0
+
+    # --- the end --------------------------------------------------------------------------------------------
 
     def abandon(self, *, await_at_exit: float = 0.0) -> None:
-        """The trainer is about to end: the writer finishes by itself what it was handed."""
         with self._lock:
             deadline = time.monotonic() + ABANDON_WAIT
-            while self._flights and (left := deadline - time.monotonic()) > 0:
+            while self._in_copy() and (left := deadline - time.monotonic()) > 0:
                 self._landed.wait(left)
-            self._writer.abandon(await_at_exit=await_at_exit)
+            left_alone = self._handed_over()
+            self._writer.abandon(await_at_exit=await_at_exit if left_alone else 0.0)
+            for one in left_alone:
+                del self._under_way[one.save.serial]
         self._let_go(tidy=False)
 
     def close(self) -> None:
-        """Everything has ended: let the writer exit and give the memory back."""
+        """Let the writer exit and give the memory back."""
         self._writer.close()
         self._let_go(tidy=True)
 
@@ -756,18 +914,6 @@ def _no_buffer() -> Buffer:
     buffer = Buffer(NO_BUFFER)
     buffer.close()
     return buffer
-
-
-def _ended(under: _Under, tier: Tier, seconds: float = 0.0) -> Ended:
-    return Ended(
-        name=under.begun.name,
-        diagnostic=under.diagnostic,
-        blocked=under.begun.blocked,
-        seconds=seconds,
-        tier=tier,
-        local_only=under.local and not under.globally,
-        moves_head=tier == "local" or not under.local,
-    )
 
 
 def _error(outcome: JobFailed, name: CheckpointName) -> SaveFailedError | LeaseLostError:

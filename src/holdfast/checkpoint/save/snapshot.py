@@ -1,17 +1,26 @@
-"""Taking part in a save: what this rank stores, under a plan that all ranks know to fit.
+"""A rank's snapshot: what it stores, under a plan that all ranks know to fit, and its copy for the writer.
 
 Guarantee: either every rank has a snapshot of the same step under the same plan, or every rank knows that
 there is none, and why. In the usual case that costs one exchange of a few integers; only a change of
 structure, a tensor that ranks no longer hold alike, or a failure costs more.
+
+A save in the foreground writes the tensors from where they are. For one beside training they are first
+staged: copied into memory that the writer process reads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import mmap
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,6 +31,7 @@ from holdfast.checkpoint.format import (
     PartEntry,
     Proof,
     about,
+    check_size,
     derive_id,
     explain,
     naming,
@@ -30,6 +40,7 @@ from holdfast.checkpoint.format import (
     together,
 )
 from holdfast.checkpoint.format import fingerprint as fingerprints
+from holdfast.checkpoint.save.device import DeviceStager, InFlight, Owned, Piece, Pinned, pin, prefault
 from holdfast.checkpoint.save.plan import (
     Plan,
     SnapshotPlanner,
@@ -57,6 +68,7 @@ from holdfast.checkpoint.state import (
     untracked_schedules,
 )
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
+from holdfast.policy import Choice, Setting, Way, choose_snapshot, owned_enough
 from holdfast.record import Group, add_up, share
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -86,6 +98,8 @@ class Snapshot:
     """Fingerprints that are known already, by position."""
     parts: dict[str, PartEntry]
     proof: Proof
+    serial: int
+    """Counts the snapshots of an attempt, on every rank alike."""
     samples: int = 0
     tokens: int = 0
     """Of all ranks together."""
@@ -128,8 +142,12 @@ class _Collected:
 class Snapshotter:
     """Takes the snapshots of one attempt. Every rank makes the same calls in the same order."""
 
-    def __init__(self, *, run: str, attempt: int, group: Group, initial: Initial | None = None) -> None:
-        """`initial`: the tracked objects as they were at the start; without it there is no proof."""
+    def __init__(
+        self, tracked: Tracked, own: Callable[[], dict[str, Any]], *, run: str, attempt: int, group: Group
+    ) -> None:
+        """`own`: the run's own state."""
+        self.tracked = tracked
+        self._own = own
         self._run = run
         self._attempt = attempt
         self._group = group
@@ -139,7 +157,8 @@ class Snapshotter:
         self._frames = Frames()
         self._blob = 0
         self._doubts: list[str] = []
-        self._initial = initial
+        self._initial = Initial(tracked)
+        """The tracked objects as they were at the start."""
         self._proof = Proof()
         self._proven: dict[str, Report] = {}
         """What this rank found, by the structure that it was found of; one at most."""
@@ -165,14 +184,14 @@ class Snapshotter:
         doubts, self._doubts = self._doubts, []
         return doubts
 
-    def plan_ahead(self, tracked: Tracked, own: Callable[[], dict[str, Any]]) -> Plan | None:
+    def plan_ahead(self) -> Plan | None:
         """Plan before the first save is due, on all ranks; None if some rank cannot yet.
 
         It holds for state that is complete; an optimizer that has not stepped yet makes another necessary.
         """
         name = self.next_name(0)
         try:
-            collected = together(self._group, name, lambda: self._collect(tracked, own, None))
+            collected = together(self._group, name, lambda: self._collect(None))
             together(self._group, name, lambda: self._replan(collected))
         except SaveFailedError as error:  # the first save will say so again, if it is still so then
             log.warning("holdfast: the first save could not be planned ahead: %s", error)
@@ -181,8 +200,6 @@ class Snapshotter:
 
     def take(
         self,
-        tracked: Tracked,
-        own: Callable[[], dict[str, Any]],
         step: int,
         *,
         prepare: Callable[[CheckpointName], None] | None = None,
@@ -207,10 +224,10 @@ class Snapshotter:
             try:
                 if prepare is not None:
                     prepare(name)
-                collected = self._collect(tracked, own, step)
+                collected = self._collect(step)
                 counted = collected.own.get("counters", {})
                 plan = self._plan
-                replan = plan is None or plan.signature != collected.signature or self._has_more(tracked)
+                replan = plan is None or plan.signature != collected.signature or self._has_more()
                 if plan is not None and not replan:
                     content = term(plan.sharings, self._group.rank, collected.digests)
                     tensors = _tensors(collected.planner, plan)
@@ -248,7 +265,7 @@ class Snapshotter:
         plan = self._plan
         assert plan is not None
         if prove and self._proven_plan != plan.number:
-            self._prove(name, collected, tracked, plan)
+            self._prove(name, collected, plan)
         self._serial += 1
         digests = collected.digests
         prints: dict[int, str] = {}
@@ -262,21 +279,20 @@ class Snapshotter:
             prints,
             collected.parts,
             self._proof,
+            self._serial,
             samples=samples,
             tokens=tokens,
         )
 
-    def _prove(self, name: CheckpointName, collected: _Collected, tracked: Tracked, plan: Plan) -> None:
+    def _prove(self, name: CheckpointName, collected: _Collected, plan: Plan) -> None:
         """All ranks together, under a new plan; a rank whose own structure is as before need not again."""
-        if self._initial is None:
-            return
         first = self._proven_plan == 0
-        self._in_question = in_question(tracked)
+        self._in_question = in_question(self.tracked)
         structure = f"{structure_of(collected.planner)} {sorted(self._in_question)}"
         mine = self._proven.get(structure)
         if mine is None:
             subject = Subject(
-                tracked=tracked,
+                tracked=self.tracked,
                 initial=self._initial,
                 tensors=collected.tensors,
                 others=collected.others,
@@ -300,12 +316,13 @@ class Snapshotter:
                 f"{name} is saved without a proof that this run could resume from it: {self._proof.why_not}"
             )
 
-    def _has_more(self, tracked: Tracked) -> bool:
+    def _has_more(self) -> bool:
         """Whether another proof is due, though what is stored has the same structure."""
-        return self._initial is not None and not in_question(tracked) <= self._in_question
+        return not in_question(self.tracked) <= self._in_question
 
     @uncollected()
-    def _collect(self, tracked: Tracked, own: Callable[[], dict[str, Any]], step: int | None) -> _Collected:
+    def _collect(self, step: int | None) -> _Collected:
+        tracked = self.tracked
         tensors, others = tracked.collect()
         with naming("the gradients"):
             gradients, described = tracked.gradients.collect(step)
@@ -315,9 +332,9 @@ class Snapshotter:
                 for name, state in others.items()
                 if tracked.kind(name) == "object" and isinstance(state, Mapping) and not state
             ]
-            self._doubts += self._schedules_left_out(tracked)
+            self._doubts += self._schedules_left_out()
         with naming("the run's own state (generators, data position, counters)"):
-            mine = {**own(), "gradients": described}
+            mine = {**self._own(), "gradients": described}
         blob = self._to_blob(others, mine)
         self._blob = blob.numel()
         state = {**tensors, OWN: {rank_key(self._group.rank): blob}}
@@ -335,8 +352,9 @@ class Snapshotter:
             found.digests = dict(zip(shared, prints, strict=True))
         return found
 
-    def _schedules_left_out(self, tracked: Tracked) -> list[str]:
+    def _schedules_left_out(self) -> list[str]:
         """In words; nothing where the first step has shown it already."""
+        tracked = self.tracked
         given = tracked.given()
         if tracked.looked_around or not any(map(has_schedule, given.values())):
             return []
@@ -392,3 +410,278 @@ def _tensors(planner: SnapshotPlanner, plan: Plan) -> list[torch.Tensor]:
         except FAILURES as error:
             raise about(item.index.fqn, error) from error
     return found
+
+
+# Staging: from live tensors, wherever they are, into a buffer.
+#
+# A buffer is an anonymous memory file: shared with the writer by its descriptor, visible to nobody else, and
+# gone with the last process that holds it; or, where it is to become a local copy as it is, a file in memory
+# (copies/slots.py). Its contents are the shard to be written, byte for byte; what surrounds the tensors'
+# bytes is put in when the plan changes, so a save copies nothing but tensors. A buffer's memory is taken at
+# once and in full: too little of it is an error at that moment, not a crash at a later one.
+#
+# Tensors on a device are copied in the way that the policy (policy/upkeep.py) chooses: clone, overlap or
+# block. That copy may go on while training does; `Staged` then says when it is complete, and whether it can
+# be believed. Those on the host are copied at once.
+
+
+SLICE = 512 * 1024
+"""Fingerprinted and copied at a time, so that the copy finds the bytes in the processor's cache."""
+STAGING_THREADS = 8
+"""At most so many copy from host memory; a few more fill the memory's bandwidth no further."""
+
+is_cpu = operator.attrgetter("is_cpu")
+
+
+class Buffer:
+    """One staging buffer, as the trainer sees it."""
+
+    def __init__(self, index: int, descriptor: int | None = None) -> None:
+        """`descriptor`: of a file in memory, instead of an anonymous one."""
+        self.index = index
+        self.size = 0
+        self.plan = 0
+        """The plan whose frames it holds."""
+        if descriptor is None:
+            descriptor = os.memfd_create(f"holdfast-staging-{index}", os.MFD_CLOEXEC)
+        self.descriptor = descriptor
+        self._map: mmap.mmap | None = None
+        self._pinned: Pinned | None = None
+        self.bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.empty(0, np.uint8)
+
+    def prepare(self, plan: Plan) -> bool:
+        """Make it fit a plan; whether its memory is a new one, which the writer must be told of."""
+        grown = self.grow(plan.layout.size)
+        if self.plan != plan.number:
+            self.plan = 0
+            for item, frame in zip(plan.layout.items, plan.frames, strict=True):
+                end = item.offset + item.length
+                self.bytes[item.offset : item.raw_offset] = np.frombuffer(frame.before, np.uint8)
+                self.bytes[item.raw_offset + item.raw_length : end] = np.frombuffer(frame.after, np.uint8)
+            self.plan = plan.number
+        return grown
+
+    def grow(self, size: int) -> bool:
+        """Have at least so much memory, taken now; whether it is a new one."""
+        if size <= self.size:
+            return False
+        size += -size % mmap.PAGESIZE
+        self._unpin()
+        try:
+            os.ftruncate(self.descriptor, size)
+            mapped = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED)
+            # On several cores; where the kernel cannot or there is too little, the second says so.
+            if not prefault(torch.frombuffer(mapped, dtype=torch.uint8)):
+                os.posix_fallocate(self.descriptor, 0, size)
+            self._map = mapped
+        except OSError as error:
+            os.ftruncate(self.descriptor, self.size)  # what was got of it is given back
+            raise SaveFailedError(
+                f"no memory for a staging buffer of {size} bytes: {error.strerror}. Asynchronous saves need "
+                "one to two of them a rank; set checkpoint.when_busy = 'skip' for one, or async_save = false"
+            ) from error
+        self.size, self.plan = size, 0
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        return True
+
+    def pinned(self) -> torch.Tensor:
+        """The same memory, page-locked for copies from a device; locked at the first call, which is slow."""
+        if self._pinned is None:
+            self._pinned = pin(torch.from_numpy(self.bytes))
+            if self._pinned.note:
+                log.warning("holdfast: %s", self._pinned.note)
+        return self._pinned.buffer
+
+    def _unpin(self) -> None:
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None and (problem := pinned.release()):
+            log.warning("holdfast: %s", problem)
+
+    def close(self) -> None:
+        self._unpin()
+        self.bytes = np.empty(0, np.uint8)
+        self._map = None  # unmapped with the last view of it
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def stage_from_host(
+    buffer: Buffer,
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    known: dict[int, str],
+    threads: int,
+) -> dict[int, str]:
+    """Copy the tensors that are on the host into a buffer; their fingerprints, taken in the same pass."""
+    all_here: Sequence[int] = range(len(tensors))
+    if not all(map(is_cpu, tensors)):
+        all_here = [at for at in all_here if tensors[at].is_cpu]
+    found, here = _stage_small(buffer, plan, tensors, known, all_here)
+
+    def one(at: int) -> str:
+        item = plan.layout.items[at]
+        try:
+            source = plain(tensors[at]).numpy()
+        except FAILURES as error:
+            raise about(item.name, error) from error
+        check_size(item, source.nbytes)
+        target = buffer.bytes[item.raw_offset : item.raw_offset + item.raw_length]
+        if at in known:
+            target[:] = source
+            return known[at]
+        hasher = fingerprints.Hasher("x")
+        for start in range(0, source.nbytes, SLICE):
+            piece = source[start : start + SLICE]
+            hasher.update(piece.data)
+            target[start : start + SLICE] = piece
+        return hasher.done()
+
+    if threads == 1 or len(here) < 2:
+        return found | {at: one(at) for at in here}
+    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-stage") as pool:
+        return found | dict(zip(here, pool.map(one, here), strict=True))
+
+
+def _stage_small(
+    buffer: Buffer, plan: Plan, tensors: Sequence[torch.Tensor], known: dict[int, str], here: Sequence[int]
+) -> tuple[dict[int, str], list[int]]:
+    """Copy the small ones among these, which no thread is worth; their fingerprints, and who is left."""
+    base, size = int(buffer.bytes.ctypes.data), buffer.bytes.nbytes
+    memories = fingerprints.small_memories([tensors[at] for at in here])
+    found: dict[int, str] = {}
+    left: list[int] = []
+    for at, memory, (offset, wanted) in zip(here, memories, _raw_places(plan, here), strict=True):
+        if memory is None:
+            left.append(at)
+            continue
+        length = len(memory)
+        if wanted != length or not 0 <= offset <= size - length:
+            item = plan.layout.items[at]
+            check_size(item, length)
+            raise SaveFailedError(f"{item.name} ends behind the staging buffer, which has {size} bytes")
+        found[at] = known.get(at) or fingerprints.of_small(memory)
+        ctypes.memmove(base + offset, memory, length)
+    return found, left
+
+
+def _raw_places(plan: Plan, here: Sequence[int]) -> Iterable[tuple[int, int]]:
+    places = plan.raw_places
+    return places if len(here) == len(places) else [places[at] for at in here]
+
+
+class Staged:
+    """A snapshot on its way into a buffer."""
+
+    def __init__(self, prints: dict[int, str], at: list[int], flight: InFlight | None) -> None:
+        self._prints = prints
+        self._at = at
+        """The positions of what is in flight."""
+        self._flight = flight
+
+    def done(self) -> bool:
+        """Whether the buffer holds all of it. Never blocks."""
+        return self._flight is None or self._flight.done()
+
+    def boundary(self) -> None:
+        """The next step is about to begin: nothing may change under the copy."""
+        if self._flight is not None:
+            self._flight.boundary()
+
+    def torn(self) -> str:
+        """Why it must not be used; empty if it may. Final once `done`."""
+        return self._flight.torn() if self._flight is not None else ""
+
+    def fingerprints(self) -> list[str]:
+        """In the layout's order; once it is done. May be called from any thread, unlike all else here."""
+        found = dict(self._prints)
+        if self._flight is not None:
+            found.update(zip(self._at, self._flight.fingerprints(), strict=True))
+        return [found[at] for at in range(len(found))]
+
+    def release(self) -> None:
+        """Let go of the device; waits until it is done."""
+        if self._flight is not None:
+            self._flight.release()
+
+    @property
+    def copy_seconds(self) -> float:
+        """From a device; 0 if nothing was."""
+        return self._flight.copy_seconds() if self._flight is not None else 0.0
+
+
+class Stager:
+    """Stages the snapshots of one rank."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        timeout: float,
+        step_seconds: Callable[[], float | None],
+        tell: Callable[[Choice], None],
+        devices: DeviceStager | None = None,
+    ) -> None:
+        self._setting = setting
+        self._step_seconds = step_seconds
+        self._tell = tell
+        self._told: Choice | None = None
+        self._devices = devices or DeviceStager(timeout=timeout)
+        self._copy_seconds: float | None = None
+        self._torn = False
+
+    def prepare(self, devices: set[torch.device]) -> None:
+        """Pay at the start for what the first snapshot from a device would."""
+        for device in devices:
+            self._devices.prepare(device)
+
+    @uncollected()
+    def stage(self, snapshot: Snapshot, buffer: Buffer, tracked: Tracked) -> Staged:
+        """Begin to copy a snapshot into a buffer that was prepared for its plan."""
+        tensors, items = snapshot.tensors, snapshot.plan.layout.items
+        all_here = all(map(is_cpu, tensors))
+        elsewhere = [] if all_here else [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
+        flight: InFlight | None = None
+        if elsewhere:  # first: what training may change soonest
+            pieces = [Piece(tensors[at], items[at].raw_offset, items[at].raw_length, items[at].name)
+                      for at in elsewhere]  # fmt: skip
+            owned = Owned(tracked.optimizers())
+            way = self._choose(pieces, owned)
+            trusted = None if self._torn else owned
+            flight = self._devices.begin(pieces, buffer.pinned(), way, trusted)
+            for note in flight.notes:
+                log.warning("holdfast: %s", note)
+        threads = min(STAGING_THREADS, torch.get_num_threads())
+        prints = stage_from_host(buffer, snapshot.plan, tensors, snapshot.prints, threads)
+        return Staged(prints, elsewhere, flight)
+
+    def note(self, staged: Staged) -> None:
+        """A snapshot is done: what it took counts for the next choice."""
+        self._copy_seconds = staged.copy_seconds or self._copy_seconds
+        if staged.torn():
+            self.was_torn()
+
+    def was_torn(self) -> None:
+        """A snapshot was changed while it was copied: from now on nothing is copied from live tensors."""
+        self._torn = True
+
+    def _choose(self, pieces: list[Piece], owned: Owned) -> Way:
+        needed: dict[torch.device, int] = {}
+        for piece in pieces:
+            needed[piece.tensor.device] = needed.get(piece.tensor.device, 0) + piece.nbytes
+        memory = {device: self._devices.memory(device) for device in needed}
+        tightest = min(needed, key=lambda device: memory[device].free - needed[device])
+        choice = choose_snapshot(
+            self._setting,
+            free_bytes=memory[tightest].free,
+            needed_bytes=needed[tightest],
+            device_bytes=memory[tightest].total,
+            copy_seconds=self._copy_seconds,
+            step_seconds=self._step_seconds(),
+            has_owned=owned_enough(owned.nbytes(pieces), sum(needed.values())),
+            torn_before=self._torn,
+        )
+        if self._told is None or (choice.way, choice.warning) != (self._told.way, self._told.warning):
+            self._told = choice
+            self._tell(choice)
+        return choice.way

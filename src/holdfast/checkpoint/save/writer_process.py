@@ -43,6 +43,7 @@ from holdfast.checkpoint.save.handoff import (
     Leave,
     LocalDone,
     MendCopies,
+    Save,
     Start,
     ToTrainer,
     UseBuffer,
@@ -50,10 +51,10 @@ from holdfast.checkpoint.save.handoff import (
     UsePlan,
 )
 from holdfast.checkpoint.save.image import write_image
-from holdfast.checkpoint.save.local import LocalCommit, LocalSaver, ReplicaSender
+from holdfast.checkpoint.save.local import LocalCommit, LocalCommitter, ReplicaSender, quarantine
 from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal import JournalWriter, read_journal
-from holdfast.journal.events import CopyQuarantined, SaveCommitted, Warned
+from holdfast.journal.events import SaveCommitted, Warned
 from holdfast.process import leave_stopping_to_the_trainer
 from holdfast.record import ControlDirectory, Fence, Writing, give_up, given_up, is_busy
 
@@ -117,43 +118,46 @@ class Exchange:
             return False
         return True
 
-    def tell_failed(self, job: Job, name: CheckpointName, error: Exception, *, locally: bool = False) -> None:
+    def tell_free(self, job: Job, index: int) -> bool:
+        """That this save does not need the buffer or slot any more."""
+        return self.tell(BufferFree(job.save.serial, index))
+
+    def tell_failed(self, job: Job, error: Exception, *, locally: bool = False) -> None:
         message = JobFailed(
-            serial=job.serial,
+            serial=job.save.serial,
             error=f"{type(error).__name__}: {error}",
             trace="".join(traceback.format_exception(error)),
             lease_lost=isinstance(error, LeaseLostError),
             locally=locally,
         )
-        if not self.tell(BufferFree(job.serial, job.buffer)) or not self.tell(message):
+        if not self.tell_free(job, job.buffer) or not self.tell(message):
+            told = f"{job.save.name}, staged by a trainer that is gone, failed: {error}"
             with contextlib.suppress(OSError):
-                self._journal.write(
-                    Warned(message=f"{name}, staged by a trainer that is gone, failed: {error}")
-                )
+                self._journal.write(Warned(message=told))
 
     # --- the other ranks' writers ---------------------------------------------------------------------------
 
     def given_up(self, rank: int, job: Job, *, drain: bool = False) -> str:
-        return given_up(self._control.path, self._start.epoch, rank, job.serial, drain=drain)
+        return given_up(self._control.path, self._start.epoch, rank, job.save.serial, drain=drain)
 
-    def await_part(self, rank: int, job: Job, staged: Path, name: CheckpointName, deadline: float) -> None:
+    def await_part(self, rank: int, job: Job, staged: Path) -> None:
         """Called while a rank's part is missing: wait a moment, or give up."""
-        if time.monotonic() > deadline:
+        name = job.save.name
+        if time.monotonic() > job.deadline:
             raise SaveFailedError(f"rank {rank} left no part of {name} before the deadline")
         if self.is_orphan_for(ORPHAN_GRACE) and not here(staged, rank).exists():
             raise SaveFailedError(f"the trainers ended before rank {rank} had staged its part of {name}")
-        drain = is_drain(job) and staged == self._root.staged(name)
+        drain = job.save.drains and staged == self._root.staged(name)
         # It may have left its part after we looked, and then given a later save up: so look again.
         if (why := self.given_up(rank, job, drain=drain)) and not commits.part_is_left(staged, name, rank):
             raise SaveFailedError(f"rank {rank}: {why}")
         self._fence.check(f"commit {name}")
         time.sleep(POLL)
 
-    def await_rank_0(
-        self, job: Job, name: CheckpointName, what: str, deadline: float, *, drain: bool = False
-    ) -> None:
+    def await_rank_0(self, job: Job, what: str, *, drain: bool = False) -> None:
         """Called while something is missing that rank 0's writer makes: wait a moment, or give up."""
-        if time.monotonic() > deadline:
+        name = job.save.name
+        if time.monotonic() > job.deadline:
             raise SaveFailedError(f"rank 0's writer did not make {what} within {job.timeout:g} s")
         alive = is_busy(self._control.path, self._start.epoch, drain=drain)
         if self.is_orphan_for(ORPHAN_GRACE) and not alive:
@@ -167,13 +171,8 @@ class Exchange:
         told = f"{type(error).__name__}: {error}" if isinstance(error, HoldfastError) else trace
         if self._start.world > 1:
             start = self._start
-            give_up(self._control.path, start.epoch, start.rank, job.serial, told, drain=drain)
+            give_up(self._control.path, start.epoch, start.rank, job.save.serial, told, drain=drain)
         return told
-
-
-def is_drain(job: Job) -> bool:
-    """Whether what goes to the root was committed in the local tier before."""
-    return job.local and job.globally
 
 
 def here(staged: Path, rank: int) -> Path:
@@ -213,12 +212,12 @@ class Writer:
         self._mender: Mender | None = None
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain")
 
-    def _open_local(self, start: Start) -> tuple[LocalSaver | None, str]:
+    def _open_local(self, start: Start) -> tuple[LocalCommitter | None, str]:
         """The local tier; without it, why: a fault there must not keep a writer from the checkpoint root."""
         if not start.tier:
             return None, "no local tier is set"
         try:
-            return LocalSaver(start, self._control, self._fence), ""
+            return LocalCommitter(start, self._control, self._fence), ""
         except (OSError, msgspec.DecodeError) as error:
             return None, f"the local tier at {start.tier} cannot be used: {error}"
 
@@ -245,7 +244,7 @@ class Writer:
                 elif isinstance(message, Leave):
                     self._replication_timeout = 0.0
                 elif isinstance(message, Job):
-                    self._do(message)
+                    self._do(msgspec.structs.replace(message, deadline=time.monotonic() + message.timeout))
         self._drains.shutdown()
         if self._mender is not None:
             self._mender.stop()
@@ -272,66 +271,65 @@ class Writer:
         self._mender = Mender(message, self._control, self._journal)
         self._mender.start()
 
+    def _busy_with(self, job: Job) -> contextlib.AbstractContextManager[None]:
+        writing = self._writing
+        return writing.busy_with(str(job.save.name)) if writing is not None else contextlib.nullcontext()
+
     def _do(self, job: Job) -> None:
-        if job.local:
+        if job.save.local:
             self._do_locally(job)
             return
-        name = CheckpointName(job.step, job.id)
-        root = self._root.diagnostic() if job.diagnostic else self._root
-        started = time.monotonic()
-        busy = self._writing.busy_with(str(name)) if self._writing is not None else contextlib.nullcontext()
-        with busy:
+        root = self._root.diagnostic() if job.save.diagnostic else self._root
+        with self._busy_with(job):
             try:
                 if self._local is not None:  # what came before is drained first
                     self._drains.submit(lambda: None).result(job.timeout)
-                committed = self._save(job, self._plans[job.plan], root, name, started + job.timeout)
+                self._save(job, self._plans[job.plan], root)
             except Exception as error:  # noqa: BLE001 - whatever it is, the trainer must learn of it
-                self._failed(job, root, name, error)
+                self._failed(job, root, error)
                 return
-        self._exchange.tell(JobDone(serial=job.serial, seconds=time.time() - job.called, committed=committed))
+        self._tell_done(job)
+
+    def _tell_done(self, job: Job) -> None:
+        self._exchange.tell(JobDone(serial=job.save.serial, seconds=time.time() - job.save.asked))
 
     # --- the local tier -------------------------------------------------------------------------------------
 
     def _do_locally(self, job: Job) -> None:
         """Commit in the local tier; a drain and replicas then go on beside what comes next."""
-        name = CheckpointName(job.step, job.id)
-        deadline = time.monotonic() + job.timeout
         if self._local is None or self._replicas is None:
             error = SaveFailedError(self._no_local)
             for drain in (False, True):
                 self._exchange.give_up(job, error, drain=drain)
-            self._exchange.tell_failed(job, name, error, locally=True)
+            self._exchange.tell_failed(job, error, locally=True)
             return
-        busy = self._writing.busy_with(str(name)) if self._writing is not None else contextlib.nullcontext()
-        with busy:
+        save = job.save
+        with self._busy_with(job):
             try:
-                committed = self._save_locally(self._local, job, name, deadline)
+                committed = self._save_locally(self._local, job)
             except Exception as error:  # noqa: BLE001 - whatever it is, the trainer must learn of it
-                self._failed_locally(self._local, job, name, error)
+                self._failed_locally(self._local, job, error)
                 return
-            if self._leads and not (job.again and self._was_told(name, "local")):
-                self._tell_committed(job, committed.manifest, "local", job.blocked)
-        seconds = time.time() - job.called
-        if job.globally:
+            if self._leads and not (job.again and self._was_told(save.name, "local")):
+                self._tell_committed(save, committed.manifest, "local", save.blocked)
+        if save.globally:
             if job.slot != job.buffer:
-                self._exchange.tell(BufferFree(job.serial, job.buffer))
-            self._exchange.tell(LocalDone(serial=job.serial, seconds=seconds))
-            self._drains.submit(self._drain, job, self._plans[job.plan], name, committed, deadline)
+                self._exchange.tell_free(job, job.buffer)
+            self._exchange.tell(LocalDone(serial=save.serial, seconds=time.time() - save.asked))
+            self._drains.submit(self._drain, job, self._plans[job.plan], committed)
         else:
-            self._exchange.tell(JobDone(serial=job.serial, seconds=seconds))
+            self._tell_done(job)
         self._replicas.send(committed)
         if self._leads:
             with contextlib.suppress(OSError, HoldfastError):
-                self._local.tidy(name)
+                self._local.tidy(save.name)
 
-    def _save_locally(
-        self, local: LocalSaver, job: Job, name: CheckpointName, deadline: float
-    ) -> LocalCommit:
-        plan = self._plans[job.plan]
-        if job.again and (before := local.done_before(job, name)) is not None:
-            self._parent = job.id
+    def _save_locally(self, local: LocalCommitter, job: Job) -> LocalCommit:
+        plan, name = self._plans[job.plan], job.save.name
+        if job.again and (before := local.done_before(job)) is not None:
+            self._parent = name.id
             return before
-        with local.at_work(job, name):
+        with local.at_work(job):
             if job.again and (why := self._exchange.given_up(self._start.rank, job)):
                 raise SaveFailedError(why)
             folder = local_manifest.open_folder(self._control, name)
@@ -346,16 +344,17 @@ class Writer:
             if manifest is not None:
 
                 def wait(rank: int) -> None:
-                    self._exchange.await_part(rank, job, folder, name, deadline)
+                    self._exchange.await_part(rank, job, folder)
 
                 sealed = local.seal(plan, manifest, name, wait)
             else:
-                sealed = self._await_seal(local, job, name, deadline)
-            committed = local.commit(job, plan, name, sealed, files)
-        self._parent = job.id
+                sealed = self._await_seal(local, job)
+            committed = local.commit(job, plan, sealed, files)
+        self._parent = name.id
         return committed
 
-    def _await_seal(self, local: LocalSaver, job: Job, name: CheckpointName, deadline: float) -> Manifest:
+    def _await_seal(self, local: LocalCommitter, job: Job) -> Manifest:
+        name = job.save.name
         while True:
             why = self._exchange.given_up(0, job)
             # In this order: rank 0 may have sealed it, and then given a later save up.
@@ -364,37 +363,28 @@ class Writer:
                 return sealed
             if why:
                 raise SaveFailedError(f"rank 0: {why}")
-            self._exchange.await_rank_0(job, name, f"the manifest of {name}", deadline)
+            self._exchange.await_rank_0(job, f"the manifest of {name}")
 
-    def _drain(
-        self, job: Job, plan: UsePlan, name: CheckpointName, committed: LocalCommit, deadline: float
-    ) -> None:
+    def _drain(self, job: Job, plan: UsePlan, committed: LocalCommit) -> None:
         """From the local copy to the checkpoint root: copy, verify, commit with the same manifest."""
         try:
-            stored = self._save(job, plan, self._root, name, deadline, committed)
+            self._save(job, plan, self._root, committed)
         except Exception as error:  # noqa: BLE001 - whatever it is, the trainer must learn of it
-            self._failed(job, self._root, name, error)
+            self._failed(job, self._root, error)
             return
-        self._exchange.tell(JobDone(serial=job.serial, seconds=time.time() - job.called, committed=stored))
+        self._tell_done(job)
 
     def _check_drained(self, committed: LocalCommit, files: list[FileEntry]) -> None:
         """What was written is what the manifest lists; else the local copy has changed since its commit."""
         if files == committed.files:
             return
-        record = committed.record
         other = [file.path for file in files if file not in committed.files]
         why = f"read again, {other} have other digests than when they were committed"
         assert self._local is not None
-        self._local.tier.quarantine(record, why)
-        self._journal.write(
-            CopyQuarantined(
-                checkpoint=record.checkpoint,
-                node=self._local.tier.record.node,
-                kind=record.kind,
-                reasons=[why],
-            )
+        quarantine(self._local.tier, committed.record, why, self._journal)
+        raise SaveFailedError(
+            f"{committed.record.checkpoint}: its local copy is bad, and was not drained: {why}"
         )
-        raise SaveFailedError(f"{record.checkpoint}: its local copy is bad, and was not drained: {why}")
 
     @contextlib.contextmanager
     def _image(self, job: Job, committed: LocalCommit | None) -> Iterator[memoryview]:
@@ -411,18 +401,11 @@ class Writer:
 
     # --- the checkpoint root --------------------------------------------------------------------------------
 
-    def _save(
-        self,
-        job: Job,
-        plan: UsePlan,
-        root: CheckpointRoot,
-        name: CheckpointName,
-        deadline: float,
-        local: LocalCommit | None = None,
-    ) -> commits.Committed | None:
+    def _save(self, job: Job, plan: UsePlan, root: CheckpointRoot, local: LocalCommit | None = None) -> None:
         """Into the root, from the staging buffer, or from the `local` copy that was committed before."""
+        save, name = job.save, job.save.name
         staged, begun = root.staged(name), time.monotonic()
-        if self._enter(job, root, name, deadline):
+        if self._enter(job, root):
             if job.failed:
                 raise SaveFailedError(job.failed)
             files = []
@@ -432,33 +415,32 @@ class Writer:
             if local is not None:
                 self._check_drained(local, files)
             commits.leave_part(staged, name, self._start.rank, files)
-        self._exchange.tell(BufferFree(job.serial, job.slot if local is not None else job.buffer))
+        self._exchange.tell_free(job, job.slot if local is not None else job.buffer)
         manifest = local.manifest if local is not None else self._manifest(job)
         if job.manifest is None or manifest is None or plan.declared is None:
-            return None
-        control = None if job.diagnostic else self._control
+            return
+        control = None if save.diagnostic else self._control
 
         def wait(rank: int) -> None:
-            self._exchange.await_part(rank, job, staged, name, deadline)
+            self._exchange.await_part(rank, job, staged)
 
         committed = commits.finish(root, plan.declared, manifest, self._fence, control, wait=wait)
-        if not job.diagnostic and local is None:
-            self._parent = job.id
+        if not save.diagnostic and local is None:
+            self._parent = name.id
         if not (job.again and self._was_told(name, "global")):
-            blocked, taken = job.blocked if local is None else 0.0, time.monotonic() - begun
-            self._tell_committed(job, manifest, "global", blocked, committed, taken)
-        return committed
+            blocked, taken = save.blocked if local is None else 0.0, time.monotonic() - begun
+            self._tell_committed(save, manifest, "global", blocked, committed, taken)
 
     def _manifest(self, job: Job) -> Manifest | None:
         """On rank 0, with the parent as it is known now."""
-        if job.manifest is None or self._parent is None or job.diagnostic:
+        if job.manifest is None or self._parent is None or job.save.diagnostic:
             return job.manifest
         # The save before may have failed after this one was staged: the parent is what was committed.
         return msgspec.structs.replace(job.manifest, parent=self._parent)
 
     def _tell_committed(
         self,
-        job: Job,
+        save: Save,
         manifest: Manifest,
         tier: str,
         blocked: float,
@@ -469,12 +451,12 @@ class Writer:
         files = manifest.files
         self._journal.write(
             SaveCommitted(
-                checkpoint=str(CheckpointName(job.step, job.id)),
-                step=job.step,
+                checkpoint=str(save.name),
+                step=save.name.step,
                 parent=manifest.parent,
                 bytes=stored.bytes if stored is not None else sum(file.size for file in files),
                 files=stored.files if stored is not None else len(files),
-                seconds=time.time() - job.called,
+                seconds=time.time() - save.asked,
                 blocked_seconds=blocked,
                 tier=tier,
                 stored_seconds=taken,
@@ -490,14 +472,14 @@ class Writer:
             for body in told
         )
 
-    def _enter(self, job: Job, root: CheckpointRoot, name: CheckpointName, deadline: float) -> bool:
+    def _enter(self, job: Job, root: CheckpointRoot) -> bool:
         """Rank 0's writer makes the staged directory; the others wait for it; all show that they are here.
 
         False: an earlier writer has written this rank's part to its end. It must not be touched then, since
         the commit may be going on.
         """
-        start, staged = self._start, root.staged(name)
-        drain = is_drain(job)
+        start, name, drain = self._start, job.save.name, job.save.drains
+        staged = root.staged(name)
         if job.again and (why := self._exchange.given_up(start.rank, job, drain=drain)):
             raise SaveFailedError(why)
         if self._leads:
@@ -514,7 +496,7 @@ class Writer:
                 return True
             if why := self._exchange.given_up(0, job, drain=drain):
                 raise SaveFailedError(f"rank 0: {why}")
-            self._exchange.await_rank_0(job, name, str(staged), deadline, drain=drain)
+            self._exchange.await_rank_0(job, str(staged), drain=drain)
 
     def _is_written(self, root: CheckpointRoot, name: CheckpointName) -> bool:
         """In this order: part records are dropped only once the checkpoint is sealed."""
@@ -522,25 +504,27 @@ class Writer:
             return True
         return commits.is_sealed(root, name) is not None
 
-    def _failed(self, job: Job, root: CheckpointRoot, name: CheckpointName, error: Exception) -> None:
-        told = self._exchange.give_up(job, error, drain=is_drain(job))
+    def _failed(self, job: Job, root: CheckpointRoot, error: Exception) -> None:
+        name = job.save.name
+        told = self._exchange.give_up(job, error, drain=job.save.drains)
         if self._leads:
             commits.drop_staged(root, str(name))
         else:
             with contextlib.suppress(OSError):
                 commits.leave_part(root.staged(name), name, self._start.rank, [], failed=told)
-        self._exchange.tell_failed(job, name, error)
+        self._exchange.tell_failed(job, error)
 
-    def _failed_locally(self, local: LocalSaver, job: Job, name: CheckpointName, error: Exception) -> None:
+    def _failed_locally(self, local: LocalCommitter, job: Job, error: Exception) -> None:
+        name = job.save.name
         told = self._exchange.give_up(job, error, drain=False)
-        if is_drain(job):  # another rank's copy may be committed, and its writer wait for this one's part
+        if job.save.drains:  # another rank's copy may be committed, and its writer wait for this one's part
             self._exchange.give_up(job, error, drain=True)
         with contextlib.suppress(OSError):
             if self._leads:
                 local.clear_away(name)
             elif local.sealed(name) is None:
                 local.leave_part(name, [], failed=told)
-        self._exchange.tell_failed(job, name, error, locally=True)
+        self._exchange.tell_failed(job, error, locally=True)
 
 
 def main(descriptor: int) -> int:

@@ -10,8 +10,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.format.structure import verify
-from holdfast.checkpoint.save.snapshot import Snapshot
-from holdfast.checkpoint.save.staging import Buffer, Staged, Stager
+from holdfast.checkpoint.save.snapshot import Buffer, Snapshot, Staged, Stager
 from holdfast.checkpoint.state.tracked import Tracked
 from holdfast.journal.events import SaveCommitted, SaveFailed, Warned
 from kit.harness import wait_until
@@ -63,9 +62,8 @@ def started(tmp_path: Path, **settings: Any) -> tuple[holdfast.Run, torch.nn.Mod
 
 
 def slow(run: holdfast.Run, torn: str = "") -> SlowStager:
-    assert run._session.saving._background is not None
     stager = SlowStager(torn)
-    run._session.saving._background._stager = stager
+    run._session.saving._saver._stager = stager
     return stager
 
 
