@@ -20,7 +20,7 @@ from holdfast.errors import ExitCode, StorageError
 from holdfast.journal import Line
 from holdfast.journal.events import SaveCommitted
 from holdfast.journal.events.cluster import RequeueAsked
-from holdfast.journal.events.stops import StopAgreed, StopAsked
+from holdfast.journal.events.run import StopAgreed, StopAsked
 from holdfast.journal.writer import JournalWriter
 from holdfast.launch import scheduler as launch_scheduler
 from holdfast.launch.scheduler import Scheduler

@@ -11,8 +11,7 @@ import pytest
 
 from holdfast.errors import ExitCode
 from holdfast.journal import events
-from holdfast.journal.events.restarts import RestartHandedOver, RestartPlanned
-from holdfast.journal.events.stops import StopAgreed, StopAsked
+from holdfast.journal.events.run import RestartHandedOver, RestartPlanned, StopAgreed, StopAsked
 from holdfast.observe.status import status_of
 from holdfast.record.attempts import failures_of
 from holdfast.record.directory import ControlDirectory

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from holdfast.errors import ExitCode
-from holdfast.journal.events.stops import StopAgreed, StopAsked, StopForced, StopSaved
+from holdfast.journal.events.run import StopAgreed, StopAsked, StopForced, StopSaved
 from kit.harness import REPO, Job, Result, holdfast, wait_until
 from kit.runs import ends, journalled
 from kit.tiny import checkpoints

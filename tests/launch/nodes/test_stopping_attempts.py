@@ -20,7 +20,7 @@ from holdfast.cluster.slurm import SlurmJob
 from holdfast.config.sections import SlurmSettings
 from holdfast.config.settings import Settings
 from holdfast.errors import ExitCode
-from holdfast.journal.events.stops import StopAsked, StopForced, StopHastened
+from holdfast.journal.events.run import StopAsked, StopForced, StopHastened
 from holdfast.launch.context import StopSignals
 from holdfast.launch.incident import hang as rolls
 from holdfast.launch.incident import supervision

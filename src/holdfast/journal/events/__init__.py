@@ -27,12 +27,6 @@ if TYPE_CHECKING:
         StorageAlarm,
     )
     from holdfast.journal.events.decisions import STOP, Account, Decision, OperatorActed, RejectedOption
-    from holdfast.journal.events.restarts import (
-        FunctionRestarted,
-        RestartFaulted,
-        RestartHandedOver,
-        RestartPlanned,
-    )
     from holdfast.journal.events.results import (
         DataSkipped,
         DeterminismMeasured,
@@ -40,6 +34,8 @@ if TYPE_CHECKING:
         StandingChanged,
         StepRejected,
         StepsDone,
+        StragglerFound,
+        StragglersReported,
         ThroughputLow,
         Verdict,
         decode_loss,
@@ -48,10 +44,19 @@ if TYPE_CHECKING:
     from holdfast.journal.events.run import (
         AttemptEnded,
         AttemptStarted,
+        FunctionRestarted,
         LeaseClaimed,
         LeaseLost,
+        RestartFaulted,
+        RestartHandedOver,
+        RestartPlanned,
         RunCreated,
         RunFinished,
+        StopAgreed,
+        StopAsked,
+        StopForced,
+        StopHastened,
+        StopSaved,
         Warned,
         WorkerFailed,
         WorkersStarted,
@@ -67,7 +72,5 @@ if TYPE_CHECKING:
         SaveSkipped,
         SaveStarted,
     )
-    from holdfast.journal.events.stops import StopAgreed, StopAsked, StopForced, StopHastened, StopSaved
-    from holdfast.journal.events.stragglers import StragglerFound, StragglersReported
 else:
     __getattr__ = offers(__name__)
