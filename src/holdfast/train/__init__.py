@@ -16,7 +16,6 @@ from holdfast.base.fronts import offers
 if TYPE_CHECKING:
     from holdfast.train.beats import (
         ANSWER_LIMIT,
-        PACKET_LIMIT,
         SOCKET,
         Answer,
         Ask,
