@@ -110,19 +110,19 @@ class _Wire(Generic[In]):
 
     def other_end_is_gone(self) -> bool:
         """Never waits, and takes nothing: what the other end had said may still be there to be received."""
-        return not self.open or bool(self._poll(select.POLLRDHUP, 0.0))
+        return bool(self._poll(select.POLLRDHUP, 0.0))
 
     def wait(self, within: float | None, *, room: bool = False) -> bool:
         """Until there is something to receive, be it the end; whether there is. None: without limit.
 
         `room`: also until something can be said.
         """
-        if not self.open:
-            return True
         found = self._poll(select.POLLIN | (select.POLLOUT if room else 0), within)
         return bool(found & ~select.POLLOUT)
 
     def _poll(self, events: int, within: float | None) -> int:
+        if not self.open:
+            return select.POLLHUP
         ready = select.poll()  # not select(), which knows only the first 1024 descriptors of a process
         ready.register(self._socket, events)
         found = ready.poll(None if within is None else max(0, math.ceil(within * 1000)))
