@@ -23,11 +23,11 @@ from holdfast.launch.incident.inquest import Questions
 from holdfast.launch.monitor import Learner, Monitor
 from holdfast.policy.signs import activity
 from holdfast.policy.timeouts import Learned, Standing
+from holdfast.process import PACKET_LIMIT
 from holdfast.record.directory import ControlDirectory
 from holdfast.train.beats import (
     ANSWER_LIMIT,
     MOST_INSIDE,
-    PACKET_LIMIT,
     Answer,
     FromRank,
     Halted,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -14,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.process.companion import OUTLIVES, Companion, start_child
+from holdfast.process.local_wire import Gone, Packets, Stream
+from kit.harness import wait_until
 
-ECHO = "import socket, sys\nwith socket.socket(fileno=int(sys.argv[1])) as line:\n    "
+ECHO = "import sys\nfrom holdfast.process import Gone, Packets\nline = Packets.at(int(sys.argv[1]), str)\n"
 
 
 def starting(body: str) -> Callable[[int], subprocess.Popen[bytes]]:
@@ -28,16 +29,12 @@ def starting(body: str) -> Callable[[int], subprocess.Popen[bytes]]:
     return start
 
 
-def answer(child: Companion) -> bytes:
-    assert select.select([child.line], [], [], 30)[0], "it said nothing"
-    return child.line.recv(64)
-
-
 def test_it_is_spoken_to_and_ends_when_the_line_does() -> None:
-    child = Companion(starting("while (said := line.recv(64)): line.send(said)"), packets=True)
+    echo = "try:\n  while said := line.receive(30): line.send(said)\nexcept Gone: pass"
+    child: Companion[Packets[str]] = Companion(starting(echo), Packets.pair(str))
     assert child.code is None
-    child.line.send(b"one")
-    assert answer(child) == b"one"
+    assert child.line.send("one")
+    assert child.line.receive(30) == "one"
     assert child.connected
     child.hang_up()
     assert not child.connected
@@ -45,16 +42,19 @@ def test_it_is_spoken_to_and_ends_when_the_line_does() -> None:
 
 
 def test_its_end_is_seen_in_the_line_after_what_it_said() -> None:
-    child = Companion(starting("line.send(b'last'); sys.exit(3)"))
-    assert answer(child) == b"last"
-    assert answer(child) == b""
+    child: Companion[Packets[str]] = Companion(starting("line.send('last'); sys.exit(3)"), Packets.pair(str))
+    assert child.line.receive(30) == "last"
+    with pytest.raises(Gone):
+        child.line.receive(30)
     assert child.wait(30) == 3
     assert child.kill(0.0) == 3
 
 
 def test_one_that_does_not_end_is_waited_for_no_longer_than_told() -> None:
-    child = Companion(starting("line.send(b'here'); line.settimeout(None)\n    while True: pass"))
-    assert answer(child) == b"here"
+    child: Companion[Packets[str]] = Companion(
+        starting("line.send('here')\nwhile True: pass"), Packets.pair(str)
+    )
+    assert child.line.receive(30) == "here"
     began = time.monotonic()
     child.hang_up()
     assert child.wait(0.1) is None
@@ -68,14 +68,16 @@ def test_one_that_cannot_be_started_leaves_nothing_open() -> None:
 
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="no room"):
-        Companion(start)
+        Companion(start, Stream.pair(str))
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_one_that_may_outlive_us_is_marked_apart_and_writes_to_its_log(tmp_path: Path) -> None:
     log = tmp_path / "made" / "log"
     child = start_child("holdfast.process.no_such_module", log=log, outlives=True)
-    environment = Path(f"/proc/{child.pid}/environ").read_bytes()
+    place = Path(f"/proc/{child.pid}/environ")
+    wait_until(lambda: place.read_bytes() != b"", 30, "the kernel shows it, a moment after the exec")
+    environment = place.read_bytes()
     assert os.getsid(child.pid) == child.pid != os.getsid(0)
     assert f"{OUTLIVES}=holdfast.process.no_such_module {os.getpid()}".encode() in environment
     assert child.wait(30) != 0

@@ -33,7 +33,7 @@ PLANTED = (
 )
 CHILDREN = {
     "checkpoint/remote/drain.py": "holdfast.checkpoint.remote.drain_process",
-    "checkpoint/copies/peer_process.py": "holdfast.checkpoint.copies.server",
+    "checkpoint/copies/peer_process.py": "holdfast.checkpoint.copies.peer_process",
     "checkpoint/read_back.py": "holdfast.checkpoint.read_back",
     "checkpoint/save/handoff.py": "holdfast.checkpoint.save.writer_process",
     "drill/faults.py": "holdfast",

@@ -14,7 +14,7 @@ from kit.harness import REPO
 SOURCE = REPO / "src" / "holdfast"
 READERS = {
     "process/proc.py",
-    "process/sockets.py",  # the address of a socket whose path is too long
+    "process/local_wire.py",  # the address of a socket whose path is too long
     # Of machines, not of processes:
     "health/node.py",  # mounts, cgroups
     "health/network.py",  # ports

@@ -23,8 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.config.sections import InProcessSettings
-from holdfast.restart.gloo import gloo_devices
-from holdfast.restart.groups import GroupWatch, forget, watch_groups
+from holdfast.restart.groups import GroupWatch, forget, gloo_devices, watch_groups
 from kit.harness import wait_until
 from kit.ranks.group_ranks import LIMIT, Rank, aborted_when, started
 

@@ -25,9 +25,7 @@ import itertools
 import logging
 import os
 import platform
-import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -41,7 +39,7 @@ from holdfast.checkpoint.format import CheckpointName, CheckpointRoot, Inspectio
 from holdfast.errors import ControlError, HoldfastError, LeaseLostError
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import CopyQuarantined, CopyReadBack, Warned
-from holdfast.process import Companion, start_child
+from holdfast.process import Companion, Gone, Packets, start_child
 from holdfast.record import (
     MAX_RECORD_BYTES,
     ControlDirectory,
@@ -172,6 +170,8 @@ AGAIN = 0.5
 """Seconds before a bad one is read a second time."""
 STEP = 0.25
 """Seconds that it sleeps at most at a time, so that it notices soon that its trainer is gone."""
+LONGEST = 15_000
+"""Characters of what it tells its trainer: one packet takes them, whichever they are."""
 PR_SET_PDEATHSIG = 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _LOWEST = (2 << 13) | 7
@@ -229,6 +229,16 @@ class ReadBackOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes a second; 0: as fast as it can."""
 
 
+class LookAgain(msgspec.Struct, frozen=True):
+    """There is something to be read."""
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """What a person should know, in words."""
+
+    text: str
+
+
 class ReadBack:
     """On rank 0. `committed` and `poll` never block and never raise."""
 
@@ -250,7 +260,7 @@ class ReadBack:
         self._journal = journal
         self._settle = SETTLE if settle is None else settle
         self._due: float | None = None
-        self._child: Companion | None = None
+        self._child: Companion[Packets[Trouble]] | None = None
         self._started = 0
 
     @property
@@ -285,8 +295,8 @@ class ReadBack:
             self._start()
         if self._child is not None and self._child.connected:
             # It may have been told often enough, or be dead: the next time shows.
-            with contextlib.suppress(OSError):
-                self._child.line.send(b"look", socket.MSG_NOSIGNAL)
+            with contextlib.suppress(Gone):
+                self._child.line.send(LookAgain())
 
     def _start(self) -> None:
         self._started += 1
@@ -296,7 +306,7 @@ class ReadBack:
                 "none is read back any more before the next start"
             )
             return
-        self._child = Companion(self._spawn, packets=True)
+        self._child = Companion(self._spawn, Packets.pair(Trouble))
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         order = msgspec.json.encode(self._order).decode()
@@ -306,15 +316,13 @@ class ReadBack:
     def _listen(self) -> None:
         while self._child is not None and self._child.connected:
             try:
-                packet = self._child.line.recv(65536)
-            except BlockingIOError:
-                return
-            except OSError:
-                packet = b""
-            if not packet:
+                told = self._child.line.receive()
+            except Gone:
                 self._child.hang_up()
                 return
-            log.error("holdfast: %s", packet.decode(errors="replace"))
+            if told is None:
+                return
+            log.error("holdfast: %s", told.text)
 
     def _give_up(self, why: str) -> None:
         self._started = REPLACEMENTS + 1
@@ -342,7 +350,7 @@ class _OverError(Exception):
 
 
 class Reader:
-    def __init__(self, order: ReadBackOrder, line: socket.socket, parent: int) -> None:
+    def __init__(self, order: ReadBackOrder, line: Packets[LookAgain], parent: int) -> None:
         self._order = order
         self._line = line
         self._parent = parent
@@ -365,11 +373,12 @@ class Reader:
 
     def _await_word(self) -> None:
         while True:
-            ready, _, _ = select.select([self._line], [], [], 4 * STEP)
+            try:
+                told = self._line.receive(4 * STEP)
+            except Gone:
+                raise _OverError from None
             self._check()
-            if ready:
-                if not self._line.recv(64):
-                    raise _OverError
+            if told is not None:
                 return
 
     def _check(self) -> None:
@@ -481,8 +490,8 @@ class Reader:
         self._tell(text)
 
     def _tell(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            self._line.send(text.encode()[:60000], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        with contextlib.suppress(Gone):
+            self._line.send(Trouble(text[:LONGEST]))
 
 
 def _step_back(parent: int) -> None:
@@ -503,8 +512,7 @@ def main() -> int:
     parent = int(sys.argv[3])
     _step_back(parent)
     order = msgspec.json.decode(sys.argv[1].encode(), type=ReadBackOrder)
-    with socket.socket(fileno=int(sys.argv[2])) as line:
-        Reader(order, line, parent).run()
+    Reader(order, Packets.at(int(sys.argv[2]), LookAgain), parent).run()
     return 0
 
 

@@ -17,10 +17,8 @@ reported once, and nobody waits for a file system that does not answer.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,7 +46,17 @@ from holdfast.policy import (
     learn,
     ruling,
 )
-from holdfast.process import ANCESTORS, Waking, descends, lineage, make_private, peer_of, proc, short_address
+from holdfast.process import (
+    ANCESTORS,
+    Garbage,
+    Gone,
+    Listener,
+    Packets,
+    Waking,
+    descends,
+    lineage,
+    proc,
+)
 from holdfast.record import (
     ControlDirectory,
     HelloRecord,
@@ -58,7 +66,6 @@ from holdfast.record import (
     store_learned,
 )
 from holdfast.train import (
-    PACKET_LIMIT,
     SOCKET,
     Answer,
     Ask,
@@ -164,7 +171,7 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _Connection:
-    channel: socket.socket
+    line: Packets[FromRank]
     pid: int
     since: float
     rank: int | None = None
@@ -212,7 +219,6 @@ class Monitor:
         self._questions = Questions()
         self._stop_words = StopWords()
         self._look = LOOK
-        self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._stopping = threading.Event()
         self._waking = Waking()
         self._fresh = self._began = time.monotonic()
@@ -221,17 +227,7 @@ class Monitor:
         self._refused = 0
         self._waiting: frozenset[int] = frozenset()
         """Reserves of an in-process restart, which say nothing while they wait."""
-        make_private(directory)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with short_address(self.path) as address:
-                self._listener.bind(address)
-            self._inode = self.path.stat().st_ino
-            self._listener.listen(CONNECTIONS)
-            self._listener.setblocking(False)
-        except BaseException:
-            self._listener.close()
-            raise
+        self._listener: Listener[FromRank] = Listener(self.path, FromRank)
         self._thread = threading.Thread(target=self._watch, name="holdfast-monitor", daemon=True)
         self._thread.start()
 
@@ -357,7 +353,7 @@ class Monitor:
         waited = now - max(self._began, self._fresh)
         expected = self._hello_limit()
         if expected is not None:
-            return Ruling(HELLO, "", expected, waited) if self._reachable() else None
+            return Ruling(HELLO, "", expected, waited) if self._listener.reachable else None
         # Whether it is to say hello is not known yet. Others may wait for it, but not for longer than this.
         limit = self._limits.initial
         return Ruling(HELLO, "", limit, waited) if limit and waited <= limit else None
@@ -374,13 +370,6 @@ class Monitor:
         if not all(initial for initial, _ in known):
             return 0.0
         return max(hello_limit(initial, longest) for initial, longest in known)
-
-    def _reachable(self) -> bool:
-        """Whether ranks find the socket: who cleans up temporary directories may have removed it."""
-        try:
-            return self.path.stat().st_ino == self._inode
-        except OSError:
-            return False
 
     def state(self, rank: int) -> RankState | None:
         """What a rank last said; None if it never said anything."""
@@ -465,10 +454,9 @@ class Monitor:
             if known is None or known.connection is None:
                 return False
             try:
-                known.connection.channel.send(msgspec.msgpack.encode(message))
-            except OSError:
+                return known.connection.line.send(message)
+            except Gone:
                 return False
-            return True
 
     def close(self) -> None:
         """Stop watching; the socket is gone when this returns."""
@@ -478,8 +466,6 @@ class Monitor:
             for connection in list(self._connections.values()):
                 self._drop(connection)
             self._listener.close()
-            with contextlib.suppress(OSError):
-                self.path.unlink()
 
     # --- the thread -----------------------------------------------------------------------------------------
 
@@ -516,7 +502,7 @@ class Monitor:
         if stopped:
             shown += f" (stopped by a signal: {', '.join(stopped[:8])})"
         limit = self._hello_limit()
-        if limit and self._reachable():
+        if limit and self._listener.reachable:
             what = f"it has {limit:g} s for that from its start"
         else:
             what = (
@@ -529,22 +515,16 @@ class Monitor:
 
     def _accept(self) -> bool:
         """Take one new connection; False if there is none."""
-        try:
-            channel, _ = self._listener.accept()
-        except OSError:
+        caller = self._listener.accept()
+        if caller is None:
             return False
-        channel.setblocking(False)
-        try:
-            pid, uid = peer_of(channel)
-        except OSError:
-            channel.close()
+        line, pid, user = caller
+        if user != os.geteuid() or len(self._connections) >= CONNECTIONS:
+            line.close()
+            self._refuse(f"process {pid} of user {user}")
             return True
-        if uid != os.geteuid() or len(self._connections) >= CONNECTIONS:
-            channel.close()
-            self._refuse(f"process {pid} of user {uid}")
-            return True
-        connection = _Connection(channel, pid, time.monotonic())
-        self._connections[channel.fileno()] = connection
+        connection = _Connection(line, pid, time.monotonic())
+        self._connections[line.fileno()] = connection
         # A worker may be quicker than `begin`: who is not known yet is not read, and judged then.
         if not self._adopt(connection) and not descends(pid, os.getpid()):
             self._drop(connection)
@@ -588,8 +568,8 @@ class Monitor:
         return None
 
     def _drop(self, connection: _Connection) -> None:
-        self._connections.pop(connection.channel.fileno(), None)
-        connection.channel.close()
+        self._connections.pop(connection.line.fileno(), None)
+        connection.line.close()
         if connection.rank is None:
             return
         known = self._ranks.get(connection.rank)
@@ -601,27 +581,22 @@ class Monitor:
 
     def _read(self, connection: _Connection) -> None:
         for _ in range(MESSAGES_AT_ONCE):
-            if connection.channel.fileno() < 0:
+            if not connection.line.open:
                 return
             try:
-                data = connection.channel.recv(
-                    PACKET_LIMIT
-                )  # the rest of a longer one is lost: it is refused
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._drop(connection)  # the process's own end is seen elsewhere
-                return
-            try:
-                self._take(connection, self._decoder.decode(data))
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                said = connection.line.receive()
+                if said is None:
+                    return
+                self._take(connection, said)
+            except (Garbage, ValueError) as error:
                 self._drop(connection)
                 self._tell(
                     f"rank {connection.rank} (process {connection.pid}) sent what no Holdfast sends: "
                     f"{str(error)[:200]}. It is no longer listened to"
                 )
+                return
+            except Gone:
+                self._drop(connection)  # the process's own end is seen elsewhere
                 return
 
     def _take(self, connection: _Connection, message: FromRank) -> None:
@@ -671,8 +646,10 @@ class Monitor:
                 return 0
             number = self._questions.put(rank)
             try:
-                known.connection.channel.send(msgspec.msgpack.encode(Ask(number, timeout)))
-            except OSError:
+                sent = known.connection.line.send(Ask(number, timeout))
+            except Gone:
+                sent = False
+            if not sent:
                 self._questions.give_up(rank)
             return number
 

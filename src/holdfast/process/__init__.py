@@ -1,9 +1,9 @@
 """Processes of ours and of others: who they are, how they are tied together, and how they talk.
 
-For identities that outlive a pid, children that die with their parent, local sockets, and senders of
-signals.
+For identities that outlive a pid, children that die with their parent, the wire between local processes, and
+senders of signals.
 Promises: a child of ours imports nothing from the current directory; an identity never matches another
-process.
+process; who speaks over the wire learns in bounded time whether it was heard.
 Never: decide what becomes of a process, or wait without a deadline.
 """
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from holdfast.process.guard import guarded
     from holdfast.process.identity import Holder, Waking, is_gone, is_here, job_of, this_process
+    from holdfast.process.local_wire import PACKET_LIMIT, Garbage, Gone, Listener, Packets, Stream
     from holdfast.process.proc import (
         ANCESTORS,
         STATES,
@@ -36,6 +37,5 @@ if TYPE_CHECKING:
         started_at,
     )
     from holdfast.process.senders import Seen, from_whom, named, seen, take, watch
-    from holdfast.process.sockets import Message, make_private, peer_of, receive, send, short_address
 else:
     __getattr__ = offers(__name__)

@@ -13,8 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from holdfast.base import make_dirs
+from holdfast.process.local_wire import Packets, Stream
+
+Line = TypeVar("Line", bound=Packets[Any] | Stream[Any])
 
 # Marks in the environment by which processes are recognised, whoever their parent is by now.
 #
@@ -96,26 +100,24 @@ def start_child(
         )
 
 
-class Companion:
-    """One such child, and the line to it: a socket pair, of which it has the other end."""
+class Companion(Generic[Line]):
+    """One such child, and the line to it."""
 
-    def __init__(self, start: Callable[[int], subprocess.Popen[bytes]], *, packets: bool = False) -> None:
-        """`start` gets the descriptor of the child's end. `packets`: the line keeps messages apart.
+    def __init__(
+        self, start: Callable[[int], subprocess.Popen[bytes]], pair: tuple[Line, socket.socket]
+    ) -> None:
+        """`start` gets the descriptor of the child's end. `pair`: from `Packets.pair` or `Stream.pair`.
 
         Raises OSError if it cannot be started.
         """
-        kind = socket.SOCK_SEQPACKET if packets else socket.SOCK_STREAM
-        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        self.line, theirs = pair
         try:
             self.process = start(theirs.fileno())
         except BaseException:
-            ours.close()
+            self.line.close()
             raise
         finally:
             theirs.close()
-        ours.setblocking(False)
-        self.line = ours
-        """Without waiting, unless its user sets a timeout."""
 
     @property
     def pid(self) -> int:
@@ -124,7 +126,7 @@ class Companion:
     @property
     def connected(self) -> bool:
         """Whether the line is open at this end. The child may live on without it."""
-        return self.line.fileno() >= 0
+        return self.line.open
 
     @property
     def code(self) -> int | None:

@@ -20,7 +20,6 @@ import os
 import queue
 import selectors
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,7 +31,7 @@ import msgspec
 
 from holdfast.config import InProcessSettings
 from holdfast.policy import Fault, FaultKind, describe_end
-from holdfast.process import Waking, descends, make_private, peer_of, proc, short_address
+from holdfast.process import Garbage, Gone, Listener, Packets, Waking, descends, proc
 from holdfast.restart.messages import (
     KEEPS,
     LEFT,
@@ -176,8 +175,9 @@ LOOK = 0.1
 """Seconds between two looks at the clocks; what happens to sockets and processes is seen at once."""
 BLIND = 1.0
 """Seconds between two looks from which on the keeper counts as having been stopped itself."""
-PACKET_LIMIT = 4096
-CONNECTIONS = 1024
+NO_HELLO = "its first message is no hello"
+LONGEST = 4096
+"""Bytes of what a member says."""
 KILL_PATIENCE = 5.0
 """Seconds after which a process that SIGKILL has not ended is given up: it hangs in the kernel."""
 JOIN = 5.0
@@ -192,7 +192,7 @@ class _Member:
     number: int
     pid: int | None
     pidfd: int = -1
-    channel: socket.socket | None = None
+    line: Packets[Said] | None = None
     heard: float = 0.0
     """Its last sign of life on the monotonic clock; 0 before its hello."""
     beat: Beat = field(default_factory=lambda: Beat(iteration=0))
@@ -225,24 +225,13 @@ class Keeper:
         self._tell = tell
         self._members = {number: _Member(number, pid) for number, pid in members.items()}
         self._faults: dict[int, Fault] = {}
-        self._decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
         self._closing = False
         self._waking = Waking()
         self._fresh = time.monotonic()
         self._lost_at = 0.0
         self._selector = selectors.DefaultSelector()
-        make_private(directory)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener: Listener[Said] = Listener(Path(self.path), Said, LONGEST)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        try:
-            with short_address(Path(self.path)) as address:
-                self._listener.bind(address)
-            self._listener.listen(CONNECTIONS)
-            self._listener.setblocking(False)
-        except BaseException:
-            self._listener.close()
-            os.close(self._wake)
-            raise
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, lambda: None)
         self._reporter = Reporter(store, node, Kept(path=self.path, pid=os.getpid()), chosen)
@@ -277,8 +266,7 @@ class Keeper:
         self._thread.join(JOIN)
         os.close(self._wake)
         self._reporter.close()
-        with contextlib.suppress(OSError):
-            Path(self.path).unlink()
+        self._listener.close()
 
     # --- the thread -----------------------------------------------------------------------------------------
 
@@ -314,53 +302,49 @@ class Keeper:
         self._lost_at = time.monotonic()
         self._tell(f"{self.lost}: the members of this node have {self._hard:g} s to end")
         for member in self._members.values():
-            if member.channel is not None:
-                with contextlib.suppress(OSError):
-                    member.channel.shutdown(socket.SHUT_WR)
+            if member.line is not None:
+                member.line.say_no_more()
 
     # --- who may speak, and what is said --------------------------------------------------------------------
 
     def _accept(self) -> None:
-        try:
-            channel, _ = self._listener.accept()
-        except OSError:
+        caller = self._listener.accept()
+        if caller is None:
             return
-        channel.setblocking(False)
-        try:
-            pid, uid = peer_of(channel)
-        except OSError:
-            channel.close()
+        line, pid, user = caller
+        if user != os.geteuid() or self.lost:
+            line.close()
             return
-        if uid != os.geteuid() or self.lost:
-            channel.close()
-            return
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._greet(channel, pid))
+        self._selector.register(line, selectors.EVENT_READ, lambda: self._greet(line, pid))
 
-    def _greet(self, channel: socket.socket, pid: int) -> None:
+    def _greet(self, line: Packets[Said], pid: int) -> None:
         """The first message of a connection: a hello, or nothing that is listened to."""
-        said = self._receive(channel)
+        try:
+            said = line.receive()
+        except Gone as error:
+            self._selector.unregister(line)
+            line.close()
+            if isinstance(error, Garbage):  # else it only looked whether somebody listens
+                self._tell(f"process {pid} is not listened to: {NO_HELLO}")
+            return
         if said is None:
             return
-        if said == b"":  # it only looked whether somebody listens
-            self._selector.unregister(channel)
-            channel.close()
-            return
         member = self._members.get(said.member) if isinstance(said, Hello) else None
-        self._selector.unregister(channel)
+        self._selector.unregister(line)
         why = self._refusal(member, said, pid)
         if member is None or why:
-            channel.close()
+            line.close()
             self._tell(f"process {pid} is not listened to: {why}")
             return
         if member.pid != pid or member.pidfd < 0:
             self._open(member, pid)
         self._hang_up(member)
-        member.channel, member.heard = channel, time.monotonic()
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear(member))
+        member.line, member.heard = line, time.monotonic()
+        self._selector.register(line, selectors.EVENT_READ, lambda: self._hear(member))
 
-    def _refusal(self, member: _Member | None, said: Said | bytes, pid: int) -> str:
+    def _refusal(self, member: _Member | None, said: Said, pid: int) -> str:
         if not isinstance(said, Hello):
-            return "its first message is no hello"
+            return NO_HELLO
         if member is None:
             return f"there is no member {said.member} here"
         if said.pid != pid:
@@ -371,22 +355,13 @@ class Keeper:
             return f"member {said.member} is process {member.pid}"
         return ""
 
-    def _receive(self, channel: socket.socket) -> Said | bytes | None:
-        """A message, or the bytes of what is none; empty at the connection's end; None if nothing is."""
-        try:
-            data = channel.recv(PACKET_LIMIT)
-        except BlockingIOError:
-            return None
-        except OSError:
-            data = b""
-        try:
-            return self._decoder.decode(data) if data else b""
-        except (msgspec.DecodeError, ValueError, RecursionError):
-            return data
-
     def _hear(self, member: _Member) -> None:
-        while member.channel is not None:
-            said = self._receive(member.channel)
+        while member.line is not None:
+            try:
+                said = member.line.receive()
+            except Gone:
+                self._hang_up(member)  # the process's own end is seen elsewhere; if it lives on, it is silent
+                return
             if said is None:
                 return
             if isinstance(said, Beat):
@@ -395,13 +370,13 @@ class Keeper:
                 self._let_go(member)
                 self._reporter.gone(member.number, None)
             else:
-                self._hang_up(member)  # the process's own end is seen elsewhere; if it lives on, it is silent
+                self._hang_up(member)
 
     def _hang_up(self, member: _Member) -> None:
-        if member.channel is not None:
-            self._selector.unregister(member.channel)
-            member.channel.close()
-            member.channel = None
+        if member.line is not None:
+            self._selector.unregister(member.line)
+            member.line.close()
+            member.line = None
 
     # --- ends -----------------------------------------------------------------------------------------------
 
@@ -428,7 +403,7 @@ class Keeper:
         self._forget(member)
 
     def _ended(self, member: _Member, still_there: bool = False) -> None:
-        if member.channel is not None:
+        if member.line is not None:
             self._hear(member)  # it may have said farewell before
         if member.over:
             return

@@ -13,7 +13,6 @@ import errno
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from holdfast.base import remove
 from holdfast.config import InProcessSettings
 from holdfast.errors import ExitCode, HandedOverError, HoldfastError
 from holdfast.policy import STAYS, Action, PastAttempt, after, decide, failed_iteration, highest_step
-from holdfast.process import leave_stopping_to_the_trainer, own_child, short_address
+from holdfast.process import Companion, Gone, Packets, leave_stopping_to_the_trainer, own_child
 from holdfast.record import HostedStore, connect
 from holdfast.restart.conductor import Conductor, Denied, Granted, Restart
 from holdfast.restart.keeper import SOCKET, Keeper, log_path, stamped
@@ -86,6 +85,8 @@ STALE = 60.0
 LOOK = 0.1
 STARTING = 120.0
 """Seconds for it to start: importing torch on many nodes from a network file system takes as long."""
+REAPED = 10.0
+"""Seconds for what started it to end, once it has answered."""
 PORT_PATIENCE = 10.0
 """Seconds for the store's port to become free."""
 LINGER = 5.0
@@ -126,44 +127,43 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 def start(duties: Duties) -> Started:
     """Start a keeper process, and wait until it listens. Raises HandedOverError."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        own_child(MODULE, msgspec.json.encode(duties).decode()),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
+    child: Companion[Packets[Started]] = Companion(
+        lambda descriptor: _spawn(duties, descriptor), Packets.pair(Started)
     )
     patience = STARTING + duties.chosen.barrier_timeout
     try:
-        out, _ = process.communicate(timeout=patience)  # it detaches itself: this ends with its answer
-    except subprocess.TimeoutExpired:
-        assert process.stdout is not None
-        process.stdout.close()  # if it comes after all, it finds nobody to answer to, and ends
-        raise HandedOverError(
-            f"the keeper process of {duties.node} did not start in {patience:g} s"
-        ) from None
-    try:
-        answer = msgspec.json.decode(out, type=Started)
-    except msgspec.DecodeError:
-        answer = Started(problem=f"it said {out[:200]!r}")
+        answer = child.line.receive(patience)
+    except Gone as error:
+        answer = Started(problem=f"it ended without an answer: {error}")
+    child.hang_up()  # if it comes after all, it finds nobody to answer to, and ends
+    child.wait(0.0 if answer is None else REAPED)  # it detaches itself: this one ends before the answer
+    if answer is None:
+        raise HandedOverError(f"the keeper process of {duties.node} did not start in {patience:g} s")
     if answer.problem:
         raise HandedOverError(f"the keeper process of {duties.node} could not start: {answer.problem}")
     return answer
 
 
+def _spawn(duties: Duties, descriptor: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        own_child(MODULE, msgspec.json.encode(duties).decode(), str(descriptor)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[descriptor],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
 def sweep(path: Path) -> None:
     """Remove what a keeper process that was killed could not remove itself."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-        channel.setblocking(False)  # anybody may have left a socket there that takes no more connections
-        try:
-            with short_address(path) as address:
-                channel.connect(address)
-        except ConnectionRefusedError:
-            with contextlib.suppress(OSError):
-                remove(path.parent.parent, path.parent.name)
-        except OSError:
-            pass  # it is removed already, or takes no more connections just now
+    try:
+        Packets.connect(path, None, 0.0).close()  # anybody may have left a socket that takes no more
+    except ConnectionRefusedError:
+        with contextlib.suppress(OSError):
+            remove(path.parent.parent, path.parent.name)
+    except OSError:
+        pass  # it is removed already, or takes no more connections just now
 
 
 def sweep_stale() -> None:
@@ -182,7 +182,9 @@ def sweep_stale() -> None:
 def _log(duties: Duties) -> Callable[[str], None]:
     """Where this process says what it sees: its log, or nowhere. What else it says goes there too."""
     path = log_path(duties.chosen, duties.node)
-    _redirect(path or os.devnull, 2)
+    target = os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 2)
+    os.close(target)
 
     def tell(message: str) -> None:
         print(stamped(message), file=sys.stderr, flush=True)
@@ -190,18 +192,10 @@ def _log(duties: Duties) -> Callable[[str], None]:
     return tell
 
 
-def _redirect(path: str | Path, descriptor: int) -> None:
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(target, descriptor)
-    os.close(target)
+Answer = Callable[[Started], object]
 
 
-def _answer(started: Started) -> None:
-    os.write(1, msgspec.json.encode(started))
-    _redirect(os.devnull, 1)  # whoever reads the answer waits for the end of it
-
-
-def _serve(duties: Duties, directory: Path, tell: Callable[[str], None]) -> None:
+def _serve(duties: Duties, directory: Path, tell: Callable[[str], None], answer: Answer) -> None:
     from torch.distributed import PrefixStore
 
     hosted: HostedStore | None = None
@@ -220,7 +214,7 @@ def _serve(duties: Duties, directory: Path, tell: Callable[[str], None]) -> None
     except (OSError, RuntimeError) as error:
         first_line = str(error).partition("\n")[0]
         what = f"{'hosting' if duties.hosts else 'reaching'} the store at {duties.host}:{port}: {first_line}"
-        _answer(Started(problem=what))
+        answer(Started(problem=what))
         return
     conductor: Conductor | None = None
     try:
@@ -235,7 +229,7 @@ def _serve(duties: Duties, directory: Path, tell: Callable[[str], None]) -> None
                 tell,
                 first_barrier=duties.first_barrier,
             )
-        _answer(Started(path=keeper.path, port=port))
+        answer(Started(path=keeper.path, port=port))
         _await_members(keeper)
         if conductor is not None:
             _await_others(keeper, conductor, store(), duties.chosen.heartbeat_timeout)
@@ -289,12 +283,14 @@ def main() -> int:
     if os.fork():
         os._exit(0)  # the starter waits for this one only: a child of its own would be its to reap
     duties = msgspec.json.decode(sys.argv[1], type=Duties)
+    line: Packets[None] = Packets.at(int(sys.argv[2]), None)
     sweep_stale()
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY))
     try:
-        _serve(duties, directory, _log(duties))
+        _serve(duties, directory, _log(duties), line.send)
     except (OSError, HoldfastError) as error:
-        _answer(Started(problem=str(error)))
+        with contextlib.suppress(Gone):
+            line.send(Started(problem=str(error)))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return 0

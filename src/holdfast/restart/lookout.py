@@ -13,7 +13,6 @@ import ctypes
 import logging
 import queue
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,11 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from holdfast.base import Scope
 from holdfast.errors import HandedOverError, UsageError
-from holdfast.process import short_address
+from holdfast.process import Garbage, Gone, Packets
 from holdfast.restart.groups import GroupWatch
 from holdfast.restart.messages import Beat, Farewell, Hello, Said
 
@@ -264,7 +261,7 @@ class Lookout:
         self._wake = threading.Event()
         self._closing = False
         self._lock = threading.Lock()
-        self._channel = _connect(keeper)
+        self._line = _connect(keeper)
         self._say(Hello(member=member, pid=pid))
         self._thread = threading.Thread(target=self._run, name="holdfast-lookout", daemon=True)
         self._thread.start()
@@ -300,7 +297,7 @@ class Lookout:
         self._wake.set()
         self._thread.join(PARTING)
         self._say(Farewell())
-        self._channel.close()
+        self._line.close()
 
     # --- by any thread --------------------------------------------------------------------------------------
 
@@ -368,20 +365,18 @@ class Lookout:
 
     def _say(self, word: Said) -> None:
         try:
-            self._channel.send(msgspec.msgpack.encode(word))
-        except BlockingIOError:
-            pass  # it does not read; what is said next says everything
-        except OSError as error:
-            self._lose_keeper(error.strerror or str(error))
+            self._line.send(word)  # if it does not read: what is said next says everything
+        except Gone as error:
+            self._lose_keeper(str(error))
 
     def _listen(self) -> None:
         """A keeper says nothing; that it closes, or that nothing is to be read any more, is its word."""
-        with contextlib.suppress(BlockingIOError):
-            try:
-                if not self._channel.recv(1):
-                    self._lose_keeper("it has closed the connection")
-            except ConnectionError as error:
-                self._lose_keeper(error.strerror or str(error))
+        try:
+            self._line.receive()
+        except Garbage:
+            pass
+        except Gone as error:
+            self._lose_keeper(str(error))
 
     def _lose_keeper(self, why: str) -> None:
         """Nobody would end this process if it hung, nor tell of its end: it must not go on."""
@@ -395,17 +390,11 @@ class Lookout:
                 scope.request(self.alone)
 
 
-def _connect(keeper: str) -> socket.socket:
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _connect(keeper: str) -> Packets[None]:
     try:
-        channel.settimeout(CONNECT)
-        with short_address(Path(keeper)) as address:
-            channel.connect(address)
-        channel.setblocking(False)
+        return Packets.connect(Path(keeper), None, CONNECT)
     except OSError as error:
-        channel.close()
         raise HandedOverError(
             f"the keeper of this node cannot be reached at {keeper}: {error.strerror or error}. "
             "It has ended, or was never there; start the run again"
         ) from error
-    return channel

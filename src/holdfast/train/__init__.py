@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from holdfast.train.alone import Deciding, look_around
     from holdfast.train.beats import (
         ANSWER_LIMIT,
-        PACKET_LIMIT,
         SOCKET,
         Answer,
         Ask,

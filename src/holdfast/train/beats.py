@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import select
-import socket
 import threading
 import time
 from collections import deque
@@ -26,17 +25,16 @@ from typing import Protocol
 import msgspec
 
 from holdfast.policy import BEFORE_TRAINING, CHECKPOINTING, SETUP, STEP, Limits, Observed, OpenSection
-from holdfast.process import short_address
+from holdfast.process import Garbage, Gone, Packets
 
-# What a rank and its agent say to each other: one msgpack message a packet.
+# What a rank and its agent say to each other.
 #
 # A `State` is complete: whichever of them arrives says everything, so any before it may be lost.
 
 
 SOCKET = "monitor.sock"
-PACKET_LIMIT = 64 * 1024
-"""Bytes of one packet; a longer one is refused by its reader."""
 CHUNK = 32 * 1024
+"""Bytes of one part of an answer: well within a packet."""
 ANSWER_LIMIT = 16 * 1024 * 1024
 """Bytes of a whole answer."""
 LONGEST_NAME = 100
@@ -189,7 +187,7 @@ class Beats:
 
     def __init__(
         self,
-        channel: socket.socket | None = None,
+        line: Packets[FromAgent] | None = None,
         testify: Callable[[], bytes] | None = None,
         heeds: Heeds | None = None,
     ) -> None:
@@ -198,17 +196,15 @@ class Beats:
         self._seen: dict[str, list[float]] = {}
         self._gaps = [0.0, 0.0]
         self._told_seen = now
-        self._encode = msgspec.msgpack.Encoder().encode
         self._testify = testify
         self._heeds = heeds
-        self._decode = msgspec.msgpack.Decoder(FromAgent).decode
-        self._socket = channel
+        self._line = line
         self._behind = False
-        self._owed: deque[bytes] = deque()
+        self._owed: deque[FromRank] = deque()
         """Words about stopping that were not taken yet, in their order."""
         self._closing = False
         self._resting = False
-        if channel is not None:
+        if line is not None:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._thread = threading.Thread(target=self._serve, name="holdfast-beats", daemon=True)
             self._thread.start()
@@ -225,33 +221,32 @@ class Beats:
         defers_sigterm: bool = False,
     ) -> Beats:
         """Say hello to the agent at `path`; if that does not work, it is said and nothing is watched."""
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        hello = Hello(
+            pid=os.getpid(),
+            at=time.monotonic(),
+            limits=limits,
+            learn=learn,
+            defers_sigterm=defers_sigterm,
+        )
+        line: Packets[FromAgent] | None = None
         try:
-            channel.settimeout(CONNECT)
-            with short_address(Path(path)) as address:
-                channel.connect(address)
-            hello = Hello(
-                pid=os.getpid(),
-                at=time.monotonic(),
-                limits=limits,
-                learn=learn,
-                defers_sigterm=defers_sigterm,
-            )
-            channel.send(msgspec.msgpack.encode(hello))
-            channel.setblocking(False)
+            line = Packets.connect(Path(path), FromAgent, CONNECT)
+            if not line.send(hello, CONNECT):
+                raise TimeoutError("it does not read")
         except OSError as error:
-            channel.close()
+            if line is not None:
+                line.close()
             log.warning(
                 "holdfast: cannot reach the agent's monitor at %s: %s; hangs of this rank will not be found",
                 path,
                 error,
             )
             return cls()
-        return cls(channel, testify, heeds)
+        return cls(line, testify, heeds)
 
     @property
     def watched(self) -> bool:
-        return self._socket is not None
+        return self._line is not None
 
     @property
     def dropped(self) -> int:
@@ -262,7 +257,7 @@ class Beats:
 
     def enter(self, section: str, *, at_least: float = 0.0) -> None:
         """A section begins, inside those that are open. Its limit is not below `at_least`, this once."""
-        if self._socket is None:
+        if self._line is None:
             return
         now = time.monotonic()
         state = self._state
@@ -278,7 +273,7 @@ class Beats:
 
     def leave(self, section: str, *, learn: bool = True) -> None:
         """The section ends, and what is still open inside it. One that is not open changes nothing."""
-        if self._socket is None:
+        if self._line is None:
             return
         now = time.monotonic()
         self._close_section(section[:LONGEST_NAME], now, learn=learn)
@@ -296,7 +291,7 @@ class Beats:
 
     def step_done(self, step: int) -> None:
         """A step is complete, and with it the section `step`."""
-        if self._socket is None:
+        if self._line is None:
             return
         now = time.monotonic()
         self._close_section(STEP, now, learn=True)
@@ -309,7 +304,7 @@ class Beats:
 
     def beat(self) -> None:
         """A sign of life, where nothing else gives one."""
-        if self._socket is None:
+        if self._line is None:
             return
         if not self._state.sectioned:
             self._state.trained = True
@@ -317,7 +312,7 @@ class Beats:
 
     def rest(self) -> None:
         """Training is over, for all that can be seen from here: what comes now is not watched."""
-        if self._socket is None or self._resting:
+        if self._line is None or self._resting:
             return
         self._resting = True
         self._tell_seen(time.monotonic())
@@ -335,7 +330,7 @@ class Beats:
 
     def exiting(self) -> None:
         """The loop has ended: until this process ends, limits of their own hold for what the script does."""
-        if self._socket is None or self._resting:
+        if self._line is None or self._resting:
             return
         now = time.monotonic()
         self._state.sections.clear()
@@ -346,7 +341,7 @@ class Beats:
 
     def failing(self) -> None:
         """An error is ending this rank: the time that this takes is watched like that between sections."""
-        if self._socket is None:
+        if self._line is None:
             return
         self._resting = False
         now = time.monotonic()
@@ -362,16 +357,16 @@ class Beats:
 
     def close(self) -> None:
         """Say good-bye and hang up."""
-        if self._socket is None:
+        if self._line is None:
             return
         self.rest()
         self._closing = True
         self._nudge()
         self._thread.join(PARTING)
-        channel, self._socket = self._socket, None
-        if channel is not None and not self._thread.is_alive():  # else it still uses them
-            self._pay(channel)
-            channel.close()
+        line, self._line = self._line, None
+        if line is not None and not self._thread.is_alive():  # else it still uses them
+            self._pay(line)
+            line.close()
             os.close(self._wake)
 
     # --- what is measured -----------------------------------------------------------------------------------
@@ -416,63 +411,49 @@ class Beats:
     def _tell(self, now: float) -> None:
         if self._resting:
             return
-        channel = self._socket
-        if channel is None:  # the thread has just found the agent gone
+        line = self._line
+        if line is None:  # the thread has just found the agent gone
             return
         self._state.at = now
         try:
-            channel.send(self._encode(self._state))
-        except BlockingIOError:
-            self._state.dropped += 1
-            self._behind = True
-        except OSError as error:
+            if not line.send(self._state):
+                self._state.dropped += 1
+                self._behind = True
+        except Gone as error:
             self._lost(error)
 
     def _send(self, message: FromRank, wait: float = 0.0) -> bool:
         """Send one message, waiting at most so long for room. Whether it was sent."""
-        channel = self._socket
-        if channel is None:
+        line = self._line
+        if line is None:
             return False
-        data = self._encode(message)
-        deadline = time.monotonic() + wait
-        while True:
-            try:
-                channel.send(data)
-                return True
-            except BlockingIOError:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    self._state.dropped += 1
-                    return False
-                poll = select.poll()
-                poll.register(channel, select.POLLOUT)
-                poll.poll(left * 1000)
-            except OSError as error:
-                self._lost(error)
-                return False
+        try:
+            sent = line.send(message, wait)
+        except Gone as error:
+            self._lost(error)
+            return False
+        self._state.dropped += not sent
+        return sent
 
     def _insist(self, message: FromRank) -> None:
         """Send what no later message makes good: now, or else as soon as it is taken."""
-        if self._socket is not None and (self._owed or not self._send(message, URGENT)):
-            self._owed.append(self._encode(message))
+        if self._line is not None and (self._owed or not self._send(message, URGENT)):
+            self._owed.append(message)
 
-    def _pay(self, channel: socket.socket) -> None:
+    def _pay(self, line: Packets[FromAgent]) -> None:
         """Send what is owed, as far as it is taken."""
         try:
-            while self._owed:
-                channel.send(self._owed[0])
+            while self._owed and line.send(self._owed[0]):
                 self._owed.popleft()
-        except BlockingIOError:
-            pass
-        except OSError as error:
+        except Gone as error:
             self._lost(error)
 
-    def _lost(self, error: OSError) -> None:
+    def _lost(self, error: Gone) -> None:
         """The agent is gone, or hung up. Its own end is others' business; this rank is no longer watched."""
-        if self._socket is not None and not self._closing:
+        if self._line is not None and not self._closing:
             log.warning("holdfast: the agent's monitor is gone (%s); this rank is no longer watched", error)
         self._closing = True
-        self._socket = None
+        self._line = None
         self._nudge()
 
     def _nudge(self) -> None:
@@ -483,42 +464,36 @@ class Beats:
 
     def _serve(self) -> None:
         """Answer the agent, and send the newest state if the agent could not take it before."""
-        channel = self._socket
-        assert channel is not None
+        line = self._line
+        assert line is not None
         poll = select.poll()
-        poll.register(channel, select.POLLIN)
+        poll.register(line, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while not self._closing:
             ready = dict(poll.poll(CATCH_UP * 1000))
             if self._owed:
-                self._pay(channel)
+                self._pay(line)
             if self._behind and not self._resting:
                 self._behind = False  # before the state is read: what changes after that sets it again
                 try:
-                    channel.send(self._encode(self._state))
-                except BlockingIOError:
-                    self._behind = True
-                except OSError as error:
+                    if not line.send(self._state):
+                        self._behind = True
+                except Gone as error:
                     self._lost(error)
-            if channel.fileno() in ready and not self._listen(channel):
+            if line.fileno() in ready and not self._listen(line):
                 return
 
-    def _listen(self, channel: socket.socket) -> bool:
+    def _listen(self, line: Packets[FromAgent]) -> bool:
         """Take one message and do what it asks. False if the agent has hung up."""
         try:
-            data = channel.recv(PACKET_LIMIT)
-        except BlockingIOError:
-            return True
-        except OSError as error:
+            said = line.receive()
+        except Garbage:
+            return True  # a newer agent may ask more than this release knows
+        except Gone as error:
             self._lost(error)
             return False
-        if not data:
-            self._lost(ConnectionResetError("it hung up"))
-            return False
-        try:
-            said = self._decode(data)
-        except msgspec.DecodeError:
-            return True  # a newer agent may ask more than this release knows
+        if said is None:
+            return True
         if isinstance(said, Ask):
             self._answer(said)
         elif self._heeds is not None:

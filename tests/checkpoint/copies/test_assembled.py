@@ -19,9 +19,8 @@ from holdfast.checkpoint.choose import verifying_reader as reader
 from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 from holdfast.checkpoint.copies import assembled, peers
 from holdfast.checkpoint.copies.assembled import AssembledShards, Hello, make_map
-from holdfast.checkpoint.copies.peer_process import PeerHost
+from holdfast.checkpoint.copies.peer_process import PeerHost, PeerServer
 from holdfast.checkpoint.copies.rules import assemble
-from holdfast.checkpoint.copies.server import PeerServer
 from holdfast.checkpoint.copies.tier import LocalTier
 from holdfast.checkpoint.copies.wire import Data, Deadline, Line, Read, admit
 from holdfast.checkpoint.format import manifest as manifests

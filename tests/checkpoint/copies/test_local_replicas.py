@@ -11,7 +11,7 @@ from pathlib import Path
 
 import holdfast
 from holdfast.checkpoint.copies import tier as local_manifest
-from holdfast.checkpoint.copies.server import PeerServer
+from holdfast.checkpoint.copies.peer_process import PeerServer
 from holdfast.checkpoint.copies.tier import LocalTier, RankPlace, Where
 from holdfast.checkpoint.save.handoff import PeerTarget, UsePeers
 from holdfast.checkpoint.save.local import SUPERSEDED, LocalCommit, ReplicaSender

@@ -21,8 +21,8 @@ from holdfast.checkpoint.copies import room
 from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.copies.assembled import Hello, make_map
 from holdfast.checkpoint.copies.inspection import verify_copy
+from holdfast.checkpoint.copies.peer_process import PeerServer
 from holdfast.checkpoint.copies.rules import assemble, duties, replicate
-from holdfast.checkpoint.copies.server import PeerServer
 from holdfast.checkpoint.copies.tier import CopyRecord, LocalTier
 from holdfast.checkpoint.format.manifest import CheckpointName, encode
 from holdfast.checkpoint.save.handoff import MendCopies

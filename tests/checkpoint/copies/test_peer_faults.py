@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.checkpoint.copies import peers
-from holdfast.checkpoint.copies import server as peer_server
+from holdfast.checkpoint.copies import peer_process, peers
 from holdfast.checkpoint.copies.peers import PeerReader, announcement
 from holdfast.checkpoint.copies.wire import (
     MOST_FRAME,
@@ -142,7 +141,7 @@ def test_sixty_four_who_say_nothing_keep_no_peer_out_and_do_not_stay(lab: Lab) -
 
 def test_who_finds_a_server_busy_waits_for_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a loss many read from one place: the more than it takes at a time are served a little later."""
-    monkeypatch.setattr(peer_server, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(peer_process, "MOST_CONNECTIONS", 2)
     ours = lab.place("a")
     record, files = lab.copy(ours)
     data = ours.image(record).read_bytes()

@@ -20,9 +20,10 @@ import torch
 import holdfast
 from holdfast.checkpoint.format.structure import verify
 from holdfast.checkpoint.save import handoff, saver, writer_process
-from holdfast.checkpoint.save.handoff import Channel, Gone, JobFailed, Start, UseBuffer
+from holdfast.checkpoint.save.handoff import Start, ToTrainer, ToWriter, UseBuffer
 from holdfast.errors import SaveFailedError
 from holdfast.journal.events import SaveFailed
+from holdfast.process import Stream
 from holdfast.record.lease import give_up, given_up
 from kit.harness import wait_until
 from kit.ranks.writers import (
@@ -507,7 +508,8 @@ def test_a_writer_takes_nothing_but_a_start_first(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(writer_process, "leave_stopping_to_the_trainer", lambda: None)  # this is the test's
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        Channel.of_trainer(ours).send(UseBuffer(0, 4096), os.open("/dev/null", os.O_RDONLY))
+        line: Stream[ToTrainer] = Stream(ours, ToTrainer)
+        line.send(UseBuffer(0, 4096), [os.open("/dev/null", os.O_RDONLY)], within=1.0)
         assert writer_process.main(os.dup(theirs.fileno())) == 1
     ours, theirs = socket.socketpair()
     ours.close()
@@ -522,33 +524,7 @@ def test_a_writer_of_another_run_refuses(tmp_path: Path) -> None:
     start = Start(run_dir=str(tmp_path / "run"), run="another", attempt=1, epoch=1, lease_ttl=5.0,
                   root=str(tmp_path / "root"), rank=0, world=1, threads=1)  # fmt: skip
     with ours, theirs, pytest.raises(SaveFailedError, match="not another"):
-        writer_process.Writer(start, Channel.of_writer(theirs))
-
-
-def test_the_channel_carries_messages_of_any_size_and_tells_the_end(tmp_path: Path) -> None:
-    import socket
-
-    ours, theirs = socket.socketpair()
-    writer, trainer = Channel.of_writer(theirs), Channel.of_trainer(ours)
-    assert not trainer.other_side_is_gone()
-    sent = [JobFailed(serial=n, error="x" * n * 7000, trace="") for n in range(20)]
-    received = []
-    for message in sent:
-        writer.send(message)
-        received.append(trainer.receive(1.0))
-    assert [message for message, _ in filter(None, received)] == sent
-    assert trainer.receive(0.0) is None
-    writer.send(sent[3])
-    writer.close()
-    assert trainer.other_side_is_gone(), "though there is something left to receive"
-    assert trainer.receive(0.0) == (sent[3], None)
-    with pytest.raises(Gone):
-        trainer.receive(None)
-    with pytest.raises(Gone):
-        trainer.send(
-            Start(run_dir="", run="", attempt=0, epoch=0, lease_ttl=1.0, root="", rank=0, world=1, threads=1)
-        )
-    trainer.close()
+        writer_process.Writer(start, Stream(theirs, ToWriter))
 
 
 # --- power cuts ---------------------------------------------------------------------------------------------

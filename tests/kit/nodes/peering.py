@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast.checkpoint.copies.peer_process import PeerHost
+from holdfast.checkpoint.copies.peer_process import PeerHost, PeerServer
 from holdfast.checkpoint.copies.peers import send_replica
-from holdfast.checkpoint.copies.server import PeerServer
 from holdfast.checkpoint.copies.tier import CopyFile, CopyRecord, LocalTier
 from holdfast.checkpoint.format.manifest import Chunk, FileEntry, digest_bytes
 from holdfast.journal.event import Event

@@ -89,6 +89,17 @@ def test_everything_it_can_find_out_is_the_same(
     assert "HOLDFAST_GONE" not in found["told"]["environment"]
 
 
+def test_what_is_no_text_arrives_as_it_is(
+    parent: PreloadedParent, place: Path, environment: dict[str, str]
+) -> None:
+    """A path, an argument and a variable are bytes, whatever Python makes of them."""
+    script = os.fsdecode(b"odd_\xff.py")
+    write(place, script, "import os, sys\nprint(ascii([sys.argv, os.environb[b'HOLDFAST_ODD']]))")
+    odd = {**environment, "HOLDFAST_ODD": os.fsdecode(b"\xfe\x80 caf\xc3\xa9")}
+    told = same(parent, command(script, os.fsdecode(b"--name=\xe9")), odd)
+    assert told.strip() == ascii([[script, "--name=\udce9"], b"\xfe\x80 caf\xc3\xa9"])
+
+
 def test_random_state_is_fresh_in_every_worker(
     parent: PreloadedParent, place: Path, environment: dict[str, str]
 ) -> None:

@@ -1,13 +1,20 @@
-"""A place's peer server as a process: what it runs, and how the place leader starts and replaces it.
+"""A place's peer server: it takes replicas of other places' copies, and gives out what this place holds.
 
-Guarantee: nothing here blocks, whatever the process does, except `close` for as long as it is told to. The
-listening socket stays the leader's: a process that takes another's place has the same address, and who
-connected in between is served by the next. After REPLACEMENTS deaths the socket is closed, so that peers
-are refused at once and do not wait in vain.
+It runs as a process of its own, without torch, on a socket that the place leader (`PeerHost`) listens on
+and keeps: a process that takes another's place has the same address, and who connected in between is served
+by the next. After REPLACEMENTS deaths the socket is closed, so that peers are refused at once and do not wait
+in vain.
+
+Guarantees: a replica counts here only once its bytes, where they lie, have the digests that its sender
+announced. Whoever has not proven to belong to the run is cut off after a few seconds, and earlier when such
+connections are many: those that have been silent for longest go, and never a proven one or who comes anew. A
+connection that is slow, stalls or talks nonsense costs its own thread until its deadline, and nobody else
+anything. The leader never waits for its process, except in `close` for as long as it is told to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
@@ -17,28 +24,374 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from holdfast.checkpoint.copies.server import PeerServer
-from holdfast.checkpoint.copies.tier import LocalTier
+from holdfast.checkpoint.copies import receipt
+from holdfast.checkpoint.copies.receipt import Incoming, NoRoomError, RunningDigests
+from holdfast.checkpoint.copies.tier import CopyFile, CopyRecord, LocalTier
+from holdfast.checkpoint.copies.wire import (
+    HANDSHAKE_TIMEOUT,
+    Announcement,
+    Copies,
+    Data,
+    Deadline,
+    Gone,
+    GoOn,
+    Held,
+    Line,
+    ListCopies,
+    Offer,
+    Read,
+    Refused,
+    Request,
+    admit,
+    objection,
+)
 from holdfast.errors import PeerError
-from holdfast.journal import JournalWriter
-from holdfast.journal.events import Warned
-from holdfast.process import Companion, leave_stopping_to_the_trainer, start_child
-from holdfast.record import ControlDirectory, listen
+from holdfast.journal import Event, JournalWriter
+from holdfast.journal.events import CopiesDropped, CopyQuarantined, Warned
+from holdfast.process import Companion, Packets, leave_stopping_to_the_trainer, start_child
+from holdfast.record import ControlDirectory, listen, run_secret, to_cut
 
-# The process of a place's peer server, started by the place leader; without torch.
-#
-# It serves on a socket that its leader listens on and keeps, so that another process can take its place at
-# the same address. A signal that asks a whole job to end does not end it. When its leader is gone or lets go
-# of it, nobody new is let in, replicas that are on their way may arrive, for at most `linger` seconds, and it
-# ends.
+log = logging.getLogger("holdfast.checkpoint")
 
-
+MOST_CONNECTIONS = 1024
+"""Of peers that have proven themselves."""
+IDLE = 120.0
+"""Seconds for which a connection may ask for nothing."""
+PATIENCE = 30.0
+"""Seconds for which a transfer may stand still."""
+PIECE = 4 * 1024 * 1024
 LOOK = 0.2
 """Seconds between looks at whether the leader is still there, and at whether anything is still on its way."""
+QUIET = 1.0
+"""Seconds without a byte after which a transfer that somebody has announced again is cut."""
+
+
+Known = dict[tuple[str, str], tuple[CopyRecord, CopyFile]]
+"""By checkpoint and path: what a connection has read from. Whether it still stands is asked every time."""
+
+
+class _Transfer:
+    """A replica that is on its way in."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.ended = threading.Event()
+        self.moved = time.monotonic()
+        """When the last bytes came."""
+
+
+class PeerServer:
+    """`serve` runs until `close_door` or `stop`, in any thread. The socket stays the caller's."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        control: ControlDirectory,
+        tier: LocalTier,
+        *,
+        keep: int,
+        max_bytes: int = 0,
+        journal: JournalWriter | None = None,
+        patience: float = PATIENCE,
+        handshake: float = HANDSHAKE_TIMEOUT,
+    ) -> None:
+        self._listener = listener
+        self._run = control.run_id
+        self._secret = run_secret(control)
+        self._tier = tier
+        self._keep = max(keep, 1)
+        self._max_bytes = max_bytes
+        self._journal = journal
+        self._patience = patience
+        self._handshake = handshake
+        self._closed = threading.Event()
+        self._stopping = threading.Event()
+        self._guard = threading.Lock()
+        self._lines: dict[Line, threading.Thread] = {}
+        self._unproven: dict[Line, tuple[str, float]] = {}
+        """From where, and since when."""
+        self._transfers: dict[tuple[str, int], _Transfer] = {}
+        """By checkpoint and rank."""
+
+    @property
+    def transfers(self) -> int:
+        """Replicas that are on their way in."""
+        with self._guard:
+            return len(self._transfers)
+
+    @property
+    def connections(self) -> int:
+        with self._guard:
+            return len(self._lines)
+
+    def serve(self) -> None:
+        receipt.sweep(self._tier)
+        self._listener.setblocking(False)
+        ready = select.poll()
+        ready.register(self._listener, select.POLLIN)
+        while not self._closed.is_set():
+            if ready.poll(LOOK * 1000):
+                self._accept()
+
+    def close_door(self) -> None:
+        """Nobody new is let in: `serve` returns, and the connections that are there go on."""
+        self._closed.set()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Cut every connection, and wait for their threads; what was not verified by now does not count."""
+        self.close_door()
+        self._stopping.set()
+        with self._guard:
+            lines = list(self._lines.items())
+        for line, _ in lines:
+            line.cut()
+        deadline = time.monotonic() + timeout
+        for _, thread in lines:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._listener.accept()
+        except BlockingIOError:
+            return  # the server before this one, which has the same socket, was quicker
+        except OSError as error:
+            log.warning("holdfast: the peer server cannot accept a connection: %s", error)
+            self._closed.wait(LOOK)
+            return
+        line = Line(connection, f"{address[0]}:{address[1]}")
+        with self._guard:
+            if len(self._lines) - len(self._unproven) >= MOST_CONNECTIONS:
+                line.close()  # it comes again
+                return
+            self._unproven[line] = (str(address[0]), time.monotonic())
+            for silent in to_cut(self._unproven, time.monotonic()):
+                silent.cut()  # its own thread sees the end of it
+            thread = threading.Thread(
+                target=self._converse, args=(line,), name="holdfast-peer-line", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no thread left
+                log.warning("holdfast: %s cannot be served: %s", line.who, error)
+                del self._unproven[line]
+                line.close()
+                return
+            self._lines[line] = thread
+
+    def _converse(self, line: Line) -> None:
+        known: Known = {}
+        try:
+            self._admit(line)
+            while not self._stopping.is_set():
+                self._answer(line, line.receive(Request, Deadline.within(IDLE)), known)
+        except PeerError as error:
+            log.info("holdfast: %s", error)
+        except Exception:
+            log.exception("holdfast: a connection from %s ended with an error", line.who)
+        finally:
+            with self._guard:
+                self._lines.pop(line, None)
+            line.close()
+
+    def _admit(self, line: Line) -> None:
+        place = self._tier.record
+        try:
+            deadline = Deadline.within(self._handshake)
+            admit(line, self._secret, self._run, place=place.place, node=place.node, deadline=deadline)
+        finally:
+            with self._guard:
+                self._unproven.pop(line, None)
+
+    def _answer(self, line: Line, request: Request, known: Known) -> None:
+        if isinstance(request, Offer):
+            deadline = Deadline.within(request.seconds, self._patience)
+            if why := objection(request.replica):
+                line.send(Refused(why=why), deadline)
+                return
+            with self._transfer(request.replica, line, deadline) as transfer:
+                self._take(transfer, request.replica, deadline)
+        elif isinstance(request, Read):
+            self._give(line, request, known)
+        elif isinstance(request, ListCopies):
+            line.send(Copies(self._tier.records()), Deadline.within(self._patience))
+
+    # --- taking ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _transfer(self, replica: Announcement, line: Line, deadline: Deadline) -> Iterator[_Transfer]:
+        """One transfer of the same replica at a time.
+
+        Who announces it again has lost the line before, though this side may not know that yet; where the one
+        before still moves, it is waited for.
+        """
+        key, transfer = (replica.checkpoint, replica.rank), _Transfer(line)
+        with self._guard:
+            before = self._transfers.get(key)
+            self._transfers[key] = transfer
+        try:
+            while before is not None and not before.ended.wait(LOOK / 4):
+                if time.monotonic() - before.moved > QUIET:
+                    before.line.cut()
+                if deadline.left <= 0:
+                    raise PeerError(f"{line.who}: {replica} is being sent by somebody else")
+            yield transfer
+        finally:
+            transfer.ended.set()
+            with self._guard:
+                if self._transfers.get(key) is transfer:
+                    del self._transfers[key]
+
+    def _take(self, transfer: _Transfer, replica: Announcement, deadline: Deadline) -> None:
+        tier, line = self._tier, transfer.line
+        receipt.sweep(tier, rank=replica.rank, keep=replica)
+        if (known := tier.find(replica.checkpoint, replica.rank)) is not None:
+            if self._is_held(known, replica):
+                line.send(Held(tier.place), deadline)
+                return
+            if known.kind == "own":
+                why = f"{replica}: this place has its own copy of that, under manifest {known.manifest}"
+                line.send(Refused(why=why), deadline)
+                return
+        try:
+            incoming = self._begin(replica)
+        except (NoRoomError, OSError) as error:
+            line.send(Refused(why=f"{replica}: {error}"), deadline)
+            return
+        try:
+            self._receive(transfer, incoming, deadline)
+        finally:
+            incoming.close()
+
+    def _begin(self, replica: Announcement) -> Incoming:
+        try:
+            return receipt.begin(self._tier, replica, max_bytes=self._max_bytes)
+        except NoRoomError as error:
+            # The oldest one that would be dropped after this one is dropped before it: never the last one.
+            dropped = receipt.drop_older(self._tier, replica.rank, None, self._keep - 1)
+            if not dropped:
+                raise
+            self._tell(
+                CopiesDropped(
+                    node=self._tier.record.node,
+                    checkpoints=[record.checkpoint for record in dropped],
+                    reasons=[f"a replica of rank {replica.rank}, to make room: {error}" for _ in dropped],
+                    bytes=sum(record.nbytes for record in dropped),
+                )
+            )
+            return receipt.begin(self._tier, replica, max_bytes=self._max_bytes)
+
+    def _receive(self, transfer: _Transfer, incoming: Incoming, deadline: Deadline) -> None:
+        line, replica, at = transfer.line, incoming.replica, incoming.there
+        line.send(GoOn(at), deadline)
+        digests = RunningDigests(incoming.view, replica.files, at)
+        try:
+            while at < replica.size:
+                with incoming.view[at : at + PIECE] as piece:
+                    at += line.receive_some(piece, deadline)
+                transfer.moved = time.monotonic()
+                digests.arrived(at)
+            wrong = digests.finish()
+        except BaseException:
+            digests.stop()
+            incoming.touch()
+            raise
+        if wrong is not None:
+            incoming.discard()
+            path, expected, found = wrong
+            why = (
+                f"{replica}: {path} arrived with digest {found}, announced was {expected}; it was thrown away"
+            )
+            line.send(Refused(why=why, altered=path), deadline)
+            return
+        try:
+            record = incoming.commit()
+        except OSError as error:
+            line.send(Refused(why=f"{replica}: its record cannot be written: {error}"), deadline)
+            return
+        incoming.close()  # unlocked before anybody hears of it, who may want to read it
+        line.send(Held(self._tier.place), deadline)
+        receipt.drop_older(self._tier, replica.rank, record, self._keep)
+
+    def _is_held(self, known: CopyRecord, replica: Announcement) -> bool:
+        """Whether a copy here is the announced one; a record proves nothing, so its bytes are digested."""
+        files = [CopyFile(file.path, file.start, file.size, file.digest) for file in replica.files]
+        if known.manifest != replica.manifest or known.files != files:
+            return False
+        with self._tier.lease(known) as descriptor:
+            if descriptor is None:
+                return False
+            if os.fstat(descriptor).st_size < replica.size:
+                wrong = f"its image has {os.fstat(descriptor).st_size} bytes, expected {replica.size}"
+            else:
+                with receipt.mapped(descriptor, 0, replica.size) as view:
+                    found = receipt.wrong_file(view, replica.files)
+                if found is None:
+                    return True
+                wrong = f"{found[0]} has digest {found[2]}, expected {found[1]}"
+            self._tier.quarantine(known, wrong)
+            self._tell(
+                CopyQuarantined(
+                    checkpoint=known.checkpoint,
+                    node=self._tier.record.node,
+                    kind=known.kind,
+                    reasons=[f"rank {known.rank}: {wrong}"],
+                )
+            )
+            return False
+
+    def _tell(self, event: Event) -> None:
+        log.warning("holdfast: %s", event)
+        if self._journal is not None:
+            self._journal.write(event)
+
+    # --- giving ---------------------------------------------------------------------------------------------
+
+    def _give(self, line: Line, request: Read, known: Known) -> None:
+        deadline = Deadline.within(self._patience)
+        key = (request.checkpoint, request.path)
+        if key in known and self._give_from(line, request, *known[key], deadline):
+            return
+        if (found := self._find(request)) is not None:
+            known[key] = found
+            if self._give_from(line, request, *found, deadline):
+                return
+        line.send(Gone(f"this place holds no copy of {request.path} of {request.checkpoint}"), deadline)
+
+    def _give_from(
+        self, line: Line, request: Read, record: CopyRecord, file: CopyFile, deadline: Deadline
+    ) -> bool:
+        """False: the copy does not stand any more."""
+        end = request.offset + request.length
+        if end > file.size:
+            line.send(Gone(f"{file.path} has {file.size} bytes; {end} were asked for"), deadline)
+            return True
+        with self._tier.lease(record) as descriptor:
+            if descriptor is None or os.fstat(descriptor).st_size < file.start + end:
+                return False
+            line.send(Data(request.length), deadline)
+            # Copied as it is sent: what sendfile queues is the image's own memory, and that may be taken back
+            # while the peer has not read the last of it yet.
+            with receipt.mapped(descriptor, file.start + request.offset, request.length) as view:
+                line.send_bytes(view, deadline)
+            return True
+
+    def _find(self, request: Read) -> tuple[CopyRecord, CopyFile] | None:
+        for record in self._tier.records():
+            if record.checkpoint == request.checkpoint:
+                for file in record.files:
+                    if file.path == request.path:
+                        return record, file
+        return None
+
+
+# The server as a process. A signal that asks a whole job to end does not end it. When its leader is gone or
+# lets go of it, nobody new is let in, replicas that are on their way may arrive, for at most `linger`
+# seconds, and it ends.
 
 
 class PeerOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +405,7 @@ class PeerOrder(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
 
 
-def run(order: PeerOrder, listener: socket.socket, line: socket.socket, parent: int) -> int:
+def run(order: PeerOrder, listener: socket.socket, line: Packets[None], parent: int) -> int:
     tier = LocalTier.at(Path(order.tier))
     control = ControlDirectory.open(Path(order.control))
     with tier.in_use():
@@ -64,7 +417,7 @@ def run(order: PeerOrder, listener: socket.socket, line: socket.socket, parent: 
         thread.start()
         # A fork of the leader may still hold its end of the line: then only our parent tells.
         while os.getppid() == parent and thread.is_alive():
-            if select.select([line], [], [], LOOK)[0]:
+            if line.wait(LOOK):
                 break
         served = thread.is_alive()
         server.close_door()
@@ -84,11 +437,9 @@ def main() -> int:
     leave_stopping_to_the_trainer()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     order = msgspec.json.decode(sys.argv[1].encode(), type=PeerOrder)
-    listener, line = (socket.socket(fileno=int(number)) for number in sys.argv[2:4])
-    return run(order, listener, line, int(sys.argv[4]))
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    return run(order, listener, Packets.at(int(sys.argv[3]), None), int(sys.argv[4]))
 
-
-log = logging.getLogger("holdfast.checkpoint")
 
 REPLACEMENTS = 3
 MODULE = "holdfast.checkpoint.copies.peer_process"
@@ -124,7 +475,7 @@ class PeerHost:
         self._log = control.attempt(attempt) / f"peer-{tier.place}.log"
         self._journal = journal
         self._node = tier.record.node
-        self._child: Companion | None = None
+        self._child: Companion[Packets[None]] | None = None
         self._replaced = 0
         try:
             self._listener: socket.socket | None = listen(0, host)
@@ -143,7 +494,7 @@ class PeerHost:
             return
         listening = self._listener.fileno()
         try:
-            self._child = Companion(lambda line: self._spawn(listening, line))
+            self._child = Companion(lambda line: self._spawn(listening, line), Packets.pair(None))
         except OSError as error:
             self._give_up(f"the peer server of node {self._node} could not be started: {error}")
 

@@ -12,8 +12,6 @@ import collections
 import contextlib
 import logging
 import os
-import select
-import socket
 import subprocess
 import time
 from collections.abc import Iterable
@@ -24,10 +22,10 @@ from holdfast.base import LiveLine, Waiting
 from holdfast.checkpoint.format import CheckpointRoot, parse_name
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import Warned
-from holdfast.process import Companion, start_child
+from holdfast.process import Companion, Gone, Packets, start_child
 from holdfast.record import ControlDirectory
 
-# What a trainer and its drain process say to each other: one JSON message a packet.
+# What a trainer and its drain process say to each other.
 
 
 class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +74,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 log = logging.getLogger("holdfast.checkpoint")
 
 REPLACEMENTS = 3
-PACKET = 65536
 
 
 class Drain:
@@ -105,7 +102,7 @@ class Drain:
         )
         self._log = control.attempt(attempt) / "drain.log"
         self._journal = journal
-        self._child: Companion | None = None
+        self._child: Companion[Packets[Outcome]] | None = None
         self._unsent: collections.deque[Push | Delete] = collections.deque()
         self._unanswered: dict[tuple[str, str], Push | Delete] = {}
         self._replaced = 0
@@ -123,7 +120,7 @@ class Drain:
     def start(self) -> None:
         """Start the process; a failure is journalled, and training goes on without remote copies."""
         try:
-            self._child = Companion(self._spawn, packets=True)
+            self._child = Companion(self._spawn, Packets.pair(Outcome))
         except OSError as error:
             self._warn(
                 f"the drain process could not be started, nothing is copied to {self._order.url}: {error}"
@@ -172,15 +169,14 @@ class Drain:
         while self._child is not None and self._child.code is None:
             self._send()
             if not told and not self._unsent and self._line is not None:
-                with contextlib.suppress(OSError):
-                    self._line.send(msgspec.json.encode(Finish()))
-                    told = True
+                with contextlib.suppress(Gone):
+                    told = self._line.send(Finish())
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             line(Waiting(f"the copies to {self._order.url} to be complete", timeout - left, timeout))
             if self._line is not None:
-                select.select([self._line], [], [], min(left, 0.05))
+                self._line.wait(min(left, 0.05))
             outcomes += self._receive()
             if self._line is None:  # it has said all it had to say, and is about to end
                 self._child.wait(min(left, 5.0))
@@ -202,10 +198,9 @@ class Drain:
         while self._unsent and self._line is not None:
             job = self._unsent[0]
             try:
-                self._line.send(msgspec.json.encode(job), socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return  # its inbox is full; the next poll tries again
-            except OSError:
+                if not self._line.send(job):
+                    return  # its inbox is full; the next poll tries again
+            except Gone:
                 self._hang_up()
                 return
             self._unanswered[_key(job)] = self._unsent.popleft()
@@ -214,15 +209,12 @@ class Drain:
         outcomes: list[Outcome] = []
         while self._line is not None:
             try:
-                packet = self._line.recv(PACKET)
-            except BlockingIOError:
-                break
-            except OSError:
-                packet = b""
-            if not packet:
+                outcome = self._line.receive()
+            except Gone:
                 self._hang_up()
                 break
-            outcome = msgspec.json.decode(packet, type=Outcome)
+            if outcome is None:
+                break
             self._unanswered.pop((outcome.job, outcome.name), None)
             if outcome.problem:
                 log.warning("holdfast: %s", self._in_words(outcome))
@@ -241,7 +233,7 @@ class Drain:
         )
 
     @property
-    def _line(self) -> socket.socket | None:
+    def _line(self) -> Packets[Outcome] | None:
         """None once it is hung up."""
         return self._child.line if self._child is not None and self._child.connected else None
 

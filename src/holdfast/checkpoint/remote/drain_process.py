@@ -13,9 +13,8 @@ process can do in between is harmless: every object is whole, and the same bytes
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
-import select
-import socket
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from holdfast.checkpoint.remote.store import LocalCopyError, RemoteUnavailableEr
 from holdfast.errors import HoldfastError, LeaseLostError
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import CopyDeleted, CopyDrained, DrainFailed, Warned
-from holdfast.process import leave_stopping_to_the_trainer
+from holdfast.process import Gone, Packets, leave_stopping_to_the_trainer
 from holdfast.record import (
     CommitRecord,
     ControlDirectory,
@@ -45,11 +44,12 @@ IDLE_LOOK = 0.5
 """Seconds between looks at whether the trainer is still there."""
 GRACE = 2.0
 """Seconds beyond its time after which the process ends even in the middle of a request."""
-PACKET = 65536
+LONGEST = 15_000
+"""Characters of what went wrong that the trainer is told: one packet takes them, whichever they are."""
 
 
 class DrainProcess:
-    def __init__(self, order: DrainOrder, line: socket.socket, parent: int) -> None:
+    def __init__(self, order: DrainOrder, line: Packets[Message], parent: int) -> None:
         self._order = order
         self._line = line
         self._parent = parent
@@ -61,7 +61,7 @@ class DrainProcess:
         self._jobs: collections.deque[Push | Delete] = collections.deque()
         self._later: list[Push | Delete] = []
         """Jobs that failed for want of the store; tried again once it is seen to work."""
-        self._unsaid: collections.deque[bytes] = collections.deque()
+        self._unsaid: collections.deque[Outcome] = collections.deque()
         """Outcomes for which there was no room in the trainer's inbox."""
         self._judged: dict[str, set[str]] = {}
         """Records of standing that the remote has, by checkpoint."""
@@ -99,25 +99,20 @@ class DrainProcess:
         while not self._last_message:
             if os.getppid() != self._parent:
                 self._leave_behind()  # a fork of the trainer may still hold its end of the line
-            speak = [self._line] if self._unsaid else []
-            ready, room, _ = select.select([self._line], speak, [], IDLE_LOOK if wait else 0)
-            if room:
-                self._speak()
+            ready = self._line.wait(IDLE_LOOK if wait else 0.0, room=bool(self._unsaid))
+            self._speak()
             if not ready:
                 if wait and not self._last_message:
                     continue
                 return
             try:
-                packet = self._line.recv(PACKET)
-            except OSError:
-                packet = b""
-            if not packet:
+                message = self._line.receive()
+            except Gone:
                 self._leave_behind()
                 return
-            message = msgspec.json.decode(packet, type=Message)
             if isinstance(message, Finish):
                 self._leave_behind()
-            else:
+            elif message is not None:
                 if message not in self._jobs:  # it may have been found missing before its order came
                     self._jobs.append(message)
                 wait = False
@@ -148,24 +143,21 @@ class DrainProcess:
                 os._exit(1)
 
     def _say(self, outcome: Outcome) -> None:
-        self._unsaid.append(msgspec.json.encode(outcome))
+        self._unsaid.append(outcome)
         self._speak()
 
     def _speak(self) -> None:
         """Say what there is room for; never wait for the trainer, which may be in a long step."""
         try:
-            while self._unsaid:
-                self._line.send(self._unsaid[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            while self._unsaid and self._line.send(self._unsaid[0]):
                 self._unsaid.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
+        except Gone:
             self._unsaid.clear()  # nobody is there any more
 
     def _say_the_rest(self) -> None:
         deadline = time.monotonic() + GRACE
         while self._unsaid and time.monotonic() < deadline:
-            select.select([], [self._line], [], IDLE_LOOK)
+            self._line.wait(IDLE_LOOK, room=True)
             self._speak()
 
     # --- doing ----------------------------------------------------------------------------------------------
@@ -188,7 +180,7 @@ class DrainProcess:
                     text = f"{len(self._jobs)} more jobs for {self._remote.url} are left to the next start"
                     self._journal.write(Warned(message=text))
                     self._jobs.clear()  # each would wait for the same store, and somebody may wait for us
-            outcome = Outcome(job=kind, name=str(name), problem=str(error))
+            outcome = Outcome(job=kind, name=str(name), problem=str(error)[:LONGEST])
             self._tell_failure(kind, name, error)
         else:
             self._make_up()
@@ -325,7 +317,7 @@ def main() -> int:
     only."""
     leave_stopping_to_the_trainer()
     order = msgspec.json.decode(sys.argv[1].encode(), type=DrainOrder)
-    with socket.socket(fileno=int(sys.argv[2])) as line:
+    with contextlib.closing(Packets[Message].at(int(sys.argv[2]), Message)) as line:
         DrainProcess(order, line, int(sys.argv[3])).run()
     return 0
 

@@ -1,8 +1,8 @@
 """Handing saves over to the writer process: what the two say to each other, and the line between them.
 
-A stream socket between parent and child carries length-prefixed msgpack messages (never pickle), and once for
-each staging buffer its file descriptor. The first message carries the writer's lock (record/lease.py),
-which is held also while it is on its way.
+They speak over a stream (process/local_wire.py), which also carries the file descriptor of each staging
+buffer, once. The first message carries the writer's lock (record/lease.py), which is held also while it is
+on its way.
 
 The trainer never waits for the writer without a deadline, not even while the socket is full. What is under
 way, and what becomes of it when a writer dies, the saver knows (saver.py).
@@ -12,27 +12,23 @@ The writer process imports this module too, so torch must not be imported here.
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import functools
 import logging
 import os
-import select
-import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.checkpoint.copies import PlaceMap, Where
 from holdfast.checkpoint.format import CheckpointName, Declared, Layout, Manifest
 from holdfast.errors import SaveFailedError
-from holdfast.process import Companion, start_child
+from holdfast.process import Companion, Gone, Stream, start_child
 from holdfast.record import lock_for_writer
 
 if TYPE_CHECKING:
@@ -43,11 +39,10 @@ log = logging.getLogger("holdfast.checkpoint")
 
 SEND_TIMEOUT = 60.0
 NO_SLOT = -1
-_LENGTH = 8
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """The first message: who the writer works for."""
+    """The first message: who the writer works for. On rank 0 the writer's lock may come with it."""
 
     run_dir: str
     run: str
@@ -64,8 +59,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Checkpoints that the local tier keeps."""
     trainer: int = 0
     """Its process id, which the writer's parent has for as long as the trainer lives; 0: not told."""
-    locked: bool = False
-    """The writer's lock comes with this message."""
 
 
 class UseBuffer(msgspec.Struct, frozen=True, tag="buffer"):
@@ -211,113 +204,6 @@ class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 ToWriter = Start | UseBuffer | UsePlan | UsePeers | MendCopies | Job | Leave
 ToTrainer = BufferFree | LocalDone | JobDone | JobFailed
 
-_to_writer = msgspec.msgpack.Decoder(ToWriter)
-_to_trainer = msgspec.msgpack.Decoder(ToTrainer)
-
-
-class Gone(Exception):  # noqa: N818 - not an error: the other side has ended
-    """The other side has closed its end."""
-
-
-class Channel:
-    """One end of the socket."""
-
-    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        self._socket = sock
-        self._decoder = decoder
-        self._received = bytearray()
-        self._descriptors: list[int] = []
-        sock.setblocking(False)
-
-    @classmethod
-    def of_trainer(cls, sock: socket.socket) -> Channel:
-        return cls(sock, _to_trainer)
-
-    @classmethod
-    def of_writer(cls, sock: socket.socket) -> Channel:
-        return cls(sock, _to_writer)
-
-    def send(self, message: ToWriter | ToTrainer, descriptor: int | None = None) -> None:
-        """Raises Gone if nobody is there, SaveFailedError if nobody reads."""
-        body = msgspec.msgpack.encode(message)
-        data = memoryview(len(body).to_bytes(_LENGTH, "little") + body)
-        deadline = time.monotonic() + SEND_TIMEOUT
-        extra = [] if descriptor is None else [_rights(descriptor)]
-        while data:
-            try:
-                sent = self._socket.sendmsg([data], extra)
-                data, extra = data[sent:], []
-            except BlockingIOError:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise SaveFailedError(f"the writer process read nothing for {SEND_TIMEOUT:g} s") from None
-                self._wait_for(select.POLLOUT, left)
-            except OSError as error:
-                raise Gone from error
-
-    def receive(self, timeout: float | None) -> tuple[Any, int | None] | None:
-        """The next message and the descriptor that came with it; None after `timeout` (None: no limit).
-
-        Raises Gone when the other side has ended and everything it had said was received.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            message = self._next()
-            if message is not None:
-                with_one = isinstance(message, UseBuffer) or (isinstance(message, Start) and message.locked)
-                return message, self._descriptors.pop(0) if with_one else None
-            try:
-                data, ancillary, _, _ = self._socket.recvmsg(1 << 20, socket.CMSG_SPACE(4))
-            except BlockingIOError:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                self._wait_for(select.POLLIN, left)
-                continue
-            except OSError as error:
-                raise Gone from error
-            self._descriptors += _received_descriptors(ancillary)
-            if not data:
-                raise Gone
-            self._received += data
-
-    def other_side_is_gone(self) -> bool:
-        """Never blocks; takes nothing off the stream. What it had said may still be there to be received."""
-        ready = select.poll()
-        ready.register(self._socket, select.POLLRDHUP)
-        return bool(ready.poll(0))
-
-    def _wait_for(self, event: int, seconds: float | None) -> None:
-        ready = select.poll()  # not select(), which knows only the first 1024 descriptors of a process
-        ready.register(self._socket, event)
-        ready.poll(None if seconds is None else max(1, int(seconds * 1000)))
-
-    def _next(self) -> Any:
-        if len(self._received) < _LENGTH:
-            return None
-        length = int.from_bytes(self._received[:_LENGTH], "little")
-        if len(self._received) < _LENGTH + length:
-            return None
-        body = bytes(self._received[_LENGTH : _LENGTH + length])
-        del self._received[: _LENGTH + length]
-        return self._decoder.decode(body)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.close()
-
-
-def _rights(descriptor: int) -> tuple[int, int, bytes]:
-    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]).tobytes()
-
-
-def _received_descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return list(found)
-
 
 def spawn(descriptor: int) -> subprocess.Popen[bytes]:
     """Start a writer process that talks over this socket."""
@@ -330,8 +216,7 @@ class WriterConnection:
 
     def __init__(self, start: Start) -> None:
         self._start = start
-        self._writer: Companion | None = None
-        self._channel: Channel | None = None
+        self._writer: Companion[Stream[ToTrainer]] | None = None
         self._plans: set[int] = set()
         """Numbers of those that it knows."""
         self._buffers: dict[int, int] = {}
@@ -352,22 +237,21 @@ class WriterConnection:
         if self._writer is not None:
             return  # if it has died, that shows in the next exchange, and is seen to there
         try:
-            self._writer = Companion(spawn)
+            self._writer = Companion(spawn, Stream.pair(ToTrainer))
         except OSError as error:
             raise SaveFailedError(f"the writer process cannot be started: {error}") from error
-        self._channel = Channel.of_trainer(self._writer.line)
         self._plans, self._buffers = set(), {}
-        self._send_start(self._channel, first)
+        self._send_start(first)
         for order in self._orders.values():
-            self._channel.send(order)
+            self._say(order)
 
-    def _send_start(self, channel: Channel, first: str) -> None:
+    def _send_start(self, first: str) -> None:
         """With rank 0's sign of life: a message under way holds the lock until the writer reads it."""
         start, locked = self._start, None
         if start.rank == 0:
             locked = lock_for_writer(Path(start.run_dir), start.epoch, first)
         try:
-            channel.send(msgspec.structs.replace(start, locked=locked is not None), locked)
+            self._say(start, locked)
         finally:
             if locked is not None:
                 os.close(locked)
@@ -375,33 +259,40 @@ class WriterConnection:
     def order(self, order: UsePeers | MendCopies) -> None:
         """What the writer does beside the saves, from now on; one that takes its place is told too."""
         self._orders[type(order)] = order
-        if self._channel is not None:
+        if self._writer is not None:
             with contextlib.suppress(Gone, SaveFailedError):
-                self._channel.send(order)
+                self._say(order)
 
     def hand_over(self, job: Job, plan: Plan, buffer: Buffer) -> None:
         """With what the writer needs for it and does not know. Raises Gone, or SaveFailedError."""
-        if self._channel is None:
-            raise Gone
         # Without memory there is nothing to map, only a failure to be told; a slot may be closed for good.
         if buffer.size and buffer.descriptor >= 0 and self._buffers.get(buffer.index) != buffer.size:
-            self._channel.send(UseBuffer(buffer.index, buffer.size), buffer.descriptor)
+            self._say(UseBuffer(buffer.index, buffer.size), buffer.descriptor)
             self._buffers[buffer.index] = buffer.size
         if plan.number not in self._plans:
-            self._channel.send(UsePlan(plan.number, plan.layout, plan.declared))
+            self._say(UsePlan(plan.number, plan.layout, plan.declared))
             self._plans.add(plan.number)
-        self._channel.send(job)
+        self._say(job)
+
+    def _say(self, message: ToWriter, descriptor: int | None = None) -> None:
+        """Raises Gone if nobody is there, SaveFailedError if nobody reads."""
+        if self._writer is None:
+            raise Gone
+        try:
+            self._writer.line.send(message, [] if descriptor is None else [descriptor], within=SEND_TIMEOUT)
+        except TimeoutError:
+            raise SaveFailedError(f"the writer process read nothing for {SEND_TIMEOUT:g} s") from None
 
     def receive(self, timeout: float) -> ToTrainer | None:
         """The next message; None if there is none by then. Raises Gone after the last one of all."""
-        if self._channel is None:
+        if self._writer is None:
             raise Gone
-        received = self._channel.receive(timeout)
+        received = self._writer.line.receive(timeout)
         return received[0] if received is not None else None
 
     def end(self, *, kill: bool = False) -> str:
         """Let go of the process; how it ended, in words."""
-        writer, self._writer, self._channel = self._writer, None, None
+        writer, self._writer = self._writer, None
         if writer is None:
             return "it was not running"
         if kill:
@@ -420,18 +311,17 @@ class WriterConnection:
         if self._writer is not None:
             self._writer.hang_up()
             _see_off(self._writer.process, await_at_exit)
-        self._writer = self._channel = None
+        self._writer = None
 
     def close(self, timeout: float = 5.0) -> None:
         """Nothing is outstanding: the writer exits when its socket is closed."""
-        if self._channel is not None:
-            with contextlib.suppress(Gone, SaveFailedError):
-                self._channel.send(Leave())
         if self._writer is not None:
+            with contextlib.suppress(Gone, SaveFailedError):
+                self._say(Leave())
             self._writer.hang_up()
             if self._writer.wait(timeout) is None:
                 self._writer.kill(timeout)
-        self._writer = self._channel = None
+        self._writer = None
 
 
 def _see_off(process: subprocess.Popen[bytes], await_at_exit: float) -> None:

@@ -55,7 +55,6 @@ from holdfast.checkpoint.format import (
 from holdfast.checkpoint.save.handoff import (
     NO_SLOT,
     BufferFree,
-    Gone,
     Job,
     JobDone,
     JobFailed,
@@ -73,6 +72,7 @@ from holdfast.checkpoint.state import GRADIENTS
 from holdfast.errors import LeaseLostError, SaveFailedError, TornSnapshotError
 from holdfast.journal import Event
 from holdfast.journal.events import SaveCommitted
+from holdfast.process import Gone
 from holdfast.record import ControlDirectory, Fence, Group, add_up, announce, give_up
 
 log = logging.getLogger("holdfast.checkpoint")

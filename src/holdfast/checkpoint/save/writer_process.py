@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import socket
 import sys
 import threading
 import time
@@ -34,9 +33,8 @@ from holdfast.checkpoint import commit as commits
 from holdfast.checkpoint.copies import tier as local_manifest
 from holdfast.checkpoint.format import PARTS, CheckpointName, CheckpointRoot, FileEntry, Manifest
 from holdfast.checkpoint.save.handoff import (
+    SEND_TIMEOUT,
     BufferFree,
-    Channel,
-    Gone,
     Job,
     JobDone,
     JobFailed,
@@ -46,6 +44,7 @@ from holdfast.checkpoint.save.handoff import (
     Save,
     Start,
     ToTrainer,
+    ToWriter,
     UseBuffer,
     UsePeers,
     UsePlan,
@@ -55,7 +54,7 @@ from holdfast.checkpoint.save.local import LocalCommit, LocalCommitter, ReplicaS
 from holdfast.errors import HoldfastError, LeaseLostError, SaveFailedError
 from holdfast.journal import JournalWriter, read_journal
 from holdfast.journal.events import SaveCommitted, Warned
-from holdfast.process import leave_stopping_to_the_trainer
+from holdfast.process import Gone, Stream, leave_stopping_to_the_trainer
 from holdfast.record import ControlDirectory, Fence, Writing, give_up, given_up, is_busy
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class Exchange:
     def __init__(
         self,
         start: Start,
-        channel: Channel,
+        channel: Stream[ToWriter],
         control: ControlDirectory,
         fence: Fence,
         journal: JournalWriter,
@@ -101,7 +100,7 @@ class Exchange:
     def trainer_is_gone(self) -> bool:
         """A child that the trainer forked may hold its end of the socket open: then only our parent tells."""
         known = self._start.trainer
-        return self._channel.other_side_is_gone() or (known > 0 and os.getppid() != known)
+        return self._channel.other_end_is_gone() or (known > 0 and os.getppid() != known)
 
     def is_orphan_for(self, seconds: float) -> bool:
         now = time.monotonic()
@@ -113,8 +112,8 @@ class Exchange:
         """Whether the trainer is there to hear it."""
         try:
             with self._sending:
-                self._channel.send(message)
-        except (Gone, SaveFailedError):
+                self._channel.send(message, within=SEND_TIMEOUT)
+        except (Gone, TimeoutError):
             return False
         return True
 
@@ -188,7 +187,7 @@ KEPT_PLANS = 4
 class Writer:
     """Works through the jobs of one trainer."""
 
-    def __init__(self, start: Start, channel: Channel, locked: int | None = None) -> None:
+    def __init__(self, start: Start, channel: Stream[ToWriter], locked: int | None = None) -> None:
         """`locked`: on rank 0 the sign of life, as the trainer has taken it."""
         self._start = start
         self._channel = channel
@@ -230,10 +229,9 @@ class Writer:
                     if self._exchange.trainer_is_gone():
                         break
                     continue
-                message, descriptor = received
+                message, descriptors = received
                 if isinstance(message, UseBuffer):
-                    assert descriptor is not None
-                    self._map(message, descriptor)
+                    self._map(message, *descriptors)
                 elif isinstance(message, UsePlan):
                     self._plans[message.number] = message
                     self._plans.pop(message.number - KEPT_PLANS, None)
@@ -530,15 +528,15 @@ class Writer:
 def main(descriptor: int) -> int:
     leave_stopping_to_the_trainer()
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts a thread for each core, and uses none here
-    channel = Channel.of_writer(socket.socket(fileno=descriptor))
+    channel: Stream[ToWriter] = Stream.at(descriptor, ToWriter)
     try:
         received = channel.receive(60.0)
     except Gone:
         return 0
-    if received is None or not isinstance(received[0], Start):
+    start, descriptors = received or (None, [])
+    if not isinstance(start, Start):
         return 1
-    start, locked = received
-    Writer(start, channel, locked).work()
+    Writer(start, channel, *descriptors).work()
     return 0
 
 

@@ -2,7 +2,7 @@
 
 What an exec would have done is done here by hand, and what it would have inherited comes with the agent's
 request: session, directory, mask, descriptors, signals, environment, arguments, `__main__` and fresh random
-state. docs/guides/fast-restarts.md lists what still differs. Standard library only.
+state. docs/guides/fast-restarts.md lists what still differs. Torch is not imported here.
 
 Guarantees: when something cannot be done, the process tells the agent and ends; it never runs half-prepared.
 What was imported ahead (torch, numpy, what depends on them) is out of sight until the script imports it. If
@@ -21,7 +21,6 @@ import importlib.machinery
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -29,8 +28,10 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from holdfast.base import say_as_rank
-from holdfast.process import Message, guarded, proc, receive, send
+from holdfast.process import Stream, guarded, proc
 
 WORD = 60.0
 """Seconds that a prepared worker waits for the agent's word."""
@@ -55,6 +56,71 @@ NATIVE = (
 CUDA's own variables are read when a device is first used, which no import may do."""
 PLACED = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """With one of these, OpenMP divides the processors up among its threads as soon as it is loaded."""
+
+
+# What the agent, the preloaded parent and a forked worker say to each other.
+#
+# A path, an argument or a variable need not be text: whatever bytes it has, they arrive. So these are bytes
+# here, and become text again (with surrogates) where they are used.
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent to the parent: a worker is wanted. Its own line to the agent comes with this, and then a
+    descriptor for each of `stdio`."""
+
+    command: list[bytes]
+    module: bytes
+    script: bytes
+    arguments: list[bytes]
+    environment: dict[bytes, bytes]
+    stdio: list[int]
+    """Which descriptors of the worker they become."""
+    processors: list[int]
+    """Those that it is bound to; none means as the parent."""
+    note: bytes
+    """The file in which it says, once, why it started over as a new interpreter."""
+    cwd: bytes
+    umask: int
+    ignored: list[int]
+    """Signals."""
+    blocked: list[int]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The parent has imported everything; a worker is prepared."""
+
+
+class Born(msgspec.Struct, frozen=True, tag="born"):
+    """The parent has forked a worker."""
+
+    pid: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The parent forks none."""
+
+    why: str
+    spoilt: bool = False
+    """Whether one would that imports only what it must."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A worker could not be prepared, and ends."""
+
+    why: str
+
+
+class Go(msgspec.Struct, frozen=True):
+    """The agent to a worker: run the script."""
+
+
+FromParent = Ready | Born | Refused
+FromWorker = Ready | Failed
+
+
+def sayable(text: str) -> str:
+    """Without what is no text, such as a name of a file may have."""
+    return text.encode(errors="replace").decode()
 
 
 def may_differ(name: str) -> bool:
@@ -301,60 +367,63 @@ class Worker:
 
     def __init__(
         self,
-        request: Message,
+        request: Fork,
         descriptors: Sequence[int],
         main: Mapping[str, object],
         changes: Mapping[str, str | None],
         chance: Chance,
         ahead: Ahead,
     ) -> None:
-        """`descriptors`: the connection to the agent, then one for each of request["stdio"]. `main`: what
+        """`descriptors`: the connection to the agent, then one for each of `request.stdio`. `main`: what
         the interpreter puts into a script's `__main__`. `changes`: what imports did to the environment."""
         self._main = main
         self._request = request
         self._changes = changes
         self._chance = chance
         self._ahead = ahead
-        self._channel = socket.socket(fileno=descriptors[0])
-        self._stdio = dict(zip(request["stdio"], descriptors[1:], strict=True))
-        self.module: str = request["module"]
-        self.script: str = request["script"]
+        self._line: Stream[Go] = Stream.at(descriptors[0], Go)
+        self._stdio = dict(zip(request.stdio, descriptors[1:], strict=True))
+        self._command = [os.fsdecode(part) for part in request.command]
+        self._environment = {os.fsdecode(k): os.fsdecode(v) for k, v in request.environment.items()}
+        self.module = os.fsdecode(request.module)
+        self.script = os.fsdecode(request.script)
         self.path = ""
 
     def prepare(self) -> None:
         """Everything but running the script; then wait for the agent's word. Ends the process on a fault."""
         try:
-            self._channel.settimeout(WORD)
             self._settle()
             self._set_up_main()
             self._ahead.hide(self._start_over)
-            send(self._channel, {"ready": os.getpid()})
-            receive(self._channel)
-            self._channel.close()
+            self._line.send(Ready(), within=WORD)
+            if self._line.receive(WORD) is None:
+                raise TimeoutError(f"the agent did not say within {WORD:g} s that it may run")
+            self._line.close()
         except BaseException as error:  # noqa: BLE001 - told, and the agent starts a worker of the other kind
             with contextlib.suppress(OSError):
-                send(self._channel, {"failed": traceback.format_exception_only(error)[-1].strip()})
+                why = sayable(traceback.format_exception_only(error)[-1].strip())
+                self._line.send(Failed(why), within=WORD)
             os._exit(1)
 
     def _settle(self) -> None:
         """What an exec would have done or left: session, directory, descriptors, signals, environment."""
         request = self._request
         os.setsid()
-        os.umask(request["umask"])
-        os.chdir(request["cwd"])
+        os.umask(request.umask)
+        os.chdir(request.cwd)
         for target, descriptor in self._stdio.items():
             os.dup2(descriptor, target)
             os.close(descriptor)
-        if request["processors"]:
-            os.sched_setaffinity(0, request["processors"])
+        if request.processors:
+            os.sched_setaffinity(0, request.processors)
         self._set_signals()
-        wanted: dict[str, str | None] = {**request["environment"], **self._changes}
+        wanted: dict[str, str | None] = {**self._environment, **self._changes}
         for name in [name for name in os.environ if wanted.get(name) is None]:
             del os.environ[name]
         os.environ.update({name: value for name, value in wanted.items() if value is not None})
 
     def _set_signals(self) -> None:
-        ignored = set(self._request["ignored"])
+        ignored = set(self._request.ignored)
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             with contextlib.suppress(OSError):  # those that the C library keeps for itself
                 if number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -365,34 +434,35 @@ class Worker:
                     signal.signal(number, signal.default_int_handler)
                 elif signal.getsignal(number) == signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, set(self._request["blocked"]))
+        signal.pthread_sigmask(signal.SIG_SETMASK, set(self._request.blocked))
 
     def _start_over(self, why: str) -> None:
         """Become a new interpreter, which runs the script from its beginning; returns if that cannot be."""
         request = self._request
-        if request["note"]:
-            with contextlib.suppress(OSError), open(request["note"], "x") as file:  # noqa: PTH123
+        if request.note:
+            with contextlib.suppress(OSError), open(request.note, "x") as file:  # noqa: PTH123
                 file.write(why)
         what = f"this worker goes on as it is, although it should start over: {why}; "
         if children := ", ".join(str(pid) for pid in proc.children()):
             say_as_rank(f"{what}but it has started processes ({children})")
             return
         try:
-            os.chdir(request["cwd"])
-            os.umask(request["umask"])
+            os.chdir(request.cwd)
+            os.umask(request.umask)
             self._set_signals()
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
-            command = guarded(request["command"], os.getppid())
-            os.execve(command[0], command, request["environment"])
+            command = guarded(self._command, os.getppid())
+            os.execve(command[0], command, self._environment)
         except OSError as error:
             say_as_rank(f"{what}but {error}")
 
     def _set_up_main(self) -> None:
-        command = self._request["command"]
+        command = self._command
         sys.orig_argv[:] = command
-        sys.argv[:] = ["-m" if self.module else self.script, *self._request["arguments"]]
+        arguments = [os.fsdecode(part) for part in self._request.arguments]
+        sys.argv[:] = ["-m" if self.module else self.script, *arguments]
         _show_command(command)
         self._chance.refresh()
         main_thread = threading.main_thread()

@@ -21,13 +21,22 @@ import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.base import FORMAT_VARIABLE as LOG_FORMAT
 from holdfast.base import is_format
 from holdfast.errors import NoProcessesError
-from holdfast.launch.workers.forked_worker import may_differ
-from holdfast.process import Companion, proc, receive, send
+from holdfast.launch.workers.forked_worker import (
+    Born,
+    Failed,
+    Fork,
+    FromParent,
+    FromWorker,
+    Go,
+    Refused,
+    may_differ,
+)
+from holdfast.process import Companion, Gone, Stream, proc
 
 # Starts the preloaded parent before torch is imported here, from a quick look at the command line.
 #
@@ -214,10 +223,9 @@ class PreloadedParent:
         self._ready = False
         self._deadline = time.monotonic() + IMPORTS
         try:
-            self._child = Companion(self._spawn)
+            self._child: Companion[Stream[FromParent]] = Companion(self._spawn, Stream.pair(FromParent))
         except OSError as error:
             raise ColdStart(f"the preloaded parent cannot be started: {error}") from error
-        self._channel = self._child.line
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         """As a worker is started, and not as our own children are: that is what it is to become."""
@@ -246,9 +254,9 @@ class PreloadedParent:
         """Until it has imported everything, or raise ColdStart."""
         if self._ready:
             return
-        message = self._answer(self._deadline - time.monotonic(), "had not finished its imports")
-        if "refused" in message:
-            raise ColdStart(message["refused"], lasting=True)
+        answer = self._answer(self._deadline - time.monotonic(), "had not finished its imports")
+        if isinstance(answer, Refused):
+            raise ColdStart(answer.why, lasting=True)
         self._ready = True
 
     def fork(self, requests: Mapping[int, Request]) -> Forked:
@@ -261,47 +269,54 @@ class PreloadedParent:
         with _subreaper():
             try:
                 for rank, request in requests.items():
-                    self._send(request, forked.connect(rank))
+                    with forked.connect(rank) as theirs:
+                        self._send(request, theirs.fileno())
                 for rank in requests:
                     answer = self._answer(ANSWER, "did not fork a worker")
-                    if "refused" in answer:
-                        raise ColdStart(answer["refused"], spoilt=answer["spoilt"])
-                    forked.pids[rank] = int(answer["pid"])
+                    if isinstance(answer, Refused):
+                        raise ColdStart(answer.why, spoilt=answer.spoilt)
+                    if isinstance(answer, Born):
+                        forked.pids[rank] = answer.pid
                 forked.await_ready()
             except BaseException:
                 forked.end()
                 raise
         return forked
 
-    def _send(self, request: Request, connection: socket.socket) -> None:
+    def _send(self, request: Request, connection: int) -> None:
         script = request.script
-        message = {
-            "command": script.command,
-            "module": script.module,
-            "script": script.script,
-            "arguments": script.arguments,
-            "environment": dict(request.environment),
-            "stdio": list(request.stdio),
-            "processors": list(request.processors),
-            "note": request.note,
-            "cwd": str(Path.cwd()),
-            **_inherited(),
-        }
-        self._channel.settimeout(ANSWER)
-        with connection:
-            try:
-                send(self._channel, message, [connection.fileno(), *request.stdio.values()])
-            except OSError as error:
-                raise ColdStart(self._end_of_parent()) from error
-
-    def _answer(self, timeout: float, silent: str) -> dict[str, Any]:
-        self._channel.settimeout(max(timeout, 0.001))
+        message = Fork(
+            command=[os.fsencode(part) for part in script.command],
+            module=os.fsencode(script.module),
+            script=os.fsencode(script.script),
+            arguments=[os.fsencode(part) for part in script.arguments],
+            environment={os.fsencode(k): os.fsencode(v) for k, v in request.environment.items()},
+            stdio=list(request.stdio),
+            processors=list(request.processors),
+            note=os.fsencode(request.note),
+            cwd=os.fsencode(Path.cwd()),
+            umask=int(proc.status(os.getpid()).get("Umask", "0022"), 8),
+            ignored=[
+                int(number)
+                for number in signal.valid_signals()
+                if signal.getsignal(number) == signal.SIG_IGN
+                and number not in (signal.SIGPIPE, signal.SIGXFSZ)
+            ],
+            blocked=[int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        )
         try:
-            return receive(self._channel)[0]
-        except TimeoutError as error:
-            raise ColdStart(f"the preloaded parent {silent} in time") from error
-        except (EOFError, OSError) as error:
+            self._child.line.send(message, [connection, *request.stdio.values()], within=ANSWER)
+        except OSError as error:
             raise ColdStart(self._end_of_parent()) from error
+
+    def _answer(self, timeout: float, silent: str) -> FromParent:
+        try:
+            received = self._child.line.receive(timeout)
+        except Gone as error:
+            raise ColdStart(self._end_of_parent()) from error
+        if received is None:
+            raise ColdStart(f"the preloaded parent {silent} in time")
+        return received[0]
 
     def _end_of_parent(self) -> str:
         code = self._child.wait(1.0)
@@ -324,37 +339,35 @@ class Forked:
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
-        self._connections: dict[int, socket.socket] = {}
+        self._lines: dict[int, Stream[FromWorker]] = {}
 
     def connect(self, rank: int) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        self._connections[rank] = ours
+        """The other end, for the worker."""
+        self._lines[rank], theirs = Stream[FromWorker].pair(FromWorker)
         return theirs
 
     def await_ready(self) -> None:
-        for rank, connection in self._connections.items():
-            connection.settimeout(ANSWER)
-            try:
-                answer = receive(connection)[0]
-            except (EOFError, OSError) as error:
-                raise ColdStart(
-                    f"the forked worker {rank} ended, or did not answer, as it started"
-                ) from error
-            if "failed" in answer:
-                raise ColdStart(f"the forked worker {rank} could not be prepared: {answer['failed']}")
+        for rank, line in self._lines.items():
+            received = None
+            with contextlib.suppress(Gone):
+                received = line.receive(ANSWER)
+            if received is None:
+                raise ColdStart(f"the forked worker {rank} ended, or did not answer, as it started")
+            if isinstance(received[0], Failed):
+                raise ColdStart(f"the forked worker {rank} could not be prepared: {received[0].why}")
 
     def go(self) -> None:
         """Let them run. One that is gone by now is seen as any worker that ended."""
-        for connection in self._connections.values():
+        for line in self._lines.values():
             with contextlib.suppress(OSError):
-                send(connection, {})
-            connection.close()
-        self._connections = {}
+                line.send(Go(), within=ANSWER)
+            line.close()
+        self._lines = {}
 
     def end(self) -> None:
         """None of them may be left."""
-        for connection in self._connections.values():
-            connection.close()
+        for line in self._lines.values():
+            line.close()
         deadline = time.monotonic() + ANSWER
         for pid in self.pids.values():
             with contextlib.suppress(ChildProcessError):  # not ours (any more): its id may be another's
@@ -362,22 +375,7 @@ class Forked:
                 os.kill(pid, signal.SIGKILL)
                 while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
                     time.sleep(0.005)
-        self._connections, self.pids = {}, {}
-
-
-def _inherited() -> dict[str, Any]:
-    """What a program that is executed here would inherit."""
-    ignored = [
-        int(number)
-        for number in signal.valid_signals()
-        if signal.getsignal(number) == signal.SIG_IGN and number not in (signal.SIGPIPE, signal.SIGXFSZ)
-    ]
-    blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
-    return {"umask": _umask(), "ignored": ignored, "blocked": blocked}
-
-
-def _umask() -> int:
-    return int(proc.status(os.getpid()).get("Umask", "0022"), 8)
+        self._lines, self.pids = {}, {}
 
 
 @contextlib.contextmanager

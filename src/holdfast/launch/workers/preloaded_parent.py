@@ -25,18 +25,29 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
-import socket
 import time
 import traceback
 import warnings
 from collections.abc import Sequence
 
-from holdfast.launch.workers.forked_worker import ROOTS, Ahead, Chance, Worker, die_with
-from holdfast.process import Message, proc, receive, send
+from holdfast.launch.workers.forked_worker import (
+    ROOTS,
+    Ahead,
+    Born,
+    Chance,
+    Fork,
+    Ready,
+    Refused,
+    Worker,
+    die_with,
+    sayable,
+)
+from holdfast.process import Gone, Stream, proc
 from holdfast.train import write_error_file
 
+TAKEN = 30.0
+"""Seconds for one message to or from the agent; each has room at once."""
 ADOPTION = 30.0
 """Seconds for a worker to become the agent's child."""
 QUIET = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -64,8 +75,8 @@ class Refusal(Exception):  # noqa: N818 - not an error of this process
 class Parent:
     """Imports, and serves requests until the agent is gone."""
 
-    def __init__(self, channel: socket.socket, agent: int) -> None:
-        self._channel = channel
+    def __init__(self, line: Stream[Fork], agent: int) -> None:
+        self._line = line
         self._agent = agent
         self._environment = dict(os.environ)
         self._files: dict[str, tuple[int, int, int]] = {}
@@ -100,7 +111,7 @@ class Parent:
         left = iter(later)
         pause: float | None = None
         while True:
-            if not select.select([self._channel], [], [], pause)[0]:
+            if not self._line.wait(pause):
                 name = next(left, None)
                 if name is None:
                     pause = None
@@ -116,13 +127,16 @@ class Parent:
                 continue
             pause = LULL
             try:
-                request, descriptors = receive(self._channel)
-            except (EOFError, ConnectionError):
+                received = self._line.receive(TAKEN)
+            except Gone:
                 os._exit(0)
+            if received is None:
+                continue  # the agent was stopped half-way through
+            request, descriptors = received
             try:
                 worker = self._fork(request, descriptors)
             except Refusal as refusal:
-                send(self._channel, {"refused": str(refusal), "spoilt": self._spoilt})
+                self._line.send(Refused(sayable(str(refusal)), self._spoilt), within=TAKEN)
                 worker = None
             if worker is not None:
                 return worker
@@ -150,7 +164,7 @@ class Parent:
             if isinstance(path, str) and path not in self._files and (found := _signature(path)):
                 self._files[path] = found
 
-    def _fork(self, request: Message, descriptors: list[int]) -> Worker | None:
+    def _fork(self, request: Fork, descriptors: list[int]) -> Worker | None:
         self.check()
         ctypes.CDLL(None).fflush(None)  # what C code printed so far is printed once
         reader, writer = os.pipe()
@@ -167,7 +181,7 @@ class Parent:
             os.waitpid(middle, 0)  # from here on the worker has another parent: the agent
             if not pid:
                 raise Refusal("a fork of the preloaded parent failed: out of memory, or of processes?")
-            send(self._channel, {"pid": pid})
+            self._line.send(Born(pid), within=TAKEN)
             return None
         try:
             middle = os.getpid()
@@ -177,7 +191,7 @@ class Parent:
                 os._exit(0)
             os.close(reader)
             os.close(writer)
-            self._channel.close()
+            self._line.close()
             _be_adopted(middle, self._agent)
             return Worker(request, descriptors, _START, self._changes(), self._chance, self._ahead)
         except BaseException:  # noqa: BLE001 - a half-made worker must not go on as a second parent
@@ -236,18 +250,17 @@ def _be_adopted(middle: int, agent: int) -> None:
 def _main() -> Worker:
     told = json.loads(sys.argv[1])
     die_with(told["agent"])
-    channel = socket.socket(fileno=told["socket"])
-    os.set_inheritable(channel.fileno(), False)
+    line: Stream[Fork] = Stream.at(told["socket"], Fork)
     if told["first_path"] and not sys.flags.safe_path:
         sys.path.insert(0, told["first_path"])
-    parent = Parent(channel, told["agent"])
+    parent = Parent(line, told["agent"])
     try:
         parent.load(told["modules"])
         parent.check()
     except Refusal as refusal:
-        send(channel, {"refused": str(refusal)})
+        line.send(Refused(sayable(str(refusal))), within=TAKEN)
         os._exit(0)  # what the imports left to be done at exit is not ours to do
-    send(channel, {"ready": os.getpid()})
+    line.send(Ready(), within=TAKEN)
     worker = parent.serve(LATER if told["later"] else ())
     worker.prepare()
     return worker
