@@ -21,7 +21,7 @@ from holdfast.errors import ExitCode
 from holdfast.launch import context as signals_module
 from holdfast.launch.context import Interrupted, StopSignals
 from holdfast.launch.workers.orphans import Workers
-from holdfast.policy.requests import HELLO, REPEATED, NodeWord, agree, goes_on, leaves, node_word
+from holdfast.policy.requests import HELLO, REPEATED, Promised, agree, goes_on, leaves, node_word
 from holdfast.process.identity import Holder, this_process
 from holdfast.record import operator
 from holdfast.record.directory import ControlDirectory
@@ -51,19 +51,17 @@ def test_a_node_speaks_once_every_rank_that_can_be_asked_has_promised(
     if missing:
         assert word is None
     elif waited >= HELLO or not mute:
-        assert word == NodeWord(promised=max(promises.values(), default=None), mute=len(mute))
+        assert word == Promised(step=max(promises.values(), default=None), mute=len(mute))
     if word is None and not missing:
         assert any(promises.values()), "nobody is waited for while nothing was trained"
 
 
-@given(
-    st.lists(st.builds(NodeWord, promised=st.none() | steps, mute=st.integers(0, 3)), min_size=1, max_size=6)
-)
+@given(st.lists(st.builds(Promised, step=st.none() | steps, mute=st.integers(0, 3)), min_size=1, max_size=6))
 def test_all_stop_after_the_highest_promise_and_nothing_trained_is_ever_thrown_away(
-    words: list[NodeWord],
+    words: list[Promised],
 ) -> None:
     agreed = agree(words)
-    promised = [word.promised for word in words if word.promised is not None]
+    promised = [word.step for word in words if word.step is not None]
     if promised and max(promised) > 0:
         assert (agreed.step, agreed.end) == (max(promised), False)
     if agreed.end:

@@ -32,7 +32,7 @@ from holdfast.policy.requests import (
     sooner,
     stop_step,
 )
-from holdfast.stop.agreement import StopOverStore, Stopping
+from holdfast.stop.agreement import LastStep, OverStore, RankStop, StopAgreement
 from kit.harness import wait_until
 
 LIMIT = 60.0
@@ -134,7 +134,7 @@ class PretendedRank:
         self.stopped: int | None = None
         self.promise: int | None = None
         self.meanwhile: Iterator[None] = iter(())
-        self.stopping = Stopping(self._read)
+        self.stopping = LastStep(self._read)
 
     def _read(self) -> int:
         """Where the thread has set `asked` and is about to read the counter: the loop may move here too."""
@@ -249,13 +249,13 @@ def test_ranks_on_threads_stop_together_whenever_they_are_asked() -> None:
         chance = random.Random(seed)
         size = chance.choice([1, 2, 3])
         counters = [0] * size
-        stoppings = [Stopping(functools.partial(counters.__getitem__, rank)) for rank in range(size)]
+        stoppings = [LastStep(functools.partial(counters.__getitem__, rank)) for rank in range(size)]
         meet = threading.Barrier(size)
         stopped: dict[int, int] = {}
 
         def loop(
             rank: int,
-            stoppings: list[Stopping] = stoppings,
+            stoppings: list[LastStep] = stoppings,
             counters: list[int] = counters,
             meet: threading.Barrier = meet,
             stopped: dict[int, int] = stopped,
@@ -283,7 +283,7 @@ def test_ranks_on_threads_stop_together_whenever_they_are_asked() -> None:
 
 
 def test_a_rank_that_never_learns_the_step_does_not_choose_one() -> None:
-    stopping = Stopping(lambda: 7)
+    stopping = LastStep(lambda: 7)
     stopping.begin()
     assert stopping.prepare("SIGTERM") == 8
     assert stopping.prepare("again") == 8
@@ -298,9 +298,9 @@ def test_a_rank_that_never_promises_is_named_after_a_bounded_wait(rank: int, nam
     told: list[str] = []
     agreed: list[int] = []
     store = HashStore()
-    store.set(f"stop/promise/{1 if rank == 0 else 2}", "7")
-    over = StopOverStore(
-        Stopping(lambda: 6),
+    store.set(f"stop/word/{1 if rank == 0 else 2}", '{"step":7}')
+    over = RankStop(
+        LastStep(lambda: 6),
         store,
         rank,
         3,
@@ -330,8 +330,8 @@ def test_what_rank_0_learns_of_the_jobs_end_is_minded_by_all() -> None:
     told: list[float] = []
     store = HashStore()
     over = [
-        StopOverStore(
-            Stopping(lambda: 6),
+        RankStop(
+            LastStep(lambda: 6),
             store,
             rank,
             2,
@@ -357,9 +357,9 @@ def test_the_one_rank_of_thousands_that_does_not_answer_is_found_in_few_question
     store = CountingStore()
     for rank in range(2000):
         if rank != 1500:
-            store.set(f"stop/promise/{rank}", "7")
-    over = StopOverStore(
-        Stopping(lambda: 6),
+            store.set(f"stop/word/{rank}", '{"step":7}')
+    over = RankStop(
+        LastStep(lambda: 6),
         None,
         1,
         2000,
@@ -369,5 +369,6 @@ def test_the_one_rank_of_thousands_that_does_not_answer_is_found_in_few_question
         hastened=lambda seconds: None,
     )
     over.close(6, failed=True)
-    assert over._who_is_missing(store).startswith("rank 1500 did not answer")
+    agreement = StopAgreement(OverStore(store), 1, 2000, StopRequest)
+    assert over._who_is_missing(agreement).startswith("rank 1500 did not answer")
     assert store.asked < 300

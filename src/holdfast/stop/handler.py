@@ -31,7 +31,7 @@ from holdfast.config import StopSettings, parse_signals
 from holdfast.errors import UsageError
 from holdfast.policy import Deadline, Grace, Source, StopRequest, closer_by, deadline, sooner
 from holdfast.process import from_whom
-from holdfast.stop.agreement import StopOverStore, Stopping
+from holdfast.stop.agreement import LastStep, RankStop
 from holdfast.stop.signals import StopDeadline, StopFile, StopSignals
 
 log = logging.getLogger("holdfast")
@@ -73,12 +73,12 @@ class ShutdownHandler:
         self._file = StopFile(Path(stop_file), self._warn) if stop_file is not None else None
         self._step = 0
         self._rank = 0
-        self._stopping = Stopping(lambda: self._step)
+        self._stopping = LastStep(lambda: self._step)
         self._deadline = StopDeadline()
         if stacks is not None:
             self._deadline.write_to(Path(stacks))
         self._signals = StopSignals(numbers, self._on_signal)
-        self._over_store: StopOverStore | None = None
+        self._over_store: RankStop | None = None
         self._job_end: TimeLimit | None = None
         self._used = False
 
@@ -87,7 +87,7 @@ class ShutdownHandler:
             raise UsageError("a ShutdownHandler is used once; make a new one for another loop")
         self._used = True
         store, self._rank, world = _reach(self._group)
-        self._over_store = StopOverStore(
+        self._over_store = RankStop(
             self._stopping,
             store,
             self._rank,

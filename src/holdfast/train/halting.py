@@ -34,7 +34,7 @@ from holdfast.policy import (
 )
 from holdfast.process import from_whom
 from holdfast.record import Group
-from holdfast.stop import LoaderSignals, StopDeadline, StopFile, StopOverStore, Stopping, StopSignals
+from holdfast.stop import LastStep, LoaderSignals, RankStop, StopDeadline, StopFile, StopSignals
 from holdfast.train.beats import Beats, Prepare
 from holdfast.train.membership import Membership
 from holdfast.train.saves import Kept
@@ -49,7 +49,7 @@ class Halting:
     """Whose the signals are: those of the run that was made last."""
 
     def __init__(self, counter: Callable[[], int]) -> None:
-        self.stopping = Stopping(counter)
+        self.stopping = LastStep(counter)
         self.deadline = StopDeadline(self._forced)
         self._rank = int(os.environ.get("RANK", "0"))
         self._node = node_name()
@@ -57,7 +57,7 @@ class Halting:
         self._patience = 0.0
         self._signals: StopSignals | None = None
         self._beats: Beats | None = None
-        self._over_store: StopOverStore | None = None
+        self._over_store: RankStop | None = None
         self._member: Membership | None = None
         self._last_save: Callable[[], float | None] = lambda: None
         self._wish: StopRequest | None = None
@@ -115,7 +115,7 @@ class Halting:
         self.deadline.write_to(member.control.attempt(member.attempt) / "stop" / f"rank_{group.rank}.txt")
         if self._beats is not None and self._beats.watched:
             return
-        self._over_store = StopOverStore(
+        self._over_store = RankStop(
             self.stopping,
             group.store,
             group.rank,
@@ -291,7 +291,7 @@ class Halting:
     # --- the loop -------------------------------------------------------------------------------------------
 
     def reached(self, step: int) -> bool:
-        """Whether the loop is to stop here; see `Stopping.reached`."""
+        """Whether the loop is to stop here; see `LastStep.reached`."""
         left = self.deadline.left
         return self.stopping.reached(step, self._patience if left is None else left + self._patience)
 

@@ -129,7 +129,9 @@ def test_whoever_asks_the_deadline_is_the_one_that_the_leading_agent_learns_from
         assert other.scheduler.ends_at is None, "only the leading agent asks"
         wait_until(lambda: leader.look() or journalled(tmp_path, StopHastened), LIMIT, "it is told to all")
         for node in (leader, other):
-            wait_until(lambda node=node: node.look() or node.stopping._hastened, LIMIT, "it knows that too")
+            wait_until(
+                lambda node=node: node.look() or node.stopping._agreement.hastened, LIMIT, "it knows that too"
+            )
             again = node.rank.hear()
             assert isinstance(again, Prepare)
             assert again.seconds is not None
