@@ -14,6 +14,13 @@ from holdfast.base.fronts import offers
 if TYPE_CHECKING:
     from holdfast.stop.agreement import LastStep, RankStop, StopAgreement
     from holdfast.stop.handler import ShutdownHandler
-    from holdfast.stop.signals import LoaderSignals, StopDeadline, StopFile, StopSignals, refuse_stop_file
+    from holdfast.stop.signals import (
+        LoaderSignals,
+        StopDeadline,
+        StopFile,
+        StopSignals,
+        refuse_stop_file,
+        signalled,
+    )
 else:
     __getattr__ = offers(__name__)

@@ -266,12 +266,6 @@ TOLD = 5.0
 """Seconds that rank 0 waits for the others to know the step before it leaves: it may host the store."""
 
 
-class Heard(Protocol):
-    """What is done once a request counts: told to people, and its deadline armed."""
-
-    def __call__(self, request: StopRequest) -> None: ...
-
-
 def own_connection(store: Any) -> Store:
     """Another client of the same store; the same one where that cannot be had."""
     with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
@@ -295,7 +289,7 @@ class RankStop:
         rank: int,
         world: int,
         *,
-        heard: Heard,
+        heard: Callable[[StopRequest], None],
         agreed: Callable[[int], None],
         unanswered: Callable[[str], None],
         hastened: Callable[[float], None],
@@ -303,10 +297,9 @@ class RankStop:
         every: float = LOOK,
         answers: float = ANSWERS,
     ) -> None:
-        """`agreed` is told the step, on rank 0; `unanswered`, on every rank, who kept them from agreeing;
-        `hastened`, on the others, the seconds that rank 0 learnt to be left (see `hasten`).
-
-        `store` may be None for a rank that is alone.
+        """`heard` is told the request that counts, on every rank; `agreed` the step, on rank 0; `unanswered`,
+        on every rank, who kept them from agreeing; `hastened`, on the others, the seconds that rank 0 learnt
+        to be left (see `hasten`). `store` may be None for a rank that is alone.
         """
         self._stopping = stopping
         self._store = store if world > 1 else None

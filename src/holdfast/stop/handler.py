@@ -20,7 +20,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -29,10 +28,9 @@ from typing import Any, Self
 from holdfast.cluster import TimeLimit, current_job, node_name
 from holdfast.config import StopSettings, parse_signals
 from holdfast.errors import UsageError
-from holdfast.policy import Deadline, Grace, Source, StopRequest, closer_by, deadline, sooner
-from holdfast.process import from_whom
+from holdfast.policy import Deadline, Grace, StopRequest, closer_by, deadline
 from holdfast.stop.agreement import LastStep, RankStop
-from holdfast.stop.signals import StopDeadline, StopFile, StopSignals
+from holdfast.stop.signals import StopDeadline, StopFile, StopSignals, signalled
 
 log = logging.getLogger("holdfast")
 
@@ -96,7 +94,7 @@ class ShutdownHandler:
             agreed=lambda step: log.warning("holdfast: all ranks stop after step %d", step),
             unanswered=lambda who: self._deadline.arm(0.0, f"{who}, so there is no step to stop after"),
             hastened=self._hasten,
-            look=self._look if self._file is not None and self._rank == 0 else None,
+            look=self._file.request if self._file is not None and self._rank == 0 else None,
         )
         if self._rank == 0 and (job := current_job()) is not None:
             self._job_end = TimeLimit(job, 0.0, on_grace=self._tell_grace, on_ending=self._ending)
@@ -140,25 +138,8 @@ class ShutdownHandler:
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._arm()
-        sender = self._signals.sender(number)
         assert self._over_store is not None
-        self._over_store.wish(
-            StopRequest(
-                source=Source.SIGNAL,
-                detail=f"{number.name}{from_whom(sender)} to rank {self._rank}",
-                signal=number.name,
-                sender=sender,
-                node=node_name(),
-                rank=self._rank,
-                at=time.time(),
-            )
-        )
-
-    def _look(self) -> StopRequest | None:
-        assert self._file is not None
-        if not self._file.is_there():
-            return None
-        return StopRequest(source=Source.STOP_FILE, detail=f"{self._file.path} is there", at=time.time())
+        self._over_store.wish(signalled(number, self._signals.sender(number), self._rank, node_name()))
 
     def _warn(self, told: str) -> None:
         log.warning("holdfast: %s", told)
@@ -193,9 +174,8 @@ class ShutdownHandler:
             self._over_store.hasten(seconds)
 
     def _hasten(self, lead: float) -> None:
-        found = sooner(self._deadline.left, lead) if self._stopping.asked else None
-        if found is not None and found.seconds is not None:
-            self._deadline.arm(found.seconds, found.why)
+        found = self._deadline.hasten(lead) if self._stopping.asked else None
+        if found is not None:
             log.warning("holdfast: the stop must be over within %.1f s: %s", found.seconds, found.why)
 
     def _arm(self) -> None:

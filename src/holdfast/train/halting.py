@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 from holdfast.cluster import TimeLimit, current_job, job_found, node_name
@@ -30,11 +30,10 @@ from holdfast.policy import (
     deadline,
     does_not_fit,
     say_grace,
-    sooner,
 )
 from holdfast.process import from_whom
 from holdfast.record import Group
-from holdfast.stop import LastStep, LoaderSignals, RankStop, StopDeadline, StopFile, StopSignals
+from holdfast.stop import LastStep, LoaderSignals, RankStop, StopDeadline, StopFile, StopSignals, signalled
 from holdfast.train.beats import Beats, Prepare
 from holdfast.train.membership import Membership
 from holdfast.train.saves import Kept
@@ -132,31 +131,17 @@ class Halting:
     def _requests(self, settings: Settings) -> Callable[[], StopRequest | None]:
         """What rank 0 looks at once a second."""
         file = StopFile(settings.stop_file(), self._warn)
-        limit = self._watched = time_limit(settings, on_grace=self._tell_grace, on_ending=self._ending)
-        job = current_job()
+        job, ahead = current_job(), settings.slurm.preempt_time
+        limit = TimeLimit(job, ahead, on_grace=self._tell_grace, on_ending=self._ending)
+        self._watched = limit
         if job is not None:
             self._write(job_found(job, job.ends_at, settings.slurm.requeue))
-
-        def look() -> StopRequest | None:
-            if file.is_there():
-                return StopRequest(source=Source.STOP_FILE, detail=f"{file.path} is there", at=time.time())
-            return limit.due(time.time()) if limit is not None else None
-
-        return look
+        return lambda: file.request() or limit.due(time.time())
 
     # --- being asked ----------------------------------------------------------------------------------------
 
     def _on_signal(self, number: signal.Signals) -> None:
-        sender = self._sender(number)
-        wish = StopRequest(
-            source=Source.SIGNAL,
-            detail=f"{number.name}{from_whom(sender)} to rank {self._rank}",
-            signal=number.name,
-            sender=sender,
-            node=self._node,
-            rank=self._rank,
-            at=time.time(),
-        )
+        wish = signalled(number, self._sender(number), self._rank, self._node)
         again = self.stopping.asked
         self.arm(self._timeout)
         self._wish = wish
@@ -262,11 +247,8 @@ class Halting:
 
     def _hasten(self, lead: float) -> None:
         """The deadline of a stop that is under way comes closer."""
-        found = sooner(self.deadline.left, lead) if self.stopping.asked else None
-        if found is None or found.seconds is None:
-            return
-        self.deadline.arm(found.seconds, found.why)
-        if self._rank == 0:
+        found = self.deadline.hasten(lead) if self.stopping.asked else None
+        if found is not None and found.seconds is not None and self._rank == 0:
             log.warning("holdfast: the stop must be over within %.1f s: %s", found.seconds, found.why)
             self._write(StopHastened(seconds=found.seconds, why=found.why))
             self._judge(found.seconds)
@@ -347,17 +329,3 @@ class Halting:
     def _write(self, event: Event) -> None:
         if self._member is not None:
             self._member.journal.write(event)
-
-
-def time_limit(
-    settings: Settings,
-    environ: Mapping[str, str] = os.environ,
-    *,
-    on_grace: Callable[[Grace], None] | None = None,
-    on_ending: Callable[[float], None] | None = None,
-) -> TimeLimit | None:
-    """The job's end, where there is a scheduler that has one."""
-    job = current_job(environ)
-    if job is None:
-        return None
-    return TimeLimit(job, settings.slurm.preempt_time, on_grace=on_grace, on_ending=on_ending)
