@@ -20,9 +20,12 @@ from holdfast.policy.requests import (
     MARGIN,
     MOST_MARGIN,
     REPEATED,
+    Agreed,
     Grace,
+    Promised,
     Source,
     StopRequest,
+    agree,
     closer_by,
     deadline,
     does_not_fit,
@@ -292,6 +295,57 @@ def test_a_rank_that_never_learns_the_step_does_not_choose_one() -> None:
         stopping.reached(8, 0.02)
 
 
+def parties(count: int) -> list[StopAgreement[StopRequest]]:
+    store = HashStore()
+    return [StopAgreement(OverStore(store), party, count, StopRequest) for party in range(count)]
+
+
+@given(st.permutations(range(4)), st.lists(st.integers(0, 9), min_size=4, max_size=4))
+def test_the_first_request_counts_and_the_step_is_named_once_all_have_promised(
+    order: list[int], promises: list[int]
+) -> None:
+    """Whoever moves first: the rule of the agreement, which ranks and agents share."""
+    found = parties(4)
+    asked = [StopRequest(source=Source.SIGNAL, detail=f"SIGTERM to {party}") for party in order]
+    assert [found[party].ask(mine) for party, mine in zip(order, asked, strict=True)] == [asked[0]] * 4
+    for party in order:
+        assert all(one.named() is None for one in found), f"{party} has not promised"
+        found[party].say(Promised(step=promises[party]))
+    assert [one.named() for one in found[1:]] == [None] * 3, "party 0 names it"
+    assert [one.named() for one in found] == [Agreed(step=max(promises))] * 4
+    found[order[0]].say(Promised(step=99))
+    assert [one.named() for one in found] == [Agreed(step=max(promises))] * 4
+
+
+def test_a_party_that_is_gone_is_not_waited_for_and_has_no_say() -> None:
+    leader, other, lost = parties(3)
+    leader.say(Promised(step=3))
+    other.say(Promised(step=4))
+    assert leader.named() is None
+    assert leader.silent(8) == [2]
+    lost.say(Promised(step=9))
+    assert leader.named({2: "it is cut off"}) == other.named() == Agreed(step=4)
+
+
+def test_a_party_that_is_alone_asks_promises_and_names_by_itself() -> None:
+    alone = StopAgreement(None, 0, 1, StopRequest)
+    asked = StopRequest(source=Source.STOP_FILE, detail="a file", at=time.time(), lead=0.1)
+    assert alone.ask(None) is None
+    assert alone.ask(asked) == asked
+    assert alone.named() is None
+    alone.say(Promised(step=0, mute=1))
+    assert alone.named() == agree([Promised(step=0, mute=1)])
+
+
+def test_each_sooner_end_is_learnt_once() -> None:
+    leader, other = parties(2)
+    for seconds in (20.0, 10.0):
+        assert other.sooner(float) is None
+        leader.hasten(seconds)
+        assert other.sooner(float) == seconds
+    assert (leader.hastened, other.hastened) == (2, 2)
+
+
 @pytest.mark.parametrize(("rank", "named"), [(0, "rank 2"), (1, "rank 0")])
 def test_a_rank_that_never_promises_is_named_after_a_bounded_wait(rank: int, named: str) -> None:
     """Of three ranks one is gone, and nobody else would end those that wait for it."""
@@ -345,10 +399,11 @@ def test_what_rank_0_learns_of_the_jobs_end_is_minded_by_all() -> None:
     ]
     over[1].wish(StopRequest(source=Source.SIGNAL, detail="SIGTERM"))
     over[0].hasten(20.0)
-    wait_until(lambda: told, LIMIT, "rank 1 is told")
+    assert told == [20.0], "rank 0 minds it at once"
+    wait_until(lambda: told[1:], LIMIT, "rank 1 is told")
     for one in over:
         one.close(6)
-    assert [round(seconds) for seconds in told] == [20]
+    assert [round(seconds) for seconds in told] == [20, 20]
 
 
 def test_the_one_rank_of_thousands_that_does_not_answer_is_found_in_few_questions() -> None:

@@ -74,7 +74,11 @@ class StopRequests:
         if found is None and self._attempt.place.leads and time.monotonic() - self._looked >= LOOK:
             self._looked = time.monotonic()
             found = self._from_outside()
-        return found
+        if found is None or found.at:
+            return found
+        now, ends_at = time.time(), self._context.scheduler.ends_at
+        lead = None if ends_at is None else max(0.0, ends_at - now)
+        return msgspec.structs.replace(found, at=now, lead=lead)
 
     def _by_signal(self) -> StopRequest | None:
         received = self._context.signals.received
@@ -82,18 +86,20 @@ class StopRequests:
             return None
         node, sender = self._attempt.place.node, self._context.signals.sender
         told = f"{received.name}{from_whom(sender)} to the launcher on {node}"
-        return self._request(Source.SIGNAL, told, signal=received.name, sender=sender, node=node)
+        return StopRequest(source=Source.SIGNAL, detail=told, signal=received.name, sender=sender, node=node)
 
     def _by_rank(self, ended: Mapping[int, int], wishes: Mapping[int, Wish]) -> StopRequest | None:
         node = self._attempt.place.node
         for rank, wish in sorted(wishes.items()):
             told = f"{wish.why} on {node}"
             source = Source(wish.source) if wish.source in set(Source) else Source.SIGNAL
-            return self._request(source, told, signal=wish.signal, sender=wish.sender, node=node, rank=rank)
+            return StopRequest(
+                source=source, detail=told, signal=wish.signal, sender=wish.sender, node=node, rank=rank
+            )
         for rank, code in sorted(ended.items()):
             if code in BY_ITSELF:
                 detail = f"rank {rank} on {node} ended with code {code}: it was asked to stop"
-                return self._request(Source.SIGNAL, detail, node=node, rank=rank)
+                return StopRequest(source=Source.SIGNAL, detail=detail, node=node, rank=rank)
         return None
 
     def _from_outside(self) -> StopRequest | None:
@@ -102,11 +108,11 @@ class StopRequests:
         if due is not None:
             return due
         if self._stop_file.is_there():
-            return self._request(Source.STOP_FILE, f"the stop file {self._stop_file.path}")
+            return StopRequest(source=Source.STOP_FILE, detail=f"the stop file {self._stop_file.path}")
         looked = self._operator.take()
         asked = looked.result() if looked is not None else None
         if asked is not None:
-            return self._request(Source.OPERATOR, f"an operator, {asked.describe()}")
+            return StopRequest(source=Source.OPERATOR, detail=f"an operator, {asked.describe()}")
         return None
 
     def _asked_by_operator(self) -> Request | None:
@@ -119,30 +125,6 @@ class StopRequests:
     def _warn(self, told: str) -> None:
         self._attempt.journal.write(Warned(message=told))
         say(f"warning: {told}")
-
-    def _request(
-        self,
-        source: Source,
-        detail: str,
-        *,
-        signal: str = "",
-        sender: str = "",
-        node: str = "",
-        rank: int | None = None,
-    ) -> StopRequest:
-        now = time.time()
-        ends_at = self._context.scheduler.ends_at
-        lead = None if ends_at is None else max(0.0, ends_at - now)
-        return StopRequest(
-            source=source,
-            detail=detail,
-            signal=signal,
-            sender=sender,
-            node=node,
-            rank=rank,
-            at=now,
-            lead=lead,
-        )
 
 
 QUICK = 0.03

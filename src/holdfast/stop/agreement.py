@@ -298,7 +298,7 @@ class RankStop:
         answers: float = ANSWERS,
     ) -> None:
         """`heard` is told the request that counts, on every rank; `agreed` the step, on rank 0; `unanswered`,
-        on every rank, who kept them from agreeing; `hastened`, on the others, the seconds that rank 0 learnt
+        on every rank, who kept them from agreeing; `hastened`, on every rank, the seconds that rank 0 learnt
         to be left (see `hasten`). `store` may be None for a rank that is alone.
         """
         self._stopping = stopping
@@ -330,7 +330,8 @@ class RankStop:
         self._wake.set()
 
     def hasten(self, seconds: float) -> None:
-        """Rank 0 has learnt that the scheduler ends the job in so many seconds: the others are told."""
+        """Rank 0 has learnt that the scheduler ends the job in so many seconds: all ranks are told."""
+        self._hastened(seconds)
         self._ends_at = time.time() + seconds
         self._wake.set()
 

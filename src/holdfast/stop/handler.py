@@ -97,7 +97,7 @@ class ShutdownHandler:
             look=self._file.request if self._file is not None and self._rank == 0 else None,
         )
         if self._rank == 0 and (job := current_job()) is not None:
-            self._job_end = TimeLimit(job, 0.0, on_grace=self._tell_grace, on_ending=self._ending)
+            self._job_end = TimeLimit(job, 0.0, on_grace=self._tell_grace, on_ending=self._over_store.hasten)
         self._signals.install()
         return self
 
@@ -167,13 +167,8 @@ class ShutdownHandler:
                 self._timeout,
             )
 
-    def _ending(self, seconds: float) -> None:
-        """It is Slurm that ends the job: rank 0 has asked it, and tells the others."""
-        self._hasten(seconds)
-        if self._over_store is not None:
-            self._over_store.hasten(seconds)
-
     def _hasten(self, lead: float) -> None:
+        """It is Slurm that ends the job: rank 0 has asked it."""
         found = self._deadline.hasten(lead) if self._stopping.asked else None
         if found is not None:
             log.warning("holdfast: the stop must be over within %.1f s: %s", found.seconds, found.why)

@@ -98,8 +98,8 @@ class Halting:
     def heed(self, beats: Beats) -> None:
         """There may be an agent: what it says of stopping counts, and it is told of this rank's signals."""
         self._beats = beats
-        if beats.watched and self._wish is not None:
-            beats.wish(self._wish.detail, self._wish.signal, sender=self._wish.sender)
+        if self._wish is not None:
+            self._pass_on(self._wish)
 
     def spare(self, loader: object) -> None:
         """This loader is the run's: its worker processes outlive a request to stop, if that is set."""
@@ -144,11 +144,7 @@ class Halting:
         wish = signalled(number, self._sender(number), self._rank, self._node)
         again = self.stopping.asked
         self.arm(self._timeout)
-        self._wish = wish
-        if self._beats is not None and self._beats.watched:
-            self._beats.wish(wish.detail, wish.signal, sender=wish.sender)
-        elif self._over_store is not None:
-            self._over_store.wish(wish)
+        self._pass_on(wish)
         if not again:  # last: whoever reads our words may be what hangs
             log.warning("holdfast: %s: the run is to save and stop", wish.detail)
 
@@ -171,13 +167,16 @@ class Halting:
         """Something in this rank itself asks for the stop. From any thread."""
         if self._wish is not None:
             return  # it stops already
-        self._wish = StopRequest(
-            source=source, detail=detail, node=self._node, rank=self._rank, at=time.time()
+        self._pass_on(
+            StopRequest(source=source, detail=detail, node=self._node, rank=self._rank, at=time.time())
         )
+
+    def _pass_on(self, wish: StopRequest) -> None:
+        self._wish = wish
         if self._beats is not None and self._beats.watched:
-            self._beats.wish(detail, "", source=str(source))
+            self._beats.wish(wish.detail, wish.signal, source=str(wish.source), sender=wish.sender)
         elif self._over_store is not None:
-            self._over_store.wish(self._wish)
+            self._over_store.wish(wish)
 
     def arm(self, timeout: float, lead: float | None = None) -> float | None:
         """Mind the deadline that these make; seconds until it."""
@@ -240,8 +239,7 @@ class Halting:
             log.info("holdfast: %s", told)
 
     def _ending(self, seconds: float) -> None:
-        """It is the scheduler that ends the job: rank 0 has asked it, and tells the others."""
-        self._hasten(seconds)
+        """It is the scheduler that ends the job: rank 0 has asked it."""
         if self._over_store is not None:
             self._over_store.hasten(seconds)
 

@@ -21,13 +21,12 @@ from holdfast.config.sections import SlurmSettings
 from holdfast.config.settings import Settings
 from holdfast.errors import ExitCode
 from holdfast.journal.events.stops import StopAsked, StopForced, StopHastened
-from holdfast.launch.context import StopSignals
+from holdfast.launch.context import LaunchSignals, Scheduler
 from holdfast.launch.incident import hang as rolls
 from holdfast.launch.incident import supervision
 from holdfast.launch.incident.supervision import StorageDoubt, Vigil
 from holdfast.launch.monitor import Overdue
 from holdfast.launch.nodes.attempt import Announcement, Attempt, Notice, Place
-from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.stops import Stopping
 from holdfast.policy.timeouts import Limits, OpenSection
 from holdfast.record.directory import ControlDirectory
@@ -52,7 +51,7 @@ class Node:
         self.killed = False
         self.attempt = attempt
         self.rank = Rank(monitor)
-        self.signals = StopSignals("SIGTERM")
+        self.signals = LaunchSignals("SIGTERM")
         self.scheduler = Scheduler(attempt.control, settings, job)
         context: Any = SimpleNamespace(
             settings=settings,
