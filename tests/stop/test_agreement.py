@@ -35,7 +35,7 @@ from holdfast.policy.requests import (
     sooner,
     stop_step,
 )
-from holdfast.stop.agreement import LastStep, OverStore, RankStop, StopAgreement
+from holdfast.stop.agreement import Alone, Board, LastStep, OverStore, RankStop, StopAgreement
 from kit.harness import wait_until
 
 LIMIT = 60.0
@@ -295,9 +295,9 @@ def test_a_rank_that_never_learns_the_step_does_not_choose_one() -> None:
         stopping.reached(8, 0.02)
 
 
-def parties(count: int) -> list[StopAgreement[StopRequest]]:
-    store = HashStore()
-    return [StopAgreement(OverStore(store), party, count, StopRequest) for party in range(count)]
+def parties(count: int, board: Board | None = None) -> list[StopAgreement[StopRequest]]:
+    board = board or OverStore(HashStore())
+    return [StopAgreement(board, party, count, StopRequest) for party in range(count)]
 
 
 @given(st.permutations(range(4)), st.lists(st.integers(0, 9), min_size=4, max_size=4))
@@ -318,13 +318,14 @@ def test_the_first_request_counts_and_the_step_is_named_once_all_have_promised(
 
 
 def test_a_party_that_is_gone_is_not_waited_for_and_has_no_say() -> None:
-    leader, other, lost = parties(3)
+    leader, lost, other, silent = parties(4, Alone())
     leader.say(Promised(step=3))
-    other.say(Promised(step=4))
-    assert leader.named() is None
-    assert leader.silent(8) == [2]
     lost.say(Promised(step=9))
-    assert leader.named({2: "it is cut off"}) == other.named() == Agreed(step=4)
+    assert leader.named() is None
+    assert leader.silent(8) == silent.silent(8)[-2:] == [2, 3]
+    other.say(Promised(step=4))
+    assert leader.named({1: "it is cut off"}) is None
+    assert leader.named({1: "it is cut off", 3: "it too"}) == other.named() == Agreed(step=4)
 
 
 def test_a_party_that_is_alone_asks_promises_and_names_by_itself() -> None:
