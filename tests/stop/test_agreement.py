@@ -330,7 +330,7 @@ def test_a_party_that_is_gone_is_not_waited_for_and_has_no_say() -> None:
 
 def test_a_party_that_is_alone_asks_promises_and_names_by_itself() -> None:
     alone = StopAgreement(None, 0, 1, StopRequest)
-    asked = StopRequest(source=Source.STOP_FILE, detail="a file", at=time.time(), lead=0.1)
+    asked = StopRequest(source=Source.STOP_FILE, detail="a file \udcff", at=time.time(), lead=0.1)
     assert alone.ask(None) is None
     assert alone.ask(asked) == asked
     assert alone.named() is None

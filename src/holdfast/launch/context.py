@@ -1,4 +1,4 @@
-"""What one `holdfast run` is, as its parts share it; its signals, its scheduler, and what it leaves."""
+"""What one `holdfast run` is, as its parts share it, with its signals, its scheduler and what it leaves."""
 
 from __future__ import annotations
 

@@ -12,8 +12,10 @@ member says at the barrier whether it was asked, where the one plan that all fol
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +25,8 @@ import msgspec
 
 from holdfast.base import stretch
 from holdfast.errors import DecisionTimeoutError
-from holdfast.policy import Agreed, Promised, StopRequest, agree
+from holdfast.policy import Agreed, Promised, Source, StopRequest, agree
+from holdfast.process import from_whom
 from holdfast.record import Store
 
 R = TypeVar("R")
@@ -89,7 +92,7 @@ class StopAgreement(Generic[R]):
     def ask(self, mine: R | None) -> R | None:
         """The request that counts, if there is one: this party's own, unless another one's came first."""
         raw = self._fix(_REQUEST, mine) if mine is not None else self._read(_REQUEST)
-        self.request = msgspec.json.decode(raw, type=self._kind) if raw else None
+        self.request = _decoded(raw, self._kind) if raw else None
         return self.request
 
     def say(self, word: Promised) -> None:
@@ -106,7 +109,7 @@ class StopAgreement(Generic[R]):
             raw = self._fix(_AGREED, agree(said))
         else:
             return None
-        return msgspec.json.decode(raw, type=Agreed) if raw else None
+        return _decoded(raw, Agreed) if raw else None
 
     def _all_spoke(self, gone: Collection[int]) -> bool:
         size = 1  # while the first of them is silent, that is all there is to learn
@@ -114,7 +117,7 @@ class StopAgreement(Generic[R]):
             said = self._board.read([_word(party) for party in some])
             for party in some:
                 if (raw := said.get(_word(party))) is not None:
-                    self._words[party] = msgspec.json.decode(raw, type=Promised)
+                    self._words[party] = _decoded(raw, Promised)
             self._missing = [party for party in self._missing if party not in self._words]
             if len(said) < len(some):
                 return False
@@ -141,17 +144,22 @@ class StopAgreement(Generic[R]):
         """A sooner end, if party 0 has told one that this party does not know."""
         raw = self._read(self._sooner)
         self.hastened += raw is not None
-        return msgspec.json.decode(raw, type=kind) if raw is not None else None
+        return _decoded(raw, kind) if raw is not None else None
 
     @property
     def _sooner(self) -> str:
         return f"stop/sooner/{self.hastened}"
 
     def _fix(self, key: str, value: object) -> bytes:
-        return self._board.fix(key, msgspec.json.encode(value).decode())
+        # Not msgspec's own JSON: it refuses the undecodable bytes that a path may have.
+        return self._board.fix(key, json.dumps(msgspec.to_builtins(value)))
 
     def _read(self, key: str) -> bytes | None:
         return self._board.read([key]).get(key)
+
+
+def _decoded(raw: bytes, kind: type[T]) -> T:
+    return msgspec.convert(json.loads(raw), type=kind)
 
 
 def _word(party: int) -> str:
@@ -264,6 +272,19 @@ not by then is gone, and without a launcher nobody ends the others, which may wa
 PARTING = 2.0
 TOLD = 5.0
 """Seconds that rank 0 waits for the others to know the step before it leaves: it may host the store."""
+
+
+def signalled(number: signal.Signals, sender: str, rank: int, node: str) -> StopRequest:
+    """What a signal to a rank asks for."""
+    return StopRequest(
+        source=Source.SIGNAL,
+        detail=f"{number.name}{from_whom(sender)} to rank {rank}",
+        signal=number.name,
+        sender=sender,
+        node=node,
+        rank=rank,
+        at=time.time(),
+    )
 
 
 def own_connection(store: Any) -> Store:

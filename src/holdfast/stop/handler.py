@@ -29,8 +29,8 @@ from holdfast.cluster import TimeLimit, current_job, node_name
 from holdfast.config import StopSettings, parse_signals
 from holdfast.errors import UsageError
 from holdfast.policy import Deadline, Grace, StopRequest, closer_by, deadline
-from holdfast.stop.agreement import LastStep, RankStop
-from holdfast.stop.signals import StopDeadline, StopFile, StopSignals, signalled
+from holdfast.stop.agreement import LastStep, RankStop, signalled
+from holdfast.stop.signals import StopDeadline, StopFile, StopSignals
 
 log = logging.getLogger("holdfast")
 

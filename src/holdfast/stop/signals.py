@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from holdfast.base import Look, rendered
 from holdfast.errors import ExitCode, UsageError
 from holdfast.policy import REPEATED, Deadline, Source, StopRequest, is_repeated, sooner
-from holdfast.process import Seen, from_whom, named, seen, take, watch
+from holdfast.process import Seen, named, seen, take, watch
 
 # The file whose appearance asks for a stop.
 #
@@ -293,19 +293,6 @@ LOOK = 1.0
 LOOK_UNWOKEN = 0.1
 """The same where the descriptor was somebody else's to begin with."""
 PARTING = 2.0
-
-
-def signalled(number: signal.Signals, sender: str, rank: int, node: str) -> StopRequest:
-    """What a signal to a rank asks for."""
-    return StopRequest(
-        source=Source.SIGNAL,
-        detail=f"{number.name}{from_whom(sender)} to rank {rank}",
-        signal=number.name,
-        sender=sender,
-        node=node,
-        rank=rank,
-        at=time.time(),
-    )
 
 
 class StopSignals:
