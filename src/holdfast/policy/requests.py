@@ -146,8 +146,8 @@ def is_repeated(first: float, now: float) -> bool:
 # (stop/agreement.py), a rank or a node's agent for its ranks, gives one word; what follows from the words of
 # all is named once.
 #
-# Guarantee: a rank that cannot be asked (its script does not use Run, or it has not come so far) never holds a
-# stop up for longer than `HELLO`.
+# Guarantee: a rank that cannot be asked (its script does not use Run, or it has not come so far) never holds
+# a stop up for longer than `HELLO`.
 
 
 HELLO = 5.0
