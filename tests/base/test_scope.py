@@ -27,7 +27,7 @@ from holdfast.base.scope import (
 from holdfast.record.decisions import await_key, read_key
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.lease import Fence, Writing, claim, let_writer_finish
-from holdfast.stop.agreement import Stopping
+from holdfast.stop.agreement import LastStep
 from kit.harness import wait_until
 
 QUICK = 1.0
@@ -186,7 +186,7 @@ def test_a_critical_section_counts_as_progress_for_as_long_as_it_may_take() -> N
 
 def test_waits_for_others_end_as_soon_as_the_function_is_to_be_left(tmp_path: Path) -> None:
     store = HashStore()
-    asked = Stopping(lambda: 3)
+    asked = LastStep(lambda: 3)
     asked.prepare("a signal")
     assert is_left_soon(lambda: read_key(store, "never", 60.0, "what never comes"))
     assert is_left_soon(

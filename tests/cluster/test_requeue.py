@@ -22,8 +22,8 @@ from holdfast.journal.events import SaveCommitted
 from holdfast.journal.events.cluster import RequeueAsked
 from holdfast.journal.events.run import StopAgreed, StopAsked
 from holdfast.journal.writer import JournalWriter
-from holdfast.launch import scheduler as launch_scheduler
-from holdfast.launch.scheduler import Scheduler
+from holdfast.launch import context as launch_context
+from holdfast.launch.context import Scheduler
 from holdfast.policy.budgets import MAX_REQUEUES
 from holdfast.policy.requests import Grace, JobFacts, Source, StopRequest, after_stop, by_decision
 from holdfast.record import operator
@@ -566,7 +566,7 @@ def test_the_agent_asks_at_the_end_of_a_launch_whose_storage_failed(
     fake_scontrol.answer(changed(Restarts=str(restarts)))
     control = ControlDirectory.open(a_run(tmp_path / "run", saved(10)))
     scheduler = Scheduler(control, Settings(), msgspec.structs.replace(JOB, restarts=restarts))
-    monkeypatch.setattr(launch_scheduler, "requeues_without_progress", full)
+    monkeypatch.setattr(launch_context, "requeues_without_progress", full)
     scheduler.storage_failed(1, "cannot write end.json: No space left on device", 10, [])
     assert fake_scontrol.calls == [], "only when nothing else is left to do"
     told: list[str] = []

@@ -22,7 +22,7 @@ from holdfast.config.settings import Settings
 from holdfast.journal.events import SaveCommitted
 from holdfast.journal.reader import read_journal
 from holdfast.journal.writer import JournalWriter
-from holdfast.launch.scheduler import Scheduler
+from holdfast.launch.context import Scheduler
 from holdfast.policy.budgets import MAX_REQUEUES
 from holdfast.record.attempts import HeadRecord, begin_attempt
 from holdfast.record.directory import ControlDirectory, create_record

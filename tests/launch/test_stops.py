@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ExitCode
 from holdfast.launch import context as signals_module
-from holdfast.launch.context import Interrupted, StopSignals
+from holdfast.launch.context import Interrupted, LaunchSignals
 from holdfast.launch.workers.orphans import Workers
-from holdfast.policy.requests import HELLO, REPEATED, NodeWord, agree, goes_on, leaves, node_word
+from holdfast.policy.requests import HELLO, REPEATED, Promised, agree, goes_on, leaves, node_word
 from holdfast.process.identity import Holder, this_process
 from holdfast.record import operator
 from holdfast.record.directory import ControlDirectory
@@ -51,19 +51,17 @@ def test_a_node_speaks_once_every_rank_that_can_be_asked_has_promised(
     if missing:
         assert word is None
     elif waited >= HELLO or not mute:
-        assert word == NodeWord(promised=max(promises.values(), default=None), mute=len(mute))
+        assert word == Promised(step=max(promises.values(), default=None), mute=len(mute))
     if word is None and not missing:
         assert any(promises.values()), "nobody is waited for while nothing was trained"
 
 
-@given(
-    st.lists(st.builds(NodeWord, promised=st.none() | steps, mute=st.integers(0, 3)), min_size=1, max_size=6)
-)
+@given(st.lists(st.builds(Promised, step=st.none() | steps, mute=st.integers(0, 3)), min_size=1, max_size=6))
 def test_all_stop_after_the_highest_promise_and_nothing_trained_is_ever_thrown_away(
-    words: list[NodeWord],
+    words: list[Promised],
 ) -> None:
     agreed = agree(words)
-    promised = [word.promised for word in words if word.promised is not None]
+    promised = [word.step for word in words if word.step is not None]
     if promised and max(promised) > 0:
         assert (agreed.step, agreed.end) == (max(promised), False)
     if agreed.end:
@@ -89,8 +87,8 @@ def test_a_group_goes_on_only_with_its_leader_and_enough_nodes(
 
 
 @pytest.fixture
-def taken() -> Iterator[StopSignals]:
-    found = StopSignals("SIGTERM,SIGHUP")
+def taken() -> Iterator[LaunchSignals]:
+    found = LaunchSignals("SIGTERM,SIGHUP")
     before = {number: signal.getsignal(number) for number in found._numbers}
     found.install()
     try:
@@ -100,7 +98,7 @@ def taken() -> Iterator[StopSignals]:
             signal.signal(number, handler)
 
 
-def test_torchs_signals_keep_their_meaning_and_two_are_taken_besides(taken: StopSignals) -> None:
+def test_torchs_signals_keep_their_meaning_and_two_are_taken_besides(taken: LaunchSignals) -> None:
     names = [number.name for number in taken._numbers]
     assert names == ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"]
     os.kill(os.getpid(), signal.SIGUSR2)
@@ -110,7 +108,7 @@ def test_torchs_signals_keep_their_meaning_and_two_are_taken_besides(taken: Stop
 
 
 def test_a_signal_soon_after_the_first_is_the_same_request_and_a_later_one_means_now(
-    taken: StopSignals, monkeypatch: pytest.MonkeyPatch
+    taken: LaunchSignals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
     monkeypatch.setattr(signals_module.time, "monotonic", lambda: clock[0])
@@ -126,13 +124,13 @@ def test_a_signal_soon_after_the_first_is_the_same_request_and_a_later_one_means
     assert (taken.again, hurried) == (signal.SIGUSR1, [1])
 
 
-def test_ctrl_c_twice_means_now_however_quickly(taken: StopSignals) -> None:
+def test_ctrl_c_twice_means_now_however_quickly(taken: LaunchSignals) -> None:
     taken._handle(signal.SIGINT, None)
     taken._handle(signal.SIGINT, None)
     assert taken.again is signal.SIGINT
 
 
-def test_a_signal_raises_only_where_it_may(taken: StopSignals) -> None:
+def test_a_signal_raises_only_where_it_may(taken: LaunchSignals) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert taken.received is signal.SIGTERM, "kept, while a durable write may be under way"
     with pytest.raises(Interrupted), taken.interruptible():
@@ -140,7 +138,7 @@ def test_a_signal_raises_only_where_it_may(taken: StopSignals) -> None:
 
 
 def test_a_signal_while_a_thread_starts_is_no_failure_to_start_it(
-    taken: StopSignals, monkeypatch: pytest.MonkeyPatch
+    taken: LaunchSignals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unraisable: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch.context import StopSignals as LaunchSignals
+from holdfast.launch.context import LaunchSignals
 from holdfast.process import senders as signal_senders
 from holdfast.process.senders import CODE, Origin, Seen, from_whom, named, seen, take, watch
 from holdfast.stop.signals import StopSignals

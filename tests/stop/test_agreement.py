@@ -20,9 +20,12 @@ from holdfast.policy.requests import (
     MARGIN,
     MOST_MARGIN,
     REPEATED,
+    Agreed,
     Grace,
+    Promised,
     Source,
     StopRequest,
+    agree,
     closer_by,
     deadline,
     does_not_fit,
@@ -32,7 +35,7 @@ from holdfast.policy.requests import (
     sooner,
     stop_step,
 )
-from holdfast.stop.agreement import StopOverStore, Stopping
+from holdfast.stop.agreement import Alone, Board, LastStep, OverStore, RankStop, StopAgreement
 from kit.harness import wait_until
 
 LIMIT = 60.0
@@ -134,7 +137,7 @@ class PretendedRank:
         self.stopped: int | None = None
         self.promise: int | None = None
         self.meanwhile: Iterator[None] = iter(())
-        self.stopping = Stopping(self._read)
+        self.stopping = LastStep(self._read)
 
     def _read(self) -> int:
         """Where the thread has set `asked` and is about to read the counter: the loop may move here too."""
@@ -249,13 +252,13 @@ def test_ranks_on_threads_stop_together_whenever_they_are_asked() -> None:
         chance = random.Random(seed)
         size = chance.choice([1, 2, 3])
         counters = [0] * size
-        stoppings = [Stopping(functools.partial(counters.__getitem__, rank)) for rank in range(size)]
+        stoppings = [LastStep(functools.partial(counters.__getitem__, rank)) for rank in range(size)]
         meet = threading.Barrier(size)
         stopped: dict[int, int] = {}
 
         def loop(
             rank: int,
-            stoppings: list[Stopping] = stoppings,
+            stoppings: list[LastStep] = stoppings,
             counters: list[int] = counters,
             meet: threading.Barrier = meet,
             stopped: dict[int, int] = stopped,
@@ -283,7 +286,7 @@ def test_ranks_on_threads_stop_together_whenever_they_are_asked() -> None:
 
 
 def test_a_rank_that_never_learns_the_step_does_not_choose_one() -> None:
-    stopping = Stopping(lambda: 7)
+    stopping = LastStep(lambda: 7)
     stopping.begin()
     assert stopping.prepare("SIGTERM") == 8
     assert stopping.prepare("again") == 8
@@ -292,15 +295,67 @@ def test_a_rank_that_never_learns_the_step_does_not_choose_one() -> None:
         stopping.reached(8, 0.02)
 
 
+def parties(count: int, board: Board | None = None) -> list[StopAgreement[StopRequest]]:
+    board = board or OverStore(HashStore())
+    return [StopAgreement(board, party, count, StopRequest) for party in range(count)]
+
+
+@given(st.permutations(range(4)), st.lists(st.integers(0, 9), min_size=4, max_size=4))
+def test_the_first_request_counts_and_the_step_is_named_once_all_have_promised(
+    order: list[int], promises: list[int]
+) -> None:
+    """Whoever moves first: the rule of the agreement, which ranks and agents share."""
+    found = parties(4)
+    asked = [StopRequest(source=Source.SIGNAL, detail=f"SIGTERM to {party}") for party in order]
+    assert [found[party].ask(mine) for party, mine in zip(order, asked, strict=True)] == [asked[0]] * 4
+    for party in order:
+        assert all(one.named() is None for one in found), f"{party} has not promised"
+        found[party].say(Promised(step=promises[party]))
+    assert [one.named() for one in found[1:]] == [None] * 3, "party 0 names it"
+    assert [one.named() for one in found] == [Agreed(step=max(promises))] * 4
+    found[order[0]].say(Promised(step=99))
+    assert [one.named() for one in found] == [Agreed(step=max(promises))] * 4
+
+
+def test_a_party_that_is_gone_is_not_waited_for_and_has_no_say() -> None:
+    leader, lost, other, silent = parties(4, Alone())
+    leader.say(Promised(step=3))
+    lost.say(Promised(step=9))
+    assert leader.named() is None
+    assert leader.silent(8) == silent.silent(8)[-2:] == [2, 3]
+    other.say(Promised(step=4))
+    assert leader.named({1: "it is cut off"}) is None
+    assert leader.named({1: "it is cut off", 3: "it too"}) == other.named() == Agreed(step=4)
+
+
+def test_a_party_that_is_alone_asks_promises_and_names_by_itself() -> None:
+    alone = StopAgreement(None, 0, 1, StopRequest)
+    asked = StopRequest(source=Source.STOP_FILE, detail="a file \udcff", at=time.time(), lead=0.1)
+    assert alone.ask(None) is None
+    assert alone.ask(asked) == asked
+    assert alone.named() is None
+    alone.say(Promised(step=0, mute=1))
+    assert alone.named() == agree([Promised(step=0, mute=1)])
+
+
+def test_each_sooner_end_is_learnt_once() -> None:
+    leader, other = parties(2)
+    for seconds in (20.0, 10.0):
+        assert other.sooner(float) is None
+        leader.hasten(seconds)
+        assert other.sooner(float) == seconds
+    assert (leader.hastened, other.hastened) == (2, 2)
+
+
 @pytest.mark.parametrize(("rank", "named"), [(0, "rank 2"), (1, "rank 0")])
 def test_a_rank_that_never_promises_is_named_after_a_bounded_wait(rank: int, named: str) -> None:
     """Of three ranks one is gone, and nobody else would end those that wait for it."""
     told: list[str] = []
     agreed: list[int] = []
     store = HashStore()
-    store.set(f"stop/promise/{1 if rank == 0 else 2}", "7")
-    over = StopOverStore(
-        Stopping(lambda: 6),
+    store.set(f"stop/word/{1 if rank == 0 else 2}", '{"step":7}')
+    over = RankStop(
+        LastStep(lambda: 6),
         store,
         rank,
         3,
@@ -330,8 +385,8 @@ def test_what_rank_0_learns_of_the_jobs_end_is_minded_by_all() -> None:
     told: list[float] = []
     store = HashStore()
     over = [
-        StopOverStore(
-            Stopping(lambda: 6),
+        RankStop(
+            LastStep(lambda: 6),
             store,
             rank,
             2,
@@ -345,10 +400,11 @@ def test_what_rank_0_learns_of_the_jobs_end_is_minded_by_all() -> None:
     ]
     over[1].wish(StopRequest(source=Source.SIGNAL, detail="SIGTERM"))
     over[0].hasten(20.0)
-    wait_until(lambda: told, LIMIT, "rank 1 is told")
+    assert told == [20.0], "rank 0 minds it at once"
+    wait_until(lambda: told[1:], LIMIT, "rank 1 is told")
     for one in over:
         one.close(6)
-    assert [round(seconds) for seconds in told] == [20]
+    assert [round(seconds) for seconds in told] == [20, 20]
 
 
 def test_the_one_rank_of_thousands_that_does_not_answer_is_found_in_few_questions() -> None:
@@ -357,9 +413,9 @@ def test_the_one_rank_of_thousands_that_does_not_answer_is_found_in_few_question
     store = CountingStore()
     for rank in range(2000):
         if rank != 1500:
-            store.set(f"stop/promise/{rank}", "7")
-    over = StopOverStore(
-        Stopping(lambda: 6),
+            store.set(f"stop/word/{rank}", '{"step":7}')
+    over = RankStop(
+        LastStep(lambda: 6),
         None,
         1,
         2000,
@@ -369,5 +425,6 @@ def test_the_one_rank_of_thousands_that_does_not_answer_is_found_in_few_question
         hastened=lambda seconds: None,
     )
     over.close(6, failed=True)
-    assert over._who_is_missing(store).startswith("rank 1500 did not answer")
+    agreement = StopAgreement(OverStore(store), 1, 2000, StopRequest)
+    assert over._who_is_missing(agreement).startswith("rank 1500 did not answer")
     assert store.asked < 300

@@ -135,7 +135,8 @@ def test_an_operators_stop_ends_one_launch_and_is_shown_meanwhile(tmp_path: Path
     step = stopped_well(tmp_path, result, "operator", "alice")
     shown = command("status", tmp_path / "run")
     assert shown.code == 1
-    assert f"stopped, attempt 1: code 31: step {step} is saved" in shown.out, shown.out
+    assert f"stopped, attempt 1: step {step} is saved" in shown.out, shown.out
+    assert "(exit code 31)" in shown.out, shown.out
     refused = command("control", "stop", tmp_path / "run", "--reason", "again")
     assert refused.code == ExitCode.USAGE, refused.text
     assert "no launcher" in refused.text

@@ -63,7 +63,7 @@ from holdfast.journal import JournalWriter
 from holdfast.journal.events import Warned
 from holdfast.launch.agent import HoldfastAgent
 from holdfast.launch.alert import Alerts, first_to_tell
-from holdfast.launch.context import Interrupted, LaunchContext, StopSignals, keep_launch
+from holdfast.launch.context import Interrupted, LaunchContext, LaunchSignals, Scheduler, keep_launch
 from holdfast.launch.gate import Gate
 from holdfast.launch.incident import EndedByStorageError, find_trouble, least_space, shared_places
 from holdfast.launch.monitor import Learner, Monitor
@@ -77,7 +77,6 @@ from holdfast.launch.nodes import (
     usable_devices,
     why_unfit,
 )
-from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.terminal import SavesTold, next_step, say
 from holdfast.launch.workers import RUN_PATH, Keeper, Orphans, PreloadedParent, Starter
 from holdfast.record import (
@@ -442,7 +441,7 @@ def main(argv: Sequence[str], parent: PreloadedParent | None = None) -> int:
         config, command = _configure(options)
         for name in (VARIABLE, entry.VARIABLE):  # of an outer launch: our workers are not its workers
             os.environ.pop(name, None)
-        signals = StopSignals(getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"))
+        signals = LaunchSignals(getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"))
         signals.install()
         starter = Starter(
             modules=options.args.preload,

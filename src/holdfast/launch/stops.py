@@ -1,16 +1,15 @@
 """An attempt that is asked to stop: all ranks of all nodes after the same step, by a deadline.
 
-The first request counts, whichever agent saw it. Each agent then lets its ranks promise a step, hands on the
-highest promise, and the leading agent names the step (policy/requests.py, policy/requests.py). Ranks that
-have stopped end by themselves; when those of all nodes have, the leading agent gives the notice of it.
+The agents agree as parties of stop/agreement.py, whichever of them saw the request: each lets its ranks
+promise a step and hands on the highest promise, and the leading one names the step. Ranks that have stopped
+end by themselves; when those of all nodes have, the leading agent gives the notice of it.
 
 Guarantee: every agent of the attempt learns of the request or of the attempt's end, and nothing here waits:
 `poll` looks and returns. A stop that does not come to its end by the deadline (which the ranks mind
 themselves) ends with the workers killed and code 32, on every node that can still be reached.
 
-With several nodes the words go through the round's store, each key written once:
-`stop/request`, `stop/word/<group rank>`, `stop/agreed`, `stop/leaving/<group rank>`, `stop/sooner/<number>`,
-and how many nodes have `stop/said` and `stop/done`, and on how many a rank `stop/halted`.
+With several nodes the words go through the attempt in the round's store: besides those of the agreement
+`stop/leaving/<group rank>`, and how many nodes are `stop/done`, and on how many a rank has `stop/halted`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ from holdfast.launch.workers import Workers
 from holdfast.policy import (
     Agreed,
     Deadline,
-    NodeWord,
     Source,
     StopRequest,
-    agree,
     closer_by,
     deadline,
     goes_on,
@@ -44,7 +41,7 @@ from holdfast.policy import (
 )
 from holdfast.process import from_whom
 from holdfast.record import Request, stop_asked
-from holdfast.stop import StopFile
+from holdfast.stop import StopAgreement, StopFile
 from holdfast.train import Prepare, StopAt, Wish
 
 # What asks a running attempt to stop, as the agent of one node sees it.
@@ -77,7 +74,11 @@ class StopRequests:
         if found is None and self._attempt.place.leads and time.monotonic() - self._looked >= LOOK:
             self._looked = time.monotonic()
             found = self._from_outside()
-        return found
+        if found is None or found.at:
+            return found
+        now, ends_at = time.time(), self._context.scheduler.ends_at
+        lead = None if ends_at is None else max(0.0, ends_at - now)
+        return msgspec.structs.replace(found, at=now, lead=lead)
 
     def _by_signal(self) -> StopRequest | None:
         received = self._context.signals.received
@@ -85,18 +86,20 @@ class StopRequests:
             return None
         node, sender = self._attempt.place.node, self._context.signals.sender
         told = f"{received.name}{from_whom(sender)} to the launcher on {node}"
-        return self._request(Source.SIGNAL, told, signal=received.name, sender=sender, node=node)
+        return StopRequest(source=Source.SIGNAL, detail=told, signal=received.name, sender=sender, node=node)
 
     def _by_rank(self, ended: Mapping[int, int], wishes: Mapping[int, Wish]) -> StopRequest | None:
         node = self._attempt.place.node
         for rank, wish in sorted(wishes.items()):
             told = f"{wish.why} on {node}"
             source = Source(wish.source) if wish.source in set(Source) else Source.SIGNAL
-            return self._request(source, told, signal=wish.signal, sender=wish.sender, node=node, rank=rank)
+            return StopRequest(
+                source=source, detail=told, signal=wish.signal, sender=wish.sender, node=node, rank=rank
+            )
         for rank, code in sorted(ended.items()):
             if code in BY_ITSELF:
                 detail = f"rank {rank} on {node} ended with code {code}: it was asked to stop"
-                return self._request(Source.SIGNAL, detail, node=node, rank=rank)
+                return StopRequest(source=Source.SIGNAL, detail=detail, node=node, rank=rank)
         return None
 
     def _from_outside(self) -> StopRequest | None:
@@ -105,11 +108,11 @@ class StopRequests:
         if due is not None:
             return due
         if self._stop_file.is_there():
-            return self._request(Source.STOP_FILE, f"the stop file {self._stop_file.path}")
+            return StopRequest(source=Source.STOP_FILE, detail=f"the stop file {self._stop_file.path}")
         looked = self._operator.take()
         asked = looked.result() if looked is not None else None
         if asked is not None:
-            return self._request(Source.OPERATOR, f"an operator, {asked.describe()}")
+            return StopRequest(source=Source.OPERATOR, detail=f"an operator, {asked.describe()}")
         return None
 
     def _asked_by_operator(self) -> Request | None:
@@ -122,30 +125,6 @@ class StopRequests:
     def _warn(self, told: str) -> None:
         self._attempt.journal.write(Warned(message=told))
         say(f"warning: {told}")
-
-    def _request(
-        self,
-        source: Source,
-        detail: str,
-        *,
-        signal: str = "",
-        sender: str = "",
-        node: str = "",
-        rank: int | None = None,
-    ) -> StopRequest:
-        now = time.time()
-        ends_at = self._context.scheduler.ends_at
-        lead = None if ends_at is None else max(0.0, ends_at - now)
-        return StopRequest(
-            source=source,
-            detail=detail,
-            signal=signal,
-            sender=sender,
-            node=node,
-            rank=rank,
-            at=now,
-            lead=lead,
-        )
 
 
 QUICK = 0.03
@@ -162,7 +141,6 @@ LAST_WORDS = 1.0
 """Seconds for the monitor to read what a rank said before it ended."""
 FINE = (int(ExitCode.OK), int(ExitCode.STOPPED))
 """Codes of a worker that has stopped as it was asked to."""
-REQUEST, AGREED, SOONER = "stop/request", "stop/agreed", "stop/sooner"
 
 
 class Handed(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,16 +162,15 @@ class Stopping:
         self._context = context
         self._requests = StopRequests(attempt, context)
         self._alone = attempt.place.nodes == 1
-        self._handed: Handed | None = None
+        board = attempt if attempt.place.nodes > 1 else None
+        self._agreement = StopAgreement(board, attempt.place.group_rank, attempt.place.nodes, Handed)
         self._limit = Deadline(None, "")
         """The hard deadline as it is now, from `_limited` on."""
         self._limited = 0.0
-        self._hastened = 0
-        """How often it has come closer."""
         self._learnt = 0.0
         self._moved = 0.0
         self._read = 0.0
-        self._said: NodeWord | None = None
+        self._said = False
         self._agreed: Agreed | None = None
         self._agreed_at = 0.0
         self._ended_at = 0.0
@@ -205,6 +182,10 @@ class Stopping:
         self._line = live_line(attempt.number)
         self.asked_between = False
         """Whether the request came while the ranks were between two attempts."""
+
+    @property
+    def _handed(self) -> Handed | None:
+        return self._agreement.request
 
     @property
     def request(self) -> StopRequest | None:
@@ -259,20 +240,12 @@ class Stopping:
         """Whether there is a request now: this node's own, unless another one's came first."""
         found = self._requests.look(ended, words.wishes)
         mine = self._hand(found) if found is not None else None
-        if self._alone:
-            handed = mine
-        elif mine is not None:
-            raw = self._attempt.fix(REQUEST, msgspec.json.encode(mine).decode())
-            handed = msgspec.json.decode(raw, type=Handed)
-        elif time.monotonic() - self._read < LEARN:
+        if mine is None and not self._may_read():
             return False
-        else:
-            self._read = time.monotonic()
-            there = self._attempt.read([REQUEST]).get(REQUEST)
-            handed = msgspec.json.decode(there, type=Handed) if there else None
+        handed = self._agreement.ask(mine)
         if handed is None:
             return False
-        self._handed, self._limit = handed, handed.limit
+        self._limit = handed.limit
         self._learnt = self._moved = self._limited = time.monotonic()
         if self._attempt.place.leads:
             self._context.scheduler.ask_again()
@@ -293,6 +266,13 @@ class Stopping:
         within = f", within {duration(limit.seconds)} ({limit.why})" if limit.seconds is not None else ""
         within += closer_by(self._context.scheduler.grace, handed.request, limit)
         say(f"asked to stop: {handed.request.detail}; {what}{within}", attempt=self._attempt.number)
+        return True
+
+    def _may_read(self) -> bool:
+        """Whether it is time to look for what another node says."""
+        if time.monotonic() - self._read < LEARN:
+            return False
+        self._read = time.monotonic()
         return True
 
     def _hand(self, request: StopRequest) -> Handed:
@@ -316,10 +296,15 @@ class Stopping:
 
     def _hasten(self) -> None:
         """The scheduler may end the job sooner than who asked knew: the leading agent sees, and tells all."""
-        closer = self._sooner() if self._attempt.place.leads else self._told_sooner()
+        if self._attempt.place.leads:
+            ends_at = self._context.scheduler.ends_at
+            closer = sooner(self._left(), None if ends_at is None else ends_at - time.time())
+            if closer is not None:
+                self._agreement.hasten(closer)
+        else:
+            closer = self._agreement.sooner(Deadline) if self._may_read() else None
         if closer is None or closer.seconds is None:
             return
-        self._hastened += 1
         self._limit, self._limited = closer, time.monotonic()
         self._prepared.clear()  # every rank is told again, and minds the shorter one
         if self._attempt.place.leads:
@@ -328,21 +313,6 @@ class Stopping:
             f"the stop must be over within {duration(closer.seconds)}: {closer.why}",
             attempt=self._attempt.number,
         )
-
-    def _sooner(self) -> Deadline | None:
-        ends_at = self._context.scheduler.ends_at
-        found = sooner(self._left(), None if ends_at is None else ends_at - time.time())
-        if found is not None and not self._alone:
-            self._attempt.fix(f"{SOONER}/{self._hastened}", msgspec.json.encode(found).decode())
-        return found
-
-    def _told_sooner(self) -> Deadline | None:
-        if time.monotonic() - self._read < LEARN:
-            return None
-        self._read = time.monotonic()
-        key = f"{SOONER}/{self._hastened}"
-        raw = self._attempt.read([key]).get(key)
-        return msgspec.json.decode(raw, type=Deadline) if raw else None
 
     def _take_leave(self) -> None:
         """In a group that may go on: who was told to stop itself says so."""
@@ -369,39 +339,22 @@ class Stopping:
 
     def _speak(self, ended: Mapping[int, int], words: StopWords) -> None:
         """Hand on what this node's ranks have promised, once."""
-        if self._said is not None:
+        if self._said:
             return
         running = set(self._workers.pids) - set(ended)
         hearing = self._context.monitor.hearing()
         asked = self._context.settings.stop.exit_signal_handler
         there = hearing.there if asked else frozenset[int]()
         waited = time.monotonic() - self._learnt
-        self._said = node_word(running, there, hearing.done, words.promises, waited)
-        if self._said is None or self._alone:
-            return
-        text = msgspec.json.encode(self._said).decode()
-        self._attempt.fix(f"stop/word/{self._attempt.place.group_rank}", text)
-        self._attempt.count_in("stop/said")
+        word = node_word(running, there, hearing.done, words.promises, waited)
+        if word is not None:
+            self._agreement.say(word)
+            self._said = True
 
     def _agree(self) -> None:
         """Name the step if this node leads, and all have spoken; else learn it."""
         attempt = self._attempt
-        if self._alone:
-            self._agreed = agree([self._said]) if self._said is not None else None
-        elif attempt.place.leads:
-            there = [rank for rank in range(attempt.place.nodes) if rank not in attempt.lost_nodes()]
-            if self._said is None or attempt.counted("stop/said") < len(there):
-                return
-            keys = [f"stop/word/{rank}" for rank in there]
-            said = attempt.read(keys)
-            if len(said) < len(keys):
-                return
-            agreed = agree(msgspec.json.decode(raw, type=NodeWord) for raw in said.values())
-            raw = attempt.fix(AGREED, msgspec.json.encode(agreed).decode())
-            self._agreed = msgspec.json.decode(raw, type=Agreed)
-        else:
-            raw_agreed = attempt.read([AGREED]).get(AGREED)
-            self._agreed = msgspec.json.decode(raw_agreed, type=Agreed) if raw_agreed else None
+        self._agreed = self._agreement.named(attempt.lost_nodes())
         if self._agreed is None:
             return
         self._agreed_at = self._moved = time.monotonic()

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
         Deadline,
         Grace,
         JobFacts,
-        NodeWord,
+        Promised,
         RequeueRuling,
         Source,
         StopRequest,
@@ -98,7 +98,6 @@ if TYPE_CHECKING:
         node_word,
         say_grace,
         sooner,
-        stop_step,
         uncounted,
     )
     from holdfast.policy.restarts import (

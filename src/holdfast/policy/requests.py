@@ -141,29 +141,30 @@ def is_repeated(first: float, now: float) -> bool:
     return now - first < REPEATED
 
 
-# What comes of the ranks' promises: after which step all stop, or that nobody is left who could be asked; and
-# whether it is the run that stops, or a node that leaves it.
+# What comes of the promises: after which step all stop, or that nobody is left who could be asked; and
+# whether it is the run that stops, or a node that leaves it. Each party of the agreement
+# (stop/agreement.py), a rank or a node's agent for its ranks, gives one word; what follows from the words of
+# all is named once.
 #
-# Guarantee: pure. A step is named only when every rank that can be asked has promised, so nobody is past it.
-# A rank that cannot be asked (its script does not use Run, or it has not come so far) never holds a stop up
-# for longer than `HELLO`.
+# Guarantee: a rank that cannot be asked (its script does not use Run, or it has not come so far) never holds
+# a stop up for longer than `HELLO`.
 
 
 HELLO = 5.0
 """Seconds for which a rank that has not said hello is waited for while others are in training already."""
 
 
-class NodeWord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node's ranks have promised together."""
+class Promised(msgspec.Struct, frozen=True, kw_only=True):
+    """The word of one party: what its ranks have promised together."""
 
-    promised: int | None = None
+    step: int | None = None
     """The highest promise; None if no rank could be asked."""
     mute: int = 0
     """Ranks that run and cannot be asked."""
 
 
 class Agreed(msgspec.Struct, frozen=True, kw_only=True):
-    """What all nodes do."""
+    """What all of them do."""
 
     step: int | None = None
     """After which the ranks stop; None if there is none to be told."""
@@ -189,7 +190,7 @@ def node_word(
     done: AbstractSet[int],
     promises: Mapping[int, int],
     waited: float,
-) -> NodeWord | None:
+) -> Promised | None:
     """The word of a node whose ranks `running` have not ended; None while it must wait for one of them.
 
     `there` can be asked, `done` have finished their training; `waited` seconds have passed.
@@ -200,13 +201,13 @@ def node_word(
     highest = max(promises.values(), default=None)
     if mute and highest and waited < HELLO:
         return None
-    return NodeWord(promised=highest, mute=len(mute))
+    return Promised(step=highest, mute=len(mute))
 
 
-def agree(words: Iterable[NodeWord]) -> Agreed:
-    """What follows from the words of all nodes."""
+def agree(words: Iterable[Promised]) -> Agreed:
+    """What follows from the words of all."""
     given = list(words)
-    promises = [word.promised for word in given if word.promised is not None]
+    promises = [word.step for word in given if word.step is not None]
     mute = sum(word.mute for word in given)
     if not promises:
         return Agreed(end=mute > 0, code=int(ExitCode.STOPPED_UNSAVED if mute else ExitCode.STOPPED))

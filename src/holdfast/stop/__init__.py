@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.stop.agreement import StopOverStore, Stopping
+    from holdfast.stop.agreement import LastStep, RankStop, StopAgreement, signalled
     from holdfast.stop.handler import ShutdownHandler
     from holdfast.stop.signals import LoaderSignals, StopDeadline, StopFile, StopSignals, refuse_stop_file
 else:

@@ -1,31 +1,172 @@
-"""The agreement on where all stop: one rank's part in it, and how it travels where there is no launcher.
+"""One agreement on where all stop, over whatever its parties can reach: who asks, who promises, who names.
 
-Guarantee: the first request counts for all ranks, and the step is named once, by rank 0, after every rank has
-promised. A store that does not answer holds up nothing but the thread that asks it; the deadline of the stop
-is kept elsewhere.
+Guarantee: the first request counts for all. Every party says one word, its promise; once all have, party 0
+names the step, once, after which all stop. What carries the words is a board: memory for a party that is
+alone, the ranks' store where there is no launcher, the attempt that agents share (launch/stops.py).
 
-Every rank looks once a second for one key, through a connection of its own: a store's client makes one call
-at a time, and training may sit in one. A rank that is alone needs no store.
+A store that does not answer holds up nothing but the thread that asks it; the deadline of the stop is kept
+elsewhere. In-process restarts need none of this between two iterations: nobody is in a step then, and each
+member says at the barrier whether it was asked, where the one plan that all follow is made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
+import signal
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from holdfast.base import stretch
 from holdfast.errors import DecisionTimeoutError
-from holdfast.policy import StopRequest, stop_step
+from holdfast.policy import Agreed, Promised, Source, StopRequest, agree
+from holdfast.process import from_whom
 from holdfast.record import Store
 
-# One rank's part in the agreement on where all stop: what it has promised, and what was agreed.
+R = TypeVar("R")
+T = TypeVar("T")
+
+AT_ONCE = 256
+"""Words that are looked for in one call."""
+_REQUEST = "stop/request"
+_AGREED = "stop/agreed"
+
+
+class Board(Protocol):
+    """Where the parties leave words for each other. Each is written once."""
+
+    def fix(self, key: str, text: str, /) -> bytes:
+        """Write this, unless something is there; what is there now."""
+
+    def read(self, keys: Sequence[str], /) -> Mapping[str, bytes]:
+        """What is there under these keys; of some that are not all there, maybe nothing."""
+
+
+class Alone(Board):
+    """For a party that has nobody to agree with."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, bytes] = {}
+
+    def fix(self, key: str, text: str, /) -> bytes:
+        return self._words.setdefault(key, text.encode())
+
+    def read(self, keys: Sequence[str], /) -> Mapping[str, bytes]:
+        return {key: self._words[key] for key in keys if key in self._words}
+
+
+class OverStore(Board):
+    """For ranks that share a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def fix(self, key: str, text: str, /) -> bytes:
+        return self._store.compare_set(key, "", text)
+
+    def read(self, keys: Sequence[str], /) -> Mapping[str, bytes]:
+        return {key: self._store.get(key) for key in keys} if self._store.check(list(keys)) else {}
+
+
+class StopAgreement(Generic[R]):
+    """One party's part in it. Nothing here waits, except for the board to answer."""
+
+    def __init__(self, board: Board | None, party: int, parties: int, kind: type[R]) -> None:
+        """`board`: None for a party that is alone; `kind`: what a request is handed round as."""
+        self.request: R | None = None
+        """The one that counts."""
+        self.hastened = 0
+        """How often the end has come closer since."""
+        self._board = board if board is not None else Alone()
+        self._party = party
+        self._kind = kind
+        self._words: dict[int, Promised] = {}
+        self._missing = list(range(parties))
+
+    def ask(self, mine: R | None) -> R | None:
+        """The request that counts, if there is one: this party's own, unless another one's came first."""
+        raw = self._fix(_REQUEST, mine) if mine is not None else self._read(_REQUEST)
+        self.request = _decoded(raw, self._kind) if raw else None
+        return self.request
+
+    def say(self, word: Promised) -> None:
+        """This party's word. The first counts."""
+        self._fix(_word(self._party), word)
+
+    def named(self, gone: Collection[int] = ()) -> Agreed | None:
+        """What all do, once it is known: party 0 names it when all that are not `gone` have spoken."""
+        raw: bytes | None
+        if self._party != 0:
+            raw = self._read(_AGREED)
+        elif self._all_spoke(gone):
+            said = (word for party, word in self._words.items() if party not in gone)
+            raw = self._fix(_AGREED, agree(said))
+        else:
+            return None
+        return _decoded(raw, Agreed) if raw else None
+
+    def _all_spoke(self, gone: Collection[int]) -> bool:
+        size = 1  # while the first of them is silent, that is all there is to learn
+        while some := [party for party in self._missing if party not in gone][:size]:
+            said = self._board.read([_word(party) for party in some])
+            for party in some:
+                if (raw := said.get(_word(party))) is not None:
+                    self._words[party] = _decoded(raw, Promised)
+            self._missing = [party for party in self._missing if party not in self._words]
+            if len(said) < len(some):
+                return False
+            size = AT_ONCE
+        return True
+
+    def silent(self, most: int) -> list[int]:
+        """Parties that have not spoken, as many as are named: all of them ask, and they may be very many."""
+        found: list[int] = []
+        for start in range(0, len(self._missing), AT_ONCE):
+            some = self._missing[start : start + AT_ONCE]
+            if len(self._board.read([_word(party) for party in some])) < len(some):
+                found += [party for party in some if self._read(_word(party)) is None]
+            if len(found) > most:
+                break
+        return found
+
+    def hasten(self, end: object) -> None:
+        """Party 0 has learnt of a sooner end, and the others are told."""
+        self._fix(self._sooner, end)
+        self.hastened += 1
+
+    def sooner(self, kind: type[T]) -> T | None:
+        """A sooner end, if party 0 has told one that this party does not know."""
+        raw = self._read(self._sooner)
+        self.hastened += raw is not None
+        return _decoded(raw, kind) if raw is not None else None
+
+    @property
+    def _sooner(self) -> str:
+        return f"stop/sooner/{self.hastened}"
+
+    def _fix(self, key: str, value: object) -> bytes:
+        # Not msgspec's own JSON: it refuses the undecodable bytes that a path may have.
+        return self._board.fix(key, json.dumps(msgspec.to_builtins(value)))
+
+    def _read(self, key: str) -> bytes | None:
+        return self._board.read([key]).get(key)
+
+
+def _decoded(raw: bytes, kind: type[T]) -> T:
+    return msgspec.convert(json.loads(raw), type=kind)
+
+
+def _word(party: int) -> str:
+    return f"stop/word/{party}"
+
+
+# A rank's promise, and the step that was agreed on: what its loop and the agreement have in common.
 #
 # Guarantee: once a promise is given, the loop does not go past it before the step is known after which all
 # ranks stop; and it never goes past that one. No lock is taken, and nothing is waited for, until somebody
@@ -35,12 +176,9 @@ from holdfast.record import Store
 # the loop raises its counter before it reads `asked`. So one of them sees the other: the counter of a loop
 # that has not seen the request is in the promise, and a loop whose counter came too late sees the request and
 # waits.
-#
-# How requests, promises and the agreed step travel is not decided here: see train/beats.py, or below where
-# there is no launcher.
 
 
-class Stopping:
+class LastStep:
     """Between the loop's thread and the one that hears of requests. `counter`: the steps completed so far."""
 
     def __init__(self, counter: Callable[[], int]) -> None:
@@ -114,6 +252,12 @@ class Stopping:
         return time.monotonic() - self.since if self.asked else 0.0
 
 
+# A rank's thread of the agreement, where no agent speaks for it.
+#
+# Every rank looks once a second for a request, through a connection of its own: a store's client makes one
+# call at a time, and training may sit in one. A rank that is alone needs no store.
+
+
 log = logging.getLogger("holdfast")
 
 LOOK = 1.0
@@ -122,8 +266,6 @@ LOOK_FOR_PROMISES = 0.05
 """The same once there is one."""
 NAMED = 8
 """Ranks that are named, of those that do not answer."""
-AT_ONCE = 256
-"""Promises that are looked for in one call."""
 ANSWERS = 20.0
 """Seconds for all promises. Threads answer within a second or two, whatever their loops do; a rank that has
 not by then is gone, and without a launcher nobody ends the others, which may wait for it in a collective."""
@@ -131,16 +273,18 @@ PARTING = 2.0
 TOLD = 5.0
 """Seconds that rank 0 waits for the others to know the step before it leaves: it may host the store."""
 
-_REQUEST = "stop/request"
-_AT = "stop/at"
-_ENDS = "stop/ends"
-"""When the scheduler ends the job, in seconds since 1970: the clocks of one job's nodes agree well enough."""
 
-
-class Heard(Protocol):
-    """What is done once a request counts: told to people, and its deadline armed."""
-
-    def __call__(self, request: StopRequest) -> None: ...
+def signalled(number: signal.Signals, sender: str, rank: int, node: str) -> StopRequest:
+    """What a signal to a rank asks for."""
+    return StopRequest(
+        source=Source.SIGNAL,
+        detail=f"{number.name}{from_whom(sender)} to rank {rank}",
+        signal=number.name,
+        sender=sender,
+        node=node,
+        rank=rank,
+        at=time.time(),
+    )
 
 
 def own_connection(store: Any) -> Store:
@@ -156,17 +300,17 @@ def own_connection(store: Any) -> Store:
     return same
 
 
-class StopOverStore:
-    """One rank's thread of the agreement. `look`: asked once a second for a request from elsewhere."""
+class RankStop:
+    """One rank's. `look`: asked once a second for a request from elsewhere."""
 
     def __init__(
         self,
-        stopping: Stopping,
+        stopping: LastStep,
         store: Store | None,
         rank: int,
         world: int,
         *,
-        heard: Heard,
+        heard: Callable[[StopRequest], None],
         agreed: Callable[[int], None],
         unanswered: Callable[[str], None],
         hastened: Callable[[float], None],
@@ -174,16 +318,14 @@ class StopOverStore:
         every: float = LOOK,
         answers: float = ANSWERS,
     ) -> None:
-        """`agreed` is told the step, on rank 0; `unanswered`, on every rank, who kept them from agreeing;
-        `hastened`, on the others, the seconds that rank 0 learnt to be left (see `hasten`).
-
-        `store` may be None for a rank that is alone.
+        """`heard` is told the request that counts, on every rank; `agreed` the step, on rank 0; `unanswered`,
+        on every rank, who kept them from agreeing; `hastened`, on every rank, the seconds that rank 0 learnt
+        to be left (see `hasten`). `store` may be None for a rank that is alone.
         """
         self._stopping = stopping
         self._store = store if world > 1 else None
         self._rank = rank
         self._world = world
-        self._missing = list(range(world))
         self._named = False
         """Whether this rank has named the step to others."""
         self._heard = heard
@@ -191,14 +333,12 @@ class StopOverStore:
         self._unanswered = unanswered
         self._hastened = hastened
         self._ends_at: float | None = None
-        self._told_end = False
+        """In seconds since 1970: the clocks of one job's nodes agree well enough."""
         self._answers = answers
         self._asked_at = 0.0
         self._look = look
         self._every = every
         self._wish: StopRequest | None = None
-        self._request: StopRequest | None = None
-        self._promises: list[int] = []
         self._wake = threading.Event()
         self._closing: bool = False
         self._leaving: int | None = None
@@ -211,7 +351,8 @@ class StopOverStore:
         self._wake.set()
 
     def hasten(self, seconds: float) -> None:
-        """Rank 0 has learnt that the scheduler ends the job in so many seconds: the others are told."""
+        """Rank 0 has learnt that the scheduler ends the job in so many seconds: all ranks are told."""
+        self._hastened(seconds)
         self._ends_at = time.time() + seconds
         self._wake.set()
 
@@ -231,112 +372,70 @@ class StopOverStore:
     def _serve(self) -> None:
         try:
             store = own_connection(self._store) if self._store is not None else None
+            board = OverStore(store) if store is not None else None
+            agreement = StopAgreement(board, self._rank, self._world, StopRequest)
             while not self._closing:
-                waiting = self._request is not None and self._stopping.stop_at is None
+                waiting = agreement.request is not None and self._stopping.stop_at is None
                 self._wake.wait(LOOK_FOR_PROMISES if waiting else self._every)
                 self._wake.clear()
-                self._step(store)
+                self._step(agreement, store)
             if store is not None:
-                self._part(store)
+                self._part(agreement, store)
         except Exception as error:  # noqa: BLE001 - torch's errors of a store have no common base
             if not self._closing and self._stopping.stop_at is None:
                 first = str(error).partition("\n")[0]
                 log.warning("holdfast: requests to stop are no longer seen: %s", first)
 
-    def _part(self, store: Store) -> None:
+    def _part(self, agreement: StopAgreement[StopRequest], store: Store) -> None:
         """The last words of a rank that leaves."""
-        if self._request is None and self._leaving is not None:
-            store.set(_promise(self._rank), str(self._leaving))
-        store.set(f"stop/knows/{self._rank}", "1")  # or need not know any more
+        if agreement.request is None and self._leaving is not None:
+            agreement.say(Promised(step=self._leaving))
+        store.set(_knows(self._rank), "1")  # or need not know any more
         deadline = time.monotonic() + TOLD
         waiting = list(range(1, self._world)) if self._named else []
         while waiting and time.monotonic() < deadline:
-            if store.check([f"stop/knows/{rank}" for rank in waiting[:AT_ONCE]]):
+            if store.check([_knows(rank) for rank in waiting[:AT_ONCE]]):
                 del waiting[:AT_ONCE]
             else:
                 time.sleep(LOOK_FOR_PROMISES)
 
-    def _step(self, store: Store | None) -> None:
-        if self._request is None:
-            self._request = self._find(store)
-            if self._request is not None:
-                self._prepare(store, self._request)
-        if self._request is not None and self._stopping.stop_at is None:
-            self._agree(store)
-            if self._stopping.stop_at is None and time.monotonic() - self._asked_at > self._answers:
-                self._asked_at = math.inf  # once
-                self._unanswered(self._who_is_missing(store))
+    def _step(self, agreement: StopAgreement[StopRequest], store: Store | None) -> None:
+        if agreement.request is None:
+            request = agreement.ask(self._wish or (self._look() if self._look is not None else None))
+            if request is None:
+                return
+            self._asked_at = time.monotonic()
+            agreement.say(Promised(step=self._stopping.prepare(request.detail)))
+            self._heard(request)  # after the promise: others wait for that one
+        if self._stopping.stop_at is None:
+            self._agree(agreement, store)
+        if self._rank != 0:  # one process asks the scheduler, and all mind what it says
+            ends_at = agreement.sooner(float)
+            if ends_at is not None:
+                self._hastened(ends_at - time.time())
+        elif self._ends_at is not None:
+            agreement.hasten(self._ends_at)
+            self._ends_at = None
 
-        if self._request is not None and store is not None and not self._told_end:
-            self._pass_end_on(store)
+    def _agree(self, agreement: StopAgreement[StopRequest], store: Store | None) -> None:
+        agreed = agreement.named()
+        if agreed is not None and agreed.step is not None:
+            self._named = self._rank == 0 and store is not None
+            self._stopping.agreed(agreed.step)
+            if self._rank == 0:
+                self._tell_agreed(agreed.step)
+            elif store is not None:
+                store.set(_knows(self._rank), "1")
+        elif time.monotonic() - self._asked_at > self._answers:
+            self._asked_at = math.inf  # once
+            self._unanswered(self._who_is_missing(agreement))
 
-    def _pass_end_on(self, store: Store) -> None:
-        """One process asks the scheduler, and all mind what it says."""
-        if self._rank == 0 and self._ends_at is not None:
-            self._told_end = True
-            store.set(_ENDS, repr(self._ends_at))
-        elif self._rank != 0 and store.check([_ENDS]):
-            self._told_end = True
-            self._hastened(float(store.get(_ENDS)) - time.time())
-
-    def _who_is_missing(self, store: Store | None) -> str:
-        silent = self._silent(store) if store is not None else []
+    def _who_is_missing(self, agreement: StopAgreement[StopRequest]) -> str:
+        silent = agreement.silent(NAMED)
         named = ", ".join(map(str, silent[:NAMED])) + (" and more" if len(silent) > NAMED else "")
         who = f"rank {named}" if len(silent) == 1 else f"ranks {named}" if silent else "rank 0"
         return f"{who} did not answer within {self._answers:g} s"
 
-    def _silent(self, store: Store) -> list[int]:
-        """Those that have not promised, as many as are named: every rank asks, and there may be very many."""
-        found: list[int] = []
-        for start in range(0, len(self._missing), AT_ONCE):
-            some = self._missing[start : start + AT_ONCE]
-            if not store.check([_promise(rank) for rank in some]):
-                found += [rank for rank in some if not store.check([_promise(rank)])]
-            if len(found) > NAMED:
-                break
-        return found
 
-    def _find(self, store: Store | None) -> StopRequest | None:
-        wish = self._wish or (self._look() if self._look is not None else None)
-        if store is None:
-            return wish
-        if wish is not None:
-            raw = store.compare_set(_REQUEST, "", msgspec.json.encode(wish).decode())
-        elif store.check([_REQUEST]):
-            raw = store.get(_REQUEST)
-        else:
-            return None
-        return msgspec.json.decode(raw, type=StopRequest)
-
-    def _prepare(self, store: Store | None, request: StopRequest) -> None:
-        self._asked_at = time.monotonic()
-        promise = self._stopping.prepare(request.detail)
-        if store is None:
-            self._promises = [promise]
-            self._missing = []
-        else:
-            store.set(_promise(self._rank), str(promise))
-        self._heard(request)  # after the promise: others wait for that one
-
-    def _agree(self, store: Store | None) -> None:
-        if self._rank != 0 and store is not None:
-            if store.check([_AT]):
-                self._stopping.agreed(int(store.get(_AT)))
-                store.set(f"stop/knows/{self._rank}", "1")
-            return
-        while self._missing and store is not None:
-            some = self._missing[:AT_ONCE]
-            if not store.check([_promise(rank) for rank in some]):
-                return
-            self._promises += [int(store.get(_promise(rank))) for rank in some]
-            del self._missing[: len(some)]
-        step = stop_step(self._promises)
-        if store is not None:
-            store.set(_AT, str(step))
-            self._named = True
-        self._stopping.agreed(step)
-        self._tell_agreed(step)
-
-
-def _promise(rank: int) -> str:
-    return f"stop/promise/{rank}"
+def _knows(rank: int) -> str:
+    return f"stop/knows/{rank}"

@@ -20,7 +20,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -29,9 +28,8 @@ from typing import Any, Self
 from holdfast.cluster import TimeLimit, current_job, node_name
 from holdfast.config import StopSettings, parse_signals
 from holdfast.errors import UsageError
-from holdfast.policy import Deadline, Grace, Source, StopRequest, closer_by, deadline, sooner
-from holdfast.process import from_whom
-from holdfast.stop.agreement import StopOverStore, Stopping
+from holdfast.policy import Deadline, Grace, StopRequest, closer_by, deadline
+from holdfast.stop.agreement import LastStep, RankStop, signalled
 from holdfast.stop.signals import StopDeadline, StopFile, StopSignals
 
 log = logging.getLogger("holdfast")
@@ -73,12 +71,12 @@ class ShutdownHandler:
         self._file = StopFile(Path(stop_file), self._warn) if stop_file is not None else None
         self._step = 0
         self._rank = 0
-        self._stopping = Stopping(lambda: self._step)
+        self._stopping = LastStep(lambda: self._step)
         self._deadline = StopDeadline()
         if stacks is not None:
             self._deadline.write_to(Path(stacks))
         self._signals = StopSignals(numbers, self._on_signal)
-        self._over_store: StopOverStore | None = None
+        self._over_store: RankStop | None = None
         self._job_end: TimeLimit | None = None
         self._used = False
 
@@ -87,7 +85,7 @@ class ShutdownHandler:
             raise UsageError("a ShutdownHandler is used once; make a new one for another loop")
         self._used = True
         store, self._rank, world = _reach(self._group)
-        self._over_store = StopOverStore(
+        self._over_store = RankStop(
             self._stopping,
             store,
             self._rank,
@@ -96,10 +94,10 @@ class ShutdownHandler:
             agreed=lambda step: log.warning("holdfast: all ranks stop after step %d", step),
             unanswered=lambda who: self._deadline.arm(0.0, f"{who}, so there is no step to stop after"),
             hastened=self._hasten,
-            look=self._look if self._file is not None and self._rank == 0 else None,
+            look=self._file.request if self._file is not None and self._rank == 0 else None,
         )
         if self._rank == 0 and (job := current_job()) is not None:
-            self._job_end = TimeLimit(job, 0.0, on_grace=self._tell_grace, on_ending=self._ending)
+            self._job_end = TimeLimit(job, 0.0, on_grace=self._tell_grace, on_ending=self._over_store.hasten)
         self._signals.install()
         return self
 
@@ -140,25 +138,8 @@ class ShutdownHandler:
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._arm()
-        sender = self._signals.sender(number)
         assert self._over_store is not None
-        self._over_store.wish(
-            StopRequest(
-                source=Source.SIGNAL,
-                detail=f"{number.name}{from_whom(sender)} to rank {self._rank}",
-                signal=number.name,
-                sender=sender,
-                node=node_name(),
-                rank=self._rank,
-                at=time.time(),
-            )
-        )
-
-    def _look(self) -> StopRequest | None:
-        assert self._file is not None
-        if not self._file.is_there():
-            return None
-        return StopRequest(source=Source.STOP_FILE, detail=f"{self._file.path} is there", at=time.time())
+        self._over_store.wish(signalled(number, self._signals.sender(number), self._rank, node_name()))
 
     def _warn(self, told: str) -> None:
         log.warning("holdfast: %s", told)
@@ -186,16 +167,10 @@ class ShutdownHandler:
                 self._timeout,
             )
 
-    def _ending(self, seconds: float) -> None:
-        """It is Slurm that ends the job: rank 0 has asked it, and tells the others."""
-        self._hasten(seconds)
-        if self._over_store is not None:
-            self._over_store.hasten(seconds)
-
     def _hasten(self, lead: float) -> None:
-        found = sooner(self._deadline.left, lead) if self._stopping.asked else None
-        if found is not None and found.seconds is not None:
-            self._deadline.arm(found.seconds, found.why)
+        """It is Slurm that ends the job: rank 0 has asked it."""
+        found = self._deadline.hasten(lead) if self._stopping.asked else None
+        if found is not None:
             log.warning("holdfast: the stop must be over within %.1f s: %s", found.seconds, found.why)
 
     def _arm(self) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from holdfast.base import Look, rendered
 from holdfast.errors import ExitCode, UsageError
-from holdfast.policy import REPEATED, is_repeated
+from holdfast.policy import REPEATED, Deadline, Source, StopRequest, is_repeated, sooner
 from holdfast.process import Seen, named, seen, take, watch
 
 # The file whose appearance asks for a stop.
@@ -47,6 +47,12 @@ class StopFile:
         self._tell = tell
         self._told = False
         self._look = Look(lambda: _exists(self.path), "stop-file")
+
+    def request(self) -> StopRequest | None:
+        """What it asks for, once it is there."""
+        if not self.is_there():
+            return None
+        return StopRequest(source=Source.STOP_FILE, detail=f"{self.path} is there", at=time.time())
 
     def is_there(self) -> bool:
         looked = self._look.take()
@@ -208,6 +214,13 @@ class StopDeadline:
                 self._thread = threading.Thread(target=self._watch, name="holdfast-deadline", daemon=True)
                 self._thread.start()
             self._moved.notify_all()
+
+    def hasten(self, lead: float) -> Deadline | None:
+        """The scheduler leaves so many seconds: the deadline that this makes, if it has come closer."""
+        found = sooner(self.left, lead)
+        if found is not None:
+            self.arm(found.seconds, found.why)
+        return found
 
     def _set_timer(self) -> None:
         assert self._ends is not None

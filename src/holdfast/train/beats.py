@@ -102,7 +102,7 @@ class Wish(msgspec.Struct, frozen=True, array_like=True, tag="wish"):
     signal: str = ""
     """`SIGTERM` and such."""
     source: str = "signal"
-    """One of policy.stopping.Source. What is no signal concerns the whole job, never one node."""
+    """One of policy.Source. What is no signal concerns the whole job, never one node."""
     sender: str = ""
     """Of the signal, in words; empty if that is not known."""
 

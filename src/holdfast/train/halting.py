@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 from holdfast.cluster import TimeLimit, current_job, job_found, node_name
@@ -30,11 +30,10 @@ from holdfast.policy import (
     deadline,
     does_not_fit,
     say_grace,
-    sooner,
 )
 from holdfast.process import from_whom
 from holdfast.record import Group
-from holdfast.stop import LoaderSignals, StopDeadline, StopFile, StopOverStore, Stopping, StopSignals
+from holdfast.stop import LastStep, LoaderSignals, RankStop, StopDeadline, StopFile, StopSignals, signalled
 from holdfast.train.beats import Beats, Prepare
 from holdfast.train.membership import Membership
 from holdfast.train.saves import Kept
@@ -49,7 +48,7 @@ class Halting:
     """Whose the signals are: those of the run that was made last."""
 
     def __init__(self, counter: Callable[[], int]) -> None:
-        self.stopping = Stopping(counter)
+        self.stopping = LastStep(counter)
         self.deadline = StopDeadline(self._forced)
         self._rank = int(os.environ.get("RANK", "0"))
         self._node = node_name()
@@ -57,7 +56,7 @@ class Halting:
         self._patience = 0.0
         self._signals: StopSignals | None = None
         self._beats: Beats | None = None
-        self._over_store: StopOverStore | None = None
+        self._over_store: RankStop | None = None
         self._member: Membership | None = None
         self._last_save: Callable[[], float | None] = lambda: None
         self._wish: StopRequest | None = None
@@ -99,8 +98,8 @@ class Halting:
     def heed(self, beats: Beats) -> None:
         """There may be an agent: what it says of stopping counts, and it is told of this rank's signals."""
         self._beats = beats
-        if beats.watched and self._wish is not None:
-            beats.wish(self._wish.detail, self._wish.signal, sender=self._wish.sender)
+        if self._wish is not None:
+            self._pass_on(self._wish)
 
     def spare(self, loader: object) -> None:
         """This loader is the run's: its worker processes outlive a request to stop, if that is set."""
@@ -115,7 +114,7 @@ class Halting:
         self.deadline.write_to(member.control.attempt(member.attempt) / "stop" / f"rank_{group.rank}.txt")
         if self._beats is not None and self._beats.watched:
             return
-        self._over_store = StopOverStore(
+        self._over_store = RankStop(
             self.stopping,
             group.store,
             group.rank,
@@ -132,38 +131,20 @@ class Halting:
     def _requests(self, settings: Settings) -> Callable[[], StopRequest | None]:
         """What rank 0 looks at once a second."""
         file = StopFile(settings.stop_file(), self._warn)
-        limit = self._watched = time_limit(settings, on_grace=self._tell_grace, on_ending=self._ending)
-        job = current_job()
+        job, ahead = current_job(), settings.slurm.preempt_time
+        limit = TimeLimit(job, ahead, on_grace=self._tell_grace, on_ending=self._ending)
+        self._watched = limit
         if job is not None:
             self._write(job_found(job, job.ends_at, settings.slurm.requeue))
-
-        def look() -> StopRequest | None:
-            if file.is_there():
-                return StopRequest(source=Source.STOP_FILE, detail=f"{file.path} is there", at=time.time())
-            return limit.due(time.time()) if limit is not None else None
-
-        return look
+        return lambda: file.request() or limit.due(time.time())
 
     # --- being asked ----------------------------------------------------------------------------------------
 
     def _on_signal(self, number: signal.Signals) -> None:
-        sender = self._sender(number)
-        wish = StopRequest(
-            source=Source.SIGNAL,
-            detail=f"{number.name}{from_whom(sender)} to rank {self._rank}",
-            signal=number.name,
-            sender=sender,
-            node=self._node,
-            rank=self._rank,
-            at=time.time(),
-        )
+        wish = signalled(number, self._sender(number), self._rank, self._node)
         again = self.stopping.asked
         self.arm(self._timeout)
-        self._wish = wish
-        if self._beats is not None and self._beats.watched:
-            self._beats.wish(wish.detail, wish.signal, sender=wish.sender)
-        elif self._over_store is not None:
-            self._over_store.wish(wish)
+        self._pass_on(wish)
         if not again:  # last: whoever reads our words may be what hangs
             log.warning("holdfast: %s: the run is to save and stop", wish.detail)
 
@@ -186,13 +167,16 @@ class Halting:
         """Something in this rank itself asks for the stop. From any thread."""
         if self._wish is not None:
             return  # it stops already
-        self._wish = StopRequest(
-            source=source, detail=detail, node=self._node, rank=self._rank, at=time.time()
+        self._pass_on(
+            StopRequest(source=source, detail=detail, node=self._node, rank=self._rank, at=time.time())
         )
+
+    def _pass_on(self, wish: StopRequest) -> None:
+        self._wish = wish
         if self._beats is not None and self._beats.watched:
-            self._beats.wish(detail, "", source=str(source))
+            self._beats.wish(wish.detail, wish.signal, source=str(wish.source), sender=wish.sender)
         elif self._over_store is not None:
-            self._over_store.wish(self._wish)
+            self._over_store.wish(wish)
 
     def arm(self, timeout: float, lead: float | None = None) -> float | None:
         """Mind the deadline that these make; seconds until it."""
@@ -255,18 +239,14 @@ class Halting:
             log.info("holdfast: %s", told)
 
     def _ending(self, seconds: float) -> None:
-        """It is the scheduler that ends the job: rank 0 has asked it, and tells the others."""
-        self._hasten(seconds)
+        """It is the scheduler that ends the job: rank 0 has asked it."""
         if self._over_store is not None:
             self._over_store.hasten(seconds)
 
     def _hasten(self, lead: float) -> None:
         """The deadline of a stop that is under way comes closer."""
-        found = sooner(self.deadline.left, lead) if self.stopping.asked else None
-        if found is None or found.seconds is None:
-            return
-        self.deadline.arm(found.seconds, found.why)
-        if self._rank == 0:
+        found = self.deadline.hasten(lead) if self.stopping.asked else None
+        if found is not None and found.seconds is not None and self._rank == 0:
             log.warning("holdfast: the stop must be over within %.1f s: %s", found.seconds, found.why)
             self._write(StopHastened(seconds=found.seconds, why=found.why))
             self._judge(found.seconds)
@@ -291,7 +271,7 @@ class Halting:
     # --- the loop -------------------------------------------------------------------------------------------
 
     def reached(self, step: int) -> bool:
-        """Whether the loop is to stop here; see `Stopping.reached`."""
+        """Whether the loop is to stop here; see `LastStep.reached`."""
         left = self.deadline.left
         return self.stopping.reached(step, self._patience if left is None else left + self._patience)
 
@@ -347,17 +327,3 @@ class Halting:
     def _write(self, event: Event) -> None:
         if self._member is not None:
             self._member.journal.write(event)
-
-
-def time_limit(
-    settings: Settings,
-    environ: Mapping[str, str] = os.environ,
-    *,
-    on_grace: Callable[[Grace], None] | None = None,
-    on_ending: Callable[[float], None] | None = None,
-) -> TimeLimit | None:
-    """The job's end, where there is a scheduler that has one."""
-    job = current_job(environ)
-    if job is None:
-        return None
-    return TimeLimit(job, settings.slurm.preempt_time, on_grace=on_grace, on_ending=on_ending)

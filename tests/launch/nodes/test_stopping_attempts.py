@@ -21,13 +21,12 @@ from holdfast.config.sections import SlurmSettings
 from holdfast.config.settings import Settings
 from holdfast.errors import ExitCode
 from holdfast.journal.events.run import StopAsked, StopForced, StopHastened
-from holdfast.launch.context import StopSignals
+from holdfast.launch.context import LaunchSignals, Scheduler
 from holdfast.launch.incident import hang as rolls
 from holdfast.launch.incident import supervision
 from holdfast.launch.incident.supervision import StorageDoubt, Vigil
 from holdfast.launch.monitor import Overdue
 from holdfast.launch.nodes.attempt import Announcement, Attempt, Notice, Place
-from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.stops import Stopping
 from holdfast.policy.timeouts import Limits, OpenSection
 from holdfast.record.directory import ControlDirectory
@@ -52,7 +51,7 @@ class Node:
         self.killed = False
         self.attempt = attempt
         self.rank = Rank(monitor)
-        self.signals = StopSignals("SIGTERM")
+        self.signals = LaunchSignals("SIGTERM")
         self.scheduler = Scheduler(attempt.control, settings, job)
         context: Any = SimpleNamespace(
             settings=settings,
@@ -129,7 +128,9 @@ def test_whoever_asks_the_deadline_is_the_one_that_the_leading_agent_learns_from
         assert other.scheduler.ends_at is None, "only the leading agent asks"
         wait_until(lambda: leader.look() or journalled(tmp_path, StopHastened), LIMIT, "it is told to all")
         for node in (leader, other):
-            wait_until(lambda node=node: node.look() or node.stopping._hastened, LIMIT, "it knows that too")
+            wait_until(
+                lambda node=node: node.look() or node.stopping._agreement.hastened, LIMIT, "it knows that too"
+            )
             again = node.rank.hear()
             assert isinstance(again, Prepare)
             assert again.seconds is not None
