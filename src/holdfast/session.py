@@ -99,8 +99,7 @@ log = logging.getLogger("holdfast")
 T = TypeVar("T")
 
 EXCHANGE_SLACK = 30.0
-"""Seconds that ranks wait for each other beyond a save's own limit, so that one that sees it pass can say
-so."""
+"""Seconds that ranks wait for each other beyond a save's own limit, for whoever sees that pass to say so."""
 
 
 class Session:
@@ -300,8 +299,7 @@ class Session:
         return SaveSchedule(chosen.interval, chosen.mtbf_hours, local)
 
     def _make_saving(self) -> Saving:
-        """What saves for this rank; on rank 0 also what deletes and, if there is a remote, what copies to
-        it."""
+        """What saves for this rank; on rank 0 also what deletes, and what copies to a remote."""
         group, member = self.group, self.member
         leads = group.is_coordinator
         drain = self._make_drain() if leads else None
@@ -664,8 +662,7 @@ class Session:
                 self._give_back(outcome, code)
 
     def _give_back(self, outcome: str, code: ExitCode) -> None:
-        """Give back the place and the lease, having recorded the attempt's end if that is for this
-        process."""
+        """Give back the place and the lease, having recorded the attempt's end where that is its task."""
         if self.places is not None:
             self.places.close()
         head = self.head
