@@ -188,8 +188,8 @@ LOCAL = {
 
 _SETUP = """
 # What is started here gets a process group of its own: signals sent to the script must not reach srun, which
-# takes SIGTERM as an order to kill the ranks at once. The ranks get SIGTERM through Slurm; SIGUSR1 and SIGUSR2
-# are passed on by srun.
+# takes SIGTERM as an order to kill the ranks at once. The ranks get SIGTERM through Slurm, and SIGUSR1
+# and SIGUSR2 through srun.
 set -m
 job=$SLURM_JOB_ID
 # An array's number means all of its tasks. A job submitted from within a task inherits these variables.
