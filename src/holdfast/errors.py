@@ -13,7 +13,7 @@ from typing import ClassVar
 
 
 class ExitCode(IntEnum):
-    """A code a worker or the `holdfast` command ends with. A signal n shows as 128 + n from a shell."""
+    """A code that a worker or the `holdfast` command ends with. A shell shows signal n as 128 + n."""
 
     OK = 0
     FAILED = 1
@@ -98,7 +98,7 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
         "launch it on other nodes; a scheduler that queues it again does that by itself",
     ),
     ExitCode.NO_CAPACITY: (
-        "Too few usable nodes were there, and no more came in time.",
+        "There were too few usable nodes, and no more came in time.",
         "bring nodes, readmit excluded ones, or allow fewer, then launch again",
     ),
     ExitCode.PAUSED_TOO_LONG: (
@@ -114,8 +114,8 @@ MEANINGS: dict[ExitCode, tuple[str, str]] = {
         "start the same command again to go on from there",
     ),
     ExitCode.STOPPED_UNSAVED: (
-        "The run was asked to stop and ended without saving: in time it could not, or a rank failed.",
-        "start the same command again: it goes on from the checkpoint before; `holdfast journal` says why",
+        "The run was asked to stop and ended without saving: there was no time to, or a rank failed.",
+        "start the same command again: it goes on from an earlier checkpoint; `holdfast journal` says why",
     ),
     ExitCode.HANDED_OVER: (
         "The function could not start again in these processes; the message and the journal say why.",
@@ -133,13 +133,13 @@ NOT_ALERTED: dict[ExitCode, str] = {
     ExitCode.LEASE_LOST: "the run goes on elsewhere",
     ExitCode.RUN_IS_LIVE: "the run goes on elsewhere",
 }
-"""Ends of a launch about which nobody is alerted, and why. Any other is the run's end until somebody acts."""
+"""Ends of a launch about which nobody is alerted, and why. After any other, the run waits for people."""
 
 
 class RunEnded(BaseException):
     """Base of everything with which Holdfast ends a run: each `HoldfastError`, and `Stopped`.
 
-    For a script that has something to do at its end, whichever it is. It is no Exception by itself.
+    For a script that has something to do at its end, however it ends. Not an Exception by itself.
     """
 
     exit_code: ClassVar[ExitCode] = ExitCode.FAILED
@@ -205,7 +205,7 @@ class NoProcessesError(HoldfastError):
 
 
 class DecisionTimeoutError(HoldfastError):
-    """A group decision was not learnt before its deadline; nobody chooses alone."""
+    """A group decision was not learned by its deadline; nobody chooses alone."""
 
     exit_code = ExitCode.DECISION_TIMEOUT
 
@@ -223,17 +223,17 @@ class SaveFailedError(HoldfastError):
 
 
 class SaveStorageError(SaveFailedError):
-    """The same, and what failed is the storage alone."""
+    """A checkpoint was not committed, and only the storage failed."""
 
     exit_code = ExitCode.STORAGE_FAILED
 
 
 class TornSnapshotError(SaveFailedError):
-    """What was staged is not what was on the device when the snapshot was taken."""
+    """The staged bytes are not those that were on the device when the snapshot was taken."""
 
 
 class RerunWantedError(HoldfastError):
-    """A result was rejected, and who starts the next attempt has to vary something. See `Rejection`."""
+    """A result was rejected; whoever starts the next attempt has to vary something. See `Rejection`."""
 
     exit_code = ExitCode.RERUN_WANTED
 
@@ -245,7 +245,7 @@ class ValidationFailedError(HoldfastError):
 
 
 class BudgetSpentError(HoldfastError):
-    """Too many launches in a row made no progress: this one is not begun."""
+    """Too many launches in a row made no progress: this one does not begin."""
 
     exit_code = ExitCode.BUDGET_SPENT
 
@@ -265,7 +265,7 @@ class PeerError(HoldfastError):
 
 
 class AlteredCopyError(PeerError):
-    """A copy at the sender is not what its digests say any more: the copy is bad, not the peer."""
+    """A copy at the sender no longer matches its digests: the copy is bad, not the peer."""
 
 
 class PingFailedError(HoldfastError):
@@ -273,7 +273,7 @@ class PingFailedError(HoldfastError):
 
     exit_code = ExitCode.DECISION_TIMEOUT
     missing: Sequence[int] = ()
-    """The ranks that did not answer; empty if that could not be learnt."""
+    """The ranks that did not answer; empty if that could not be learned."""
     seconds: float = 0.0
 
 
@@ -284,7 +284,7 @@ class HandedOverError(HoldfastError):
 
 
 class Stopped(RunEnded, SystemExit):
-    """The run was asked to stop and has done so: what ends the process is this, unless it is caught.
+    """The run was asked to stop and has done so. Unless this is caught, it ends the process.
 
     A SystemExit, so that neither `except Exception` takes it for a failure nor code after the loop runs as if
     training were done.

@@ -60,8 +60,8 @@ class Run:
             self._session.tracked.add(name, thing)
 
     def ignore(self, *things: object) -> None:
-        """These are no part of the checkpoint, on purpose: an optimizer, a schedule, a gradient scaler or a
-        loader that a resume may begin anew. Whatever else the run trains with and nobody tracks is an error
+        """Leave these out of the checkpoint on purpose: an optimizer, a schedule, a gradient scaler or a
+        loader that may start afresh at a resume. Anything else that the run trains with untracked is an error
         at the end of its first step."""
         for thing in things:
             self._session.tracked.ignore(thing)
@@ -80,14 +80,14 @@ class Run:
         return session.feed
 
     def add_check(self, name: str, check: Callable[[float], object]) -> None:
-        """A check of your own: given this rank's loss, True or a text rejects the step. On every rank."""
+        """Add a check of your own, on every rank: given its loss, it rejects the step by True or a text."""
         if self._session.joined:
             raise UsageError("add_check() came after the run started; add every check before the first step")
         self._session.checks.add(name, check)
 
     @scope.uninterrupted
     def start(self) -> int:
-        """Join the attempt and resume. Returns the number of steps that are done already."""
+        """Join the attempt and resume. Returns the number of steps already done."""
         if not self._session.joined:
             if not self._session.tracked.names():
                 raise UsageError(
@@ -103,7 +103,7 @@ class Run:
     ) -> Iterator[tuple[int, Any]]:
         """Yield (step, batch) until `until` steps are done, resuming first; saves as set, and at the end.
 
-        With `batches` each step gets a list of so many, for gradients that are accumulated within a step.
+        With `batches`, each step gets a list of that many, for gradients accumulated within a step.
         """
         if batches is not None and batches < 1:
             raise UsageError(f"steps(batches={batches}): a step takes one batch or more")
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def dropped(self) -> bool:
-        """Whether this step was dropped: an optimizer that is not torch's own must leave it out then."""
+        """Whether this step was dropped: an optimizer that is not torch's own must then skip it."""
         return self._session.dropped
 
     def record(
@@ -185,9 +185,9 @@ class Run:
 
     @scope.uninterrupted
     def end_step(self, *, last: bool = False) -> None:
-        """The step is complete: count it, and save if it is due. `last` leaves the save to `finish`.
+        """The step is complete: count it, and save if a save is due. `last` leaves the save to `finish`.
 
-        Raises `Stopped` if the run was asked to stop and all ranks stop here: the state is saved then.
+        Raises `Stopped`, after saving the state, if the run was asked to stop and all ranks stop here.
         """
         if not self._in_step:
             raise UsageError("end_step() without begin_step()")
@@ -226,7 +226,7 @@ class Run:
             stragglers.begin_step()
 
     def _stop_if_reached(self) -> None:
-        """Save and stop, if that was asked and all ranks are to stop here; else go on."""
+        """Save and stop if asked to and if all ranks are to stop here; else go on."""
         if self._halting.stopping.asked and self._halting.reached(self.step):
             self._session.stop()
 
@@ -239,7 +239,7 @@ class Run:
         return stragglers.section(name, self._beats.section(name))
 
     def beat(self) -> None:
-        """A sign of life in work that is long and gives none, such as one batch of an evaluation."""
+        """A sign of life in long work that gives none by itself, such as one batch of an evaluation."""
         self._beats.beat()
 
     # --- saving ---------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Run:
         """Save now, at a step boundary. A diagnostic save lives apart and is never resumed from.
 
         With `checkpoint.async_save`, `wait=False` returns as soon as training may go on; a failure is then
-        told at a later step, and at the end.
+        raised at a later step or at the end.
         """
         if self._in_step:
             raise UsageError(f"save() in the middle of step {self.step + 1}; call it between steps")
@@ -293,12 +293,12 @@ class Run:
 
     @property
     def samples(self) -> int:
-        """Of all ranks since the run began: the others' as of the last save, this one's as of now."""
+        """Samples of all ranks since the run began: the others' as of the last save, this one's as of now."""
         return self._meter.of_the_job()[0]
 
     @property
     def tokens(self) -> int:
-        """The same, of tokens."""
+        """Tokens, counted like `samples`."""
         return self._meter.of_the_job()[1]
 
     @property

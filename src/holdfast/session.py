@@ -1,12 +1,12 @@
-"""Session: what a rank trains with in an attempt, made from the settings, joined, resumed, and left.
+"""Session: a rank's part in an attempt: made from the settings, joined, resumed, and left.
 
 `Run` is its face towards the loop. What belongs to the attempt (who this rank is, what it may act on, what it
 trains with, saves with, and is watched by) is held here, once.
 
 Guarantee: whatever a session has taken (signals, the lease, a place in the local tier, processes) it gives
-back, in whatever way its rank leaves, also if it could not be made or started. It is left once: its outcome,
-and the attempt's end where that is for this process to record, are what the first leave said. When the
-restartable function that it was made in is left, nothing of it stays behind in the process; and an attempt
+back, however its rank leaves, even if the session could not be made or started. It is left once: its outcome,
+and the attempt's end where this process has to record that, are what the first leave said. When the
+restartable function that made it is left, nothing of the session stays behind in the process; and an attempt
 that the function did not bring to an end has failed.
 """
 
@@ -99,18 +99,18 @@ log = logging.getLogger("holdfast")
 T = TypeVar("T")
 
 EXCHANGE_SLACK = 30.0
-"""Seconds that ranks wait for each other beyond a save's own limit: who sees that pass must get to say so."""
+"""Seconds that ranks wait for each other beyond a save's own limit, for whoever sees that pass to say so."""
 
 
 class Session:
-    """One rank's. All ranks call its methods together, in one order."""
+    """Belongs to one rank. All ranks call its methods together, in the same order."""
 
     def __init__(self, file: str | os.PathLike[str] | None, keywords: Mapping[str, object]) -> None:
         """`keywords`: settings, spelt `<section>_<key>`."""
         self.around = Surroundings()
         self.crash: BaseException | None = None
         self.lost = ""
-        """Why this attempt has lost its lease; empty as long as nobody knows of it."""
+        """Why this attempt has lost its lease; empty as long as it is not known to have."""
         self.left = False
         self._group: Group | None = None
         self._member: Membership | None = None
@@ -124,7 +124,7 @@ class Session:
         self.feed: RecordedFeed | None = None
         self.beats = Beats()
         self.halting = Halting(lambda: self.meter.step)
-        hook = CrashHook(self._on_crash)  # first: wrong settings, too, end a rank with their own code
+        hook = CrashHook(self._on_crash)  # first, so that wrong settings end a rank with their own code too
         self.around.on_leave(hook.remove)
         self.launched = LaunchInfo.from_environment(os.environ)
         given = sources.load(
@@ -132,15 +132,15 @@ class Session:
             command_line=self.launched.command_line if self.launched else None,
             keywords=keywords,
         )
-        # Once, here: what the script does to its working directory later changes no path of the run's.
+        # Once, here: if the script changes its working directory later, the run's paths stay the same.
         self.settings = given.settings.absolute(self.launched.base() if self.launched else None)
         self.effective = msgspec.structs.replace(given, settings=self.settings)
         refuse_contradictions(self.effective, self.launched)
         refuse_straggler_settings(self.effective, self.launched)
         if self.launched is None:
-            refuse_stop_file(self.settings.stop_file())  # else the launcher has looked
+            refuse_stop_file(self.settings.stop_file())  # under a launcher, that has looked already
         self.root = CheckpointRoot(self.settings.checkpoint_root())
-        # The settings as they were written are what this start is recognised by later.
+        # This start is recognised later by the settings as they were written.
         self.here = look_around(self.settings, given.settings) if self.launched is None else None
         self.versions = current_versions(given.settings)
         self.tracked = Tracked()
@@ -151,7 +151,7 @@ class Session:
         try:
             self.beats = start_beats(self.effective, self.launched, halting=self.halting)
         except BaseException:
-            self.halting.close("failed", 0)  # the signals must not stay with a run that there is not
+            self.halting.close("failed", 0)  # release the signals if the run never started
             raise
         self.halting.heed(self.beats)
         self.around.on_leave(self.beats.close, self._left_behind)
@@ -183,7 +183,7 @@ class Session:
 
     @property
     def head(self) -> CheckpointName | None:
-        """The newest checkpoint of this timeline; None also before the run has started."""
+        """The newest checkpoint of this timeline; None before the run has started, too."""
         return self._saving.head if self._saving is not None else None
 
     @property
@@ -200,7 +200,7 @@ class Session:
             self._join()
             self.halting.joined(chosen, self.group, self.member, self.schedule.last_commit)
             self._make()
-            # Loading has a deadline of its own, and its failure must be told before it counts as a hang.
+            # Loading has a deadline of its own, and its failure must be reported before it counts as a hang.
             limit = chosen.checkpoint.timeout + 2 * EXCHANGE_SLACK
             with scope.critical(limit), self.beats.section(LOADING, at_least=limit):
                 self.resume()
@@ -214,7 +214,7 @@ class Session:
             self._tell_idle()
             self.pinging = Pinging(chosen.health, self.group, self.member.journal)
         except BaseException:
-            self.close()  # neither lease nor signals must stay with a run that could not start
+            self.close()  # a run that could not start must keep neither lease nor signals
             raise
 
     def _join(self) -> None:
@@ -223,7 +223,7 @@ class Session:
         self._group, self._member = group, member
 
     def _make(self) -> None:
-        """Make the rest, in this order: if one cannot be made, `close` gives back those before it."""
+        """Make the other parts, in this order: if one cannot be made, `close` gives back those before it."""
         self._tell_doubts()
         settings, group, member = self.settings, self.group, self.member
         node = self.launched.node if self.launched else settings.launch.node_name
@@ -256,16 +256,16 @@ class Session:
             self._warn(told)
 
     def _tell_idle(self) -> None:
-        """Say once a launch which settings were given and nothing reads, with what would switch them on."""
+        """Say, once per launch, which of the given settings nothing reads, and what would switch them on."""
         if self.group.is_coordinator and not self.member.is_restart:
             for told in idle(self.effective):
                 self._warn(told)
 
     def _judge_collectives(self) -> None:
-        """Say so when collectives time out before a hung step is found: then the wrong ranks end first."""
+        """Warn if collectives time out before a hung step is noticed: then the wrong ranks end first."""
         around = scope.current()
         if around is not None and around.own_collective_timeout:
-            return  # in-process restart finds who stands still before that, and chose it so
+            return  # in-process restart notices earlier who stands still, and chose this timeout itself
         limit = parse_section_timeouts(self.settings.monitor.rank_section_timeouts).get(STEP, 0.0)
         timeout = collective_timeout()
         if timeout is not None and limit and timeout <= limit:
@@ -299,7 +299,7 @@ class Session:
         return SaveSchedule(chosen.interval, chosen.mtbf_hours, local)
 
     def _make_saving(self) -> Saving:
-        """What saves for this rank; on rank 0 with what deletes, and what copies to a remote, if any."""
+        """What saves for this rank; on rank 0 also what deletes, and what copies to a remote."""
         group, member = self.group, self.member
         leads = group.is_coordinator
         drain = self._make_drain() if leads else None
@@ -395,12 +395,12 @@ class Session:
     # --- resuming -------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Put this rank where the run goes on from."""
+        """Put this rank at the point where the run goes on."""
         group, member, saving, feed = self.group, self.member, self.saving, self.feed
         self.tracked.begin()
         resumer = self._make_resumer()
         wish = Wish(self.settings.checkpoint, group, member)
-        with leavable():  # a load may take long, and what it leaves behind when it is cut is loaded again
+        with leavable():  # a load may take long, and is done again if it is cut off
             decision, state = resumer.resume(wish.value, force=wish.force)
         wish.followed(decision)
         if state is not None:
@@ -428,7 +428,7 @@ class Session:
                 self.settings.control.decision_timeout,
             )
         saving.resumed_from(name)
-        if state is not None and state.own and not state.fresh:  # what has no state yet must not be given any
+        if state is not None and state.own and not state.fresh:  # objects without state must not be given any
             saving.prepare()
         if group.is_coordinator:
             self._sweep()
@@ -504,7 +504,7 @@ class Session:
         restore_rng(state.own["rng"])
 
     def _tell_changes(self, state: LoadedState) -> None:
-        """What makes this resume differ from going on as before does not stop it, but is said."""
+        """Say what makes this resume differ from going on as before; it does not stop the resume."""
         if not self.group.is_coordinator:
             return
         journal = self.member.journal
@@ -515,7 +515,7 @@ class Session:
             journal.write(Warned(message=f"since this checkpoint was saved: {'; '.join(changes)}"))
 
     def _sweep(self) -> None:
-        """Tidy up after earlier attempts; if that does not work, the run goes on all the same."""
+        """Tidy up after earlier attempts; the run goes on even if that fails."""
         member, root = self.member, self.root
         try:
             for place in (root, root.diagnostic()):
@@ -539,7 +539,7 @@ class Session:
             return self.saving.save("diagnostic" if diagnostic else reason, diagnostic=diagnostic, wait=wait)
 
     def save_as_due(self, due: str) -> None:
-        """The save that is due after this step; if the state is in doubt, it stays due."""
+        """Do the save that is due after this step; while the state is in doubt, it stays due."""
         self.meter.flush_at_once(self.member.journal)
         self.validation.before_save()
         if why := self.validation.doubt(Severity.ODD):
@@ -555,12 +555,12 @@ class Session:
             self._validation.before_save()
 
     def _doubt(self) -> str:
-        """Why the state must not be saved as a good one, not even at an end; the same on every rank."""
+        """Why the state must not be saved as good, not even at an end; "" if it may. Equal on every rank."""
         return self._validation.doubt(Severity.NONFINITE) if self._validation is not None else ""
 
     @contextlib.contextmanager
     def checkpointing(self, *, waits: bool = False) -> Iterator[None]:
-        """The section of a save. Waiting for a writer process has a deadline of its own, a long one."""
+        """The section of a save. `waits`: for a writer process, which has a (long) deadline of its own."""
         if self.stragglers is not None:
             self.stragglers.spoil()
         chosen = self.settings.checkpoint
@@ -573,12 +573,12 @@ class Session:
             yield
 
     def _diagnose(self) -> str:
-        """A save of the state as it is in the middle of a step, to be looked at; its name, or why not."""
+        """Save the state in the middle of a step, for people to look at. Returns its name, or why not."""
         with self.checkpointing(waits=True):
             return self.saving.diagnose()
 
     def _on_rerun(self) -> None:
-        """A step that is run again may take as long again before it counts as a hang."""
+        """A step that is re-run gets its full time again before it counts as a hang."""
         self.beats.leave(STEP, learn=False)
         self.beats.enter(STEP)
 
@@ -601,7 +601,7 @@ class Session:
         self._leave_group()
 
     def stop(self) -> NoReturn:
-        """All ranks stop here, as was asked: save what is there, once, and raise `Stopped`."""
+        """All ranks stop here, as asked: save the state, once, and raise `Stopped`."""
         step = self.meter.step
         self._before_save()
         with self.checkpointing(waits=True):
@@ -629,7 +629,7 @@ class Session:
         self._leave(outcome, code, unseen=unseen)
 
     def _tell_end(self, outcome: str) -> None:
-        """The launcher tells how its attempts end."""
+        """Say how the attempt ended. Under the launcher, the launcher does that."""
         if self.launched is None and self.group.is_coordinator:
             self.member.journal.write(AttemptEnded(outcome=outcome, last_step=self.meter.step))
 
@@ -643,8 +643,8 @@ class Session:
             self.stragglers.close()
         ending = "failed" if unseen else outcome
         self.halting.close("asked" if code is ExitCode.STOPPED else ending, self.meter.step)
-        # From here on every wait is bounded. What the script does afterwards has limits of its own, by which
-        # its sections are watched too; but an error that ends this rank has to end it sooner.
+        # From here on every wait is bounded. What the script does afterwards is watched by the limits of its
+        # own sections; but an error that ends this rank has to end it sooner.
         if outcome == "failed":
             self.beats.failing()
         else:
@@ -662,7 +662,7 @@ class Session:
                 self._give_back(outcome, code)
 
     def _give_back(self, outcome: str, code: ExitCode) -> None:
-        """The place and the lease; where that is for this process, the attempt's end is recorded first."""
+        """Give back the place and the lease, having recorded the attempt's end where that is its task."""
         if self.places is not None:
             self.places.close()
         head = self.head
@@ -679,7 +679,7 @@ class Session:
             log.warning("holdfast: %s", error)
 
     def _leave_group(self) -> None:
-        """At the end of all ranks alike."""
+        """Called when all ranks end alike."""
         if self.pinging is not None:
             self.pinging.close()
         self._group = leave_group(self.group)
@@ -695,8 +695,8 @@ class Session:
         self.lost = why
 
     def _on_crash(self, error: BaseException) -> None:
-        # A run that is not closed by now is closed after this, and then no longer sees why; the launcher may
-        # end this process before that, so what is known of the last steps is written now.
+        # A run that is not closed yet will be closed after this, when it no longer sees why; and the launcher
+        # may end this process before that. So what is known of the last steps is written now.
         self.crash = error
         self.beats.failing()
         if self._member is not None and self.left:
@@ -705,7 +705,7 @@ class Session:
             self.meter.flush(self._member.journal, read_device=False)
 
     def _warn(self, told: str) -> None:
-        """On rank 0, which speaks for all."""
+        """Warn, on rank 0 only, which speaks for all."""
         if self.group.is_coordinator:
             self.member.journal.write(Warned(message=told))
             log.warning("holdfast: %s", told)
@@ -721,7 +721,7 @@ def _there(part: T | None) -> T:
 
 
 class Wish:
-    """Where the settings want the run to begin. It is followed once: see `control.launches`.
+    """Where the settings want the run to begin. The wish is followed once: see record/launches.py.
 
     Only what rank 0 makes of it counts; the others follow rank 0.
     """
@@ -731,7 +731,7 @@ class Wish:
         self._member = member
         self._before = None
         self.value, self.force = "auto", False
-        # A restart goes on from where the earlier attempt of this launch was.
+        # A restart goes on from where the launch's earlier attempt was.
         leads = not member.is_restart and group.is_coordinator
         self._counts = leads and pinned(member.control) is None
         if leads and self._asked != "auto":
@@ -780,11 +780,11 @@ class Ending(NamedTuple):
 
     failed: bool
     unseen: bool
-    """An exception may be on its way that nobody has seen yet."""
+    """Whether an exception may be on its way that nobody has seen yet."""
 
 
 class Surroundings:
-    """Of one run. Outside of a restartable function every call does nothing."""
+    """What surrounds one run. Outside a restartable function every call does nothing."""
 
     def __init__(self) -> None:
         self._scope = scope.current()
@@ -792,7 +792,7 @@ class Surroundings:
             self._scope.on_run()
 
     def on_leave(self, *closes: Callable[[], object]) -> None:
-        """What gives something back when the function was left; what is named last is called first."""
+        """Have these called when the function has been left; the last named is called first."""
         if self._scope is not None:
             for close in closes:
                 self._scope.on_leave(close)
@@ -826,8 +826,8 @@ class Surroundings:
             self._scope.committed = max(self._scope.committed, saving.committed)
 
     def judge(self, error: BaseException | None) -> Ending:
-        """`error`: what is seen from where the run is closed."""
-        # A loop that is left by an exception drops its generator before anyone can see that exception.
+        """`error`: the exception seen where the run is closed."""
+        # When an exception leaves the loop, its generator is dropped before anyone can see that exception.
         unseen = isinstance(error, GeneratorExit)
         failed = error is not None and not unseen
         if self._scope is None:
@@ -836,7 +836,7 @@ class Surroundings:
         return Ending(failed or unseen or asked, unseen and not asked)  # few leave such a loop by `break`
 
     def failed(self, halting: Halting) -> None:
-        """The run ends without having followed whoever asked it to stop."""
+        """The run ends without having stopped as it was asked to."""
         if self._scope is not None:
             self._scope.stop = halting.asked_by
 
@@ -855,7 +855,7 @@ def current_versions(settings: sources.Settings) -> Versions:
 
 
 def changes_since(then: Versions, now: Versions) -> list[str]:
-    """Pure: in words, one entry a change. What either side does not know is not a change."""
+    """Pure: in words, one entry per change. What either side does not know is not a change."""
     found = [
         f"{what} {before} → {after}"
         for what, before, after in (
@@ -866,9 +866,9 @@ def changes_since(then: Versions, now: Versions) -> list[str]:
         if before and after and before != after
     ]
     if then.code and now.code and then.code != now.code:
-        found.append("the main script is another")
+        found.append("the main script has changed")
     if then.config and now.config and then.config != now.config:
-        found.append("the settings are others")
+        found.append("the settings have changed")
     return found
 
 

@@ -428,11 +428,11 @@ def test_info_outside_of_slurm_says_so_and_is_no_error(monkeypatch: pytest.Monke
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
     told = command("slurm", "info")
-    assert (told.code, told.out) == (0, "not inside a job of Slurm\n")
+    assert (told.code, told.out) == (0, "not inside a Slurm job\n")
     assert json.loads(command("slurm", "info", "--json").out) == {"slurm": False}
     refused = command("slurm", "requeue")
     assert refused.code == 2
-    assert "not inside a job" in refused.err
+    assert "not inside a Slurm job" in refused.err
 
 
 def test_info_says_what_is_known_of_the_job(fake_scontrol: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

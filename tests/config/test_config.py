@@ -380,7 +380,7 @@ def test_wrong_text_is_refused_in_the_environment_and_on_the_command_line(key: s
         ("validation.probation_steps = 2", "write 4 or more, or 0 for none"),
         ("stop.exit_signal = 15", 'write "SIGTERM"'),
         ('checkpoint.root = "s3://bucket/x"', "checkpoint.remote_root takes a URL"),
-        ('checkpoint.remote_root = "copies"', "give a URL as s3://bucket/prefix or file:///path"),
+        ('checkpoint.remote_root = "copies"', "give a URL such as s3://bucket/prefix or file:///path"),
         ('checkpoint.remote_root = "file://copies/x"', "write three slashes before an absolute path"),
         (
             'checkpoint.remote_root = "https://host/x"',

@@ -1,7 +1,7 @@
-"""The floor: what every room stands on and that knows nothing of training.
+"""The floor: what every room stands on. It knows nothing of training.
 
-For files that survive a crash, text that people read, lines on standard error, calls that may hang, where
-an in-process restart may interrupt, and torch's private parts.
+For files that survive a crash, text that people read, lines on standard error, calls that may hang, the
+points at which an in-process restart may interrupt, and torch's private parts.
 Promises: nothing here decides, remembers or starts anything; a durable write is on disk when it returns.
 Never: import another room, or torch before somebody needs it.
 """

@@ -1,7 +1,7 @@
-"""Calls that may hang, in a thread that is left behind if they do; and when a long wait is told.
+"""Calls that may hang, each in a thread that is left behind if it does; and when to report a long wait.
 
-Guarantee: whoever waits for one goes on when its time is over, whatever the call does. A dead mount, a sick
-driver and a store whose host is stopped cannot be interrupted; such a thread ends with its process.
+Guarantee: whoever waits for such a call goes on when its time is up, whatever the call does. A dead mount, a
+sick driver or a store whose host is stopped cannot be interrupted; a stuck thread ends with its process.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ log = logging.getLogger("holdfast")
 T = TypeVar("T")
 
 TABLE_PATIENCE = 5.0
-"""Seconds for which a process table that is full may have room again."""
+"""Seconds within which a full process table may have room again."""
 RETRY = 0.1
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
-"""Of a RuntimeError: Python's own words, and those of a C++ library that wanted a thread, such as a store."""
+"""Words of such a RuntimeError: Python's own, and those of a C++ library that wanted a thread (a store)."""
 PATIENCE = 0.5
-"""Seconds that a healthy file system may take before whoever asked it for something goes on without."""
+"""Seconds that a healthy file system may take to answer; after that, whoever asked goes on without."""
 LINGER = 5.0
 """Seconds that a thread waits for more to do."""
 
 
 def is_table_full(error: BaseException) -> bool:
-    """Whether an error means that no process or thread could be started for want of room."""
+    """Whether an error means that no process or thread could be started for lack of room."""
     if isinstance(error, OSError):
         return error.errno == errno.EAGAIN
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_THREAD)
 
 
 class Bounded(Generic[T]):
-    """One call, under way from here on."""
+    """One call, which is under way as soon as this exists."""
 
     def __init__(self, call: Callable[[], T], name: str) -> None:
         self._returned: list[T] = []
@@ -62,19 +62,19 @@ class Bounded(Generic[T]):
             self._raised = error
 
     def ended(self, seconds: float = 0.0) -> bool:
-        """Whether it has returned or raised; waited for at most so long."""
+        """Whether it has returned or raised; waits for that at most so many seconds."""
         self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()
 
     def result(self) -> T:
-        """What it returned or raised. To be asked for once it has ended."""
+        """What it returned or raised. Ask only once it has ended."""
         if self._raised is not None:
             raise self._raised
         return self._returned[0]
 
 
 class Look(Generic[T]):
-    """A look that is taken again and again, one at a time: one that hangs costs its news, not its asker."""
+    """A look taken again and again, one at a time. One that hangs yields no news, but holds nobody up."""
 
     def __init__(self, look: Callable[[], T], name: str, patience: float = PATIENCE) -> None:
         self._look = look
@@ -83,7 +83,7 @@ class Look(Generic[T]):
         self._under_way: Bounded[T] | None = None
 
     def take(self) -> Bounded[T] | None:
-        """One that has ended: its result is to be asked for. None while it hangs: only the first who asks
+        """A look that has ended, to be asked for its result; None while one hangs. Only the first who asks
         waits for it, and not for long."""
         patience = 0.0
         if self._under_way is None:
@@ -95,7 +95,7 @@ class Look(Generic[T]):
 
 
 class Aside:
-    """Work on storage that may hang, done in its order by one thread beside whoever hands it in.
+    """Work on storage that may hang, done in order by one thread beside whoever hands it in.
 
     As long as it does not hang, it is done when `do` returns. The thread ends after a while without work.
     """
@@ -109,12 +109,12 @@ class Aside:
         self._thread: threading.Thread | None = None
         self._leaves = False
         self.hangs = False
-        """Whether somebody waited in vain, and nothing was done since."""
+        """Whether somebody waited in vain and nothing has been done since."""
 
     def do(self, work: Callable[[], None], *, last: bool = False) -> bool:
-        """Whether it is done, or will be; False if too much waits already, so that it never will.
+        """Do the work. False if too much is waiting already, so that it will never be done.
 
-        `last`: there is no more to come for a while, so the thread need not wait for it.
+        `last`: no more will come for a while, so the thread need not wait for it.
         """
         done = threading.Event()
         with self._more:
@@ -159,25 +159,25 @@ class Aside:
             done.set()
 
 
-# When a long wait is told, and in which words. Pure.
+# When a long wait is reported, and in which words. Pure.
 #
-# On a terminal one line is rewritten in place; elsewhere a line is written when the wait has turned out to be
-# one, and then at growing intervals, so that a night of waiting is a page of log.
+# On a terminal one line is rewritten in place; elsewhere a line is written once the wait has turned out to be
+# long, and then at growing intervals, so that a night of waiting makes a page of log.
 
 
 SHORT = 3.0
-"""Seconds: what is over by then is not worth a line."""
+"""Seconds: a wait that is over by then is not worth a line."""
 TOLD_AGAIN = (30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-"""Seconds into the wait at which it is told again; after the last one, as often as that."""
+"""Seconds into the wait at which it is reported again; after the last of these, every so many seconds."""
 REWRITTEN = 1.0
 """Seconds after which the line on a terminal is rewritten."""
 
 
 class Waiting(NamedTuple):
-    """A wait that goes on."""
+    """A wait that is still going on."""
 
     what: str
-    """What for, as it follows "waiting for"."""
+    """What is waited for, worded to follow "waiting for"."""
     waited: float
     longest: float | None
     """Seconds in all; None if it has no limit."""
@@ -189,7 +189,7 @@ def in_words(waiting: Waiting) -> str:
 
 
 def is_due(waited: float, told: float | None) -> bool:
-    """Whether a line is due now. `told`: how long the wait had gone on when it was last told; None: never."""
+    """Whether a line is due now. `told`: seconds into the wait at the last line; None if there was none."""
     if told is None:
         return waited >= SHORT
     for at in TOLD_AGAIN:
@@ -204,7 +204,7 @@ def is_rewritten(waited: float, told: float | None) -> bool:
 
 
 def span(seconds: float) -> str:
-    """In whole seconds, minutes or hours: what is rewritten every second has no decimals."""
+    """In whole seconds, minutes or hours: a line that is rewritten every second needs no decimals."""
     whole = round(max(seconds, 0.0))
     if whole < 60:
         return f"{whole} s"

@@ -28,16 +28,16 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class OpenFile:
-    """Closed at the end of its `with`, and else with its last reference, whatever cuts the code in between.
+    """An open file. It is closed at the end of its `with`, or else with its last reference, come what may.
 
-    Between the opening and the moment at which somebody answers for the closing there is none in which an
-    interruption (see scope.py) loses the number of what was opened. A plain number would be lost there, and
-    what it stands for, with the locks on it, kept for as long as the process lives.
+    At no moment between the opening and the point where somebody is responsible for closing can an
+    interruption (see scope.py) lose the descriptor. A plain number could be lost there, and the open file,
+    with the locks on it, would be kept for as long as the process lives.
     """
 
     def __init__(self, path: Path | str, flags: int, *, beneath: OpenFile | None = None) -> None:
         self.number = -1
-        with critical():  # what comes at its end finds an object that knows what to close
+        with critical():  # an interruption at its end finds an object that knows what to close
             where = beneath.number if beneath is not None else None
             self.number = os.open(path, flags | os.O_CLOEXEC, dir_fd=where)
 
@@ -51,7 +51,7 @@ class OpenFile:
         self.close()
 
     def close(self) -> None:
-        """Also twice."""
+        """May be called twice."""
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
@@ -106,8 +106,8 @@ def _discard(path: Path) -> None:
 def replace_atomic(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o644) -> None:
     """Give `path` new contents in one step; a reader sees the old ones or the new ones.
 
-    `durable=False` leaves out both fsyncs, for what is only a sign of life: an fsync can wait for many
-    seconds behind a checkpoint that is being written to the same disk.
+    `durable=False` leaves out both fsyncs, for mere signs of life: an fsync can wait many seconds behind a
+    checkpoint that is being written to the same disk.
     """
     temporary = _beside(path)
     try:
@@ -121,10 +121,10 @@ def replace_atomic(path: Path, data: bytes, *, durable: bool = True, mode: int =
 
 
 def overwrite(path: Path, data: bytes) -> None:
-    """Give a small file of always the same size new contents in place, without a new file or new space.
+    """Give a small file, whose size never changes, new contents in place, without a new file or new space.
 
-    Not durable, and a reader may see a mixture. Closing it each time is what makes a network file system show
-    it to other machines. One that is not there, or of another size, is made.
+    Not durable, and a reader may see a mixture. Closing the file each time is what makes a network file
+    system show it to other machines. A file that is missing, or of another size, is created.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
@@ -136,7 +136,7 @@ def overwrite(path: Path, data: bytes) -> None:
             if written != len(data):
                 raise OSError(errno.ENOSPC, f"wrote {written} of {len(data)} bytes")
             if fresh:
-                os.fsync(fd)  # its block is there from now on, and not only promised
+                os.fsync(fd)  # its block exists from now on, and is not only promised
         finally:
             os.close(fd)
     except OSError as error:
@@ -148,7 +148,7 @@ def create_exclusive(path: Path, data: bytes, *, mode: int = 0o644) -> bool:
     """Create `path` complete, or return False if it exists. Among racing callers exactly one wins.
 
     Uses link(2), which is atomic on local file systems and NFS alike and never shows a partial file. A
-    file system without hard links is refused: no other way to create gives both of these.
+    file system without hard links is refused: no other way of creating a file gives both.
     """
     temporary = _beside(path)
     try:
@@ -185,7 +185,7 @@ def make_dirs(path: Path) -> None:
     while not current.exists():
         missing.append(current)
         current = current.parent
-    # Whoever made `current` may have died before making its name durable, and what goes below needs it.
+    # Whoever made `current` may have died before making its name durable, and everything below depends on it.
     # The parent of a directory that somebody else gave us may be closed to us; then it is theirs to sync.
     with contextlib.suppress(PermissionError):
         fsync_dir(current.parent)
@@ -223,19 +223,19 @@ def _read_regular(path: Path, limit: int) -> bytes:
             raise OSError(errno.EFBIG, f"{info.st_size} bytes, more than the {limit} allowed", str(path))
         with open(file.number, "rb", closefd=False) as stream:
             data = stream.read(limit + 1)
-    if len(data) > limit:  # it grew meanwhile
+    if len(data) > limit:  # it has grown meanwhile
         raise OSError(errno.EFBIG, f"more than the {limit} bytes allowed", str(path))
     return data
 
 
 MARKED_WITHIN = 4096
-"""Bytes at the beginning of an output among which its mark is."""
+"""How many bytes at the beginning of an output are searched for its mark."""
 
 
 def check_output(path: Path, *, mark: str = "", overwrite: bool = False, option: str = "--overwrite") -> None:
-    """Refuse to write an output over what is no regular file, or, unless that is asked for, is not ours.
+    """Refuse to replace anything but a regular file, and, unless asked to, a file that is not ours.
 
-    `mark`: what an earlier output of the same kind has at its beginning; such a one may be replaced.
+    `mark`: what an earlier output of the same kind has at its beginning; such a file may be replaced.
     """
     try:
         kind = path.lstat().st_mode
@@ -308,12 +308,12 @@ _STORAGE_WORDS = re.compile(
 
 
 def names_storage_trouble(text: str) -> bool:
-    """Whether the text of an error that came from elsewhere says so."""
+    """Whether the text of an error from elsewhere names trouble with the storage."""
     return _STORAGE_WORDS.search(text) is not None
 
 
 def is_storage_trouble(error: BaseException | None) -> bool:
-    """Whether this says that the storage is full, failing or away, and nothing of who uses it."""
+    """Whether this says that the storage is full, failing or away, and so nothing against whoever uses it."""
     return isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE)
 
 
@@ -328,7 +328,7 @@ def explain_os_error(error: OSError, what: str, path: Path) -> ControlError:
 #
 # Guarantee: nothing outside `root` is ever removed, moved or listed. `root` itself is what its owner named,
 # and may be a link; every step below it is opened relative to the one before and without following a link, so
-# that a `.trash` that somebody made a link to elsewhere is refused, also if it was exchanged a moment ago. A
+# that a `.trash` that somebody turned into a link to elsewhere is refused, even if that was a moment ago. A
 # link that is itself to be removed is removed, and what it points to is not.
 
 
@@ -336,7 +336,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
 def open_folder(root: Path, *names: str) -> OpenFile:
-    """The directory `root/names…`. OSError if it is not there, or if a step below `root` is no directory."""
+    """The directory `root/names…`. OSError if it is missing, or if a step below `root` is not a directory."""
     folder = OpenFile(root, _FOLDER)
     where = root
     for name in names:
@@ -358,7 +358,7 @@ def open_folder(root: Path, *names: str) -> OpenFile:
 
 
 def make_folder(root: Path, *names: str) -> None:
-    """Make `root/names…`, durably, unless it is there; refuse it if a step below `root` is a link."""
+    """Make `root/names…`, durably, unless it exists; refuse if a step below `root` is a link."""
     make_dirs(root)
     for count in range(len(names)):
         with open_folder(root, *names[:count]) as above:
@@ -371,7 +371,7 @@ def make_folder(root: Path, *names: str) -> None:
 
 
 def entries(root: Path, *names: str) -> list[str]:
-    """What lies in the directory `root/names…`; nothing if it is not there."""
+    """What lies in the directory `root/names…`; nothing if that does not exist."""
     try:
         with open_folder(root, *names) as folder:
             return sorted(os.listdir(folder.number))
@@ -380,13 +380,13 @@ def entries(root: Path, *names: str) -> list[str]:
 
 
 def move(root: Path, source: tuple[str, ...], target: tuple[str, ...]) -> None:
-    """Rename one entry beneath `root` to another; the directories of both must be there."""
+    """Rename one entry beneath `root` to another; the directories of both must exist."""
     with open_folder(root, *source[:-1]) as there, open_folder(root, *target[:-1]) as here:
         os.rename(source[-1], target[-1], src_dir_fd=there.number, dst_dir_fd=here.number)
 
 
 def remove(root: Path, *names: str) -> None:
-    """Remove the entry `root/names…`, with all that is in it. It is fine if it is not there."""
+    """Remove the entry `root/names…`, with all that is in it. It need not exist."""
     try:
         with open_folder(root, *names[:-1]) as above:
             info = os.stat(names[-1], dir_fd=above.number, follow_symlinks=False)
@@ -396,16 +396,16 @@ def remove(root: Path, *names: str) -> None:
                 os.unlink(names[-1], dir_fd=above.number)
     except FileNotFoundError as error:
         path = root.joinpath(*names)
-        if os.path.lexists(path):  # somebody else removes it too, and was quicker with a part of it
+        if os.path.lexists(path):  # somebody else is removing it too, and was quicker with a part of it
             raise OSError(errno.EBUSY, "somebody else is removing it", str(path)) from error
-    except OSError as error:  # named as seen from the directory it is in
+    except OSError as error:  # names the entry as seen from the directory it is in
         if not Path(error.filename or "").is_absolute():
             error.filename = str(root.joinpath(*names[:-1], error.filename or names[-1]))
         raise
 
 
 def unlink(root: Path, *names: str) -> None:
-    """Remove the file or link `root/names…`, and no directory. It is fine if it is not there."""
+    """Remove the file or link `root/names…`, never a directory. It need not exist."""
     with contextlib.suppress(FileNotFoundError), open_folder(root, *names[:-1]) as above:
         os.unlink(names[-1], dir_fd=above.number)
 

@@ -1,8 +1,7 @@
 """Fronts: what a room offers to others, imported when it is first used.
 
 A front is a package's `__init__`. It lists what outsiders may import under `if TYPE_CHECKING:`, once and
-typed, and costs next to nothing to import: who needs one name of a room does not pay for the others, nor for
-torch.
+typed, and costs next to nothing to import: needing one name of a room does not cost the others, nor torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How things are said to people: times, sizes and other text, and the one writer of lines to standard error.
 
-What ranks say goes through Python's logging first (`log.warning("holdfast: …")`). Where the script has set
-its own logging up, its handlers take it, and write it as they do; else it is written here.
+What ranks say goes through Python's logging first (`log.warning("holdfast: …")`). Where the script has set up
+logging of its own, its handlers take it and write it in their way; else it is written here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TEXT = 500
 class Rendered:
     text: str
     style: str
-    """fault, warning, decision, saved, good, progress or plain; what it looks like is the shower's choice."""
+    """fault, warning, decision, saved, good, progress or plain; whoever shows it decides on the looks."""
     details: list[str] = field(default_factory=list)
     """Lines that belong under the text: evidence and rejected options."""
 
@@ -93,8 +93,8 @@ def plural(count: int, word: str) -> str:
 
 # How much is printed: HOLDFAST_VERBOSITY in the environment.
 #
-# It is not a setting of the run: what a run does never depends on it, and whoever looks for an error changes
-# it without changing what the run was started with.
+# It is not a setting of the run: what a run does never depends on it, and whoever looks for an error can
+# change it without changing what the run was started with.
 
 
 VERBOSITY_VARIABLE = "HOLDFAST_VERBOSITY"
@@ -116,7 +116,7 @@ def is_verbosity(text: str) -> bool:
     return not text or text in set(Verbosity)
 
 
-# A line that Holdfast prints on standard error, and the forms it has: for people, or as JSON. Pure.
+# A line that Holdfast prints on standard error, in either of its forms: for people, or as JSON. Pure.
 #
 # HOLDFAST_LOG_FORMAT in the environment says which; `holdfast run --log-format` sets it for the launcher, and
 # the workers inherit it. It is not a setting of the run: what a run does never depends on it.
@@ -124,7 +124,7 @@ def is_verbosity(text: str) -> bool:
 
 FORMAT_VARIABLE = "HOLDFAST_LOG_FORMAT"
 PREFIX = "holdfast: "
-"""How what is handed to Python's logging begins, where no form of ours tells who says it."""
+"""How text handed to Python's logging begins, where none of our own forms says who is speaking."""
 
 
 class LogFormat(StrEnum):
@@ -151,12 +151,12 @@ class Kind(StrEnum):
 
 
 class Source(StrEnum):
-    """Who says a line."""
+    """Who is speaking in a line."""
 
     LAUNCHER = "launcher"
     RANK = "rank"
     SCRIPT = "script"
-    """A process with a `Run` that is no rank of anything."""
+    """A process with a `Run` that is not a rank of anything."""
     COMMAND = "command"
 
 
@@ -170,7 +170,7 @@ class Line(NamedTuple):
     level: str
     """info, warning or error."""
     text: str
-    """As people read it; it may have several lines."""
+    """The text for people; it may have several lines."""
     more: Mapping[str, Any] = {}
     """Fields that only this kind of line has: `account`, `wait`."""
 
@@ -195,7 +195,7 @@ _BEGINNINGS = (
 )
 _LEVELS = {Kind.WARNING: "warning", Kind.INCIDENT: "warning", Kind.ERROR: "error", Kind.STOPPED: "error"}
 _CUT = (Kind.WARNING, Kind.NOTE, Kind.ERROR)
-"""Kinds that their text begins with, which in JSON is a field of its own."""
+"""Kinds whose name begins the text; in JSON it is a field of its own."""
 
 
 def log_format(environ: Mapping[str, str]) -> LogFormat:
@@ -210,7 +210,7 @@ def is_format(text: str) -> bool:
 
 
 def kind_of(text: str) -> Kind:
-    """What a sentence is about, by its beginning."""
+    """What a sentence is about, judging by its beginning."""
     return next((kind for begins, kind in _BEGINNINGS if text.startswith(begins)), Kind.MESSAGE)
 
 
@@ -227,7 +227,7 @@ def as_text(line: Line) -> str:
 
 
 def as_json(line: Line) -> str:
-    """One object on one line. The fields are listed in docs/guides/launcher.md, and stay."""
+    """One object on one line. The fields are listed in docs/guides/launcher.md and will not change."""
     text = line.text
     if line.kind in _CUT:
         text = text.removeprefix(f"{line.kind}: ")
@@ -260,7 +260,7 @@ def rewrites(environ: Mapping[str, str], *, terminal: bool) -> bool:
 
 
 def has_colour(environ: Mapping[str, str], *, terminal: bool) -> bool:
-    """On a terminal that knows them, unless NO_COLOR (no-color.org) is set to anything."""
+    """True on a terminal that knows colours, unless NO_COLOR (no-color.org) is set to anything."""
     return rewrites(environ, terminal=terminal) and not environ.get("NO_COLOR")
 
 
@@ -283,10 +283,10 @@ _LAUNCH = "HOLDFAST_LAUNCH"
 
 
 class OwnLines(logging.Handler):
-    """Takes what nobody else takes, as `logging.lastResort` would."""
+    """Takes what no other handler takes, as `logging.lastResort` would."""
 
     def __init__(self, source: Source | None = None) -> None:
-        """`source`: who this process is; None if its environment tells."""
+        """`source`: who this process is; None to take it from the environment."""
         debug = verbosity(os.environ) is Verbosity.DEBUG
         super().__init__(logging.INFO if debug else logging.WARNING)
         self.source = source
@@ -296,14 +296,14 @@ class OwnLines(logging.Handler):
             return
         try:
             text = self.format(record).removeprefix(PREFIX)
-        except Exception:  # noqa: BLE001 - a message that cannot be made is no reason to end a training
+        except Exception:  # noqa: BLE001 - a message that cannot be formatted must not end a run
             return
         level = "error" if record.levelno >= logging.ERROR else record.levelname.lower()
         speak(text, source=self.source, level=level)
 
 
 def install(source: Source | None = None) -> None:
-    """Have what is logged by Holdfast, and taken by nobody else, written as lines of this process."""
+    """From now on, write what Holdfast logs and no other handler takes as lines of this process."""
     log = logging.getLogger("holdfast")
     for handler in [one for one in log.handlers if isinstance(one, OwnLines)]:
         log.removeHandler(handler)
@@ -334,12 +334,11 @@ def speak(
 ) -> None:
     """Write one line. Raises what the stream raises.
 
-    `source`: who says it; None for whoever this process is by its environment. `to`: standard error unless
-    given.
+    `source`: who is speaking; None for this process, by its environment. `to`: standard error unless given.
     """
     stream = sys.stderr if to is None else to
     shown = rendered(text, stream, source=source, kind=kind, level=level, attempt=attempt, more=more)
-    stream.write(f"{shown}\n")  # at once: lines of other processes must not come in between
+    stream.write(f"{shown}\n")  # in one write: lines of other processes must not come in between
     stream.flush()
 
 
@@ -353,7 +352,7 @@ def rendered(
     attempt: int | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    """The line as it is written to this stream, without the end of line; without one, as it is in a file."""
+    """The line as it is written to `stream`, without its line end; if no stream is given, as in a file."""
     kind = kind_of(text) if kind is None else kind
     source, rank, own = _who(os.environ) if source is None else (source, None, None)
     line = Line(
@@ -378,13 +377,13 @@ def rendered(
 
 
 def say_as_rank(text: str, to: TextIO | None = None) -> None:
-    """For what a rank says whether or not somebody has set logging up. Nobody may be there to read it."""
+    """For what a rank says whether or not logging was set up. Nobody need be there to read it."""
     with contextlib.suppress(OSError, ValueError):
         speak(text, to=to)
 
 
 def _who(environ: Mapping[str, str]) -> tuple[Source, int | None, int | None]:
-    """Who a process is that is no launcher: its rank and its attempt, as far as its environment tells."""
+    """Who a process other than the launcher is: its rank and attempt, as far as its environment tells."""
     rank = environ.get("RANK", "")
     attempt = None
     with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
@@ -403,7 +402,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def _width(stream: TextIO) -> int:
-    """Columns; a line that is longer cannot be written over."""
+    """Columns of the terminal; a longer line cannot be written over."""
     try:
         return max(20, os.get_terminal_size(stream.fileno()).columns)
     except (OSError, ValueError):
@@ -411,10 +410,10 @@ def _width(stream: TextIO) -> int:
 
 
 class LiveLine:
-    """Tells of one wait while it goes on. Called at every look of whoever waits; most calls say nothing.
+    """Reports one wait while it goes on. Called at every look of whoever waits; most calls say nothing.
 
     On a terminal the line is written over: the cursor is left at its beginning, so whatever is printed next
-    takes its place, and nobody has to know of it.
+    takes its place without having to know about it.
     """
 
     def __init__(self, source: Source | None = None, *, attempt: int | None = None) -> None:

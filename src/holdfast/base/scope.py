@@ -1,8 +1,8 @@
 """Where a rank stands in an in-process restart: what may interrupt its main thread, and when.
 
 Guarantees: an interruption is raised in the main thread only, and never inside a critical section: there it
-stays pending until the outermost one ends, or until a wait in there asks for it at a point where it is safe
-(`leave_if_asked`). So what Holdfast itself does at a stretch, it does as a whole or not at all.
+stays pending until the outermost section ends, or until a wait inside asks for it at a safe point
+(`leave_if_asked`). So what Holdfast itself does in one piece is done whole or not at all.
 
 A scope belongs to one iteration. It is found through a context variable rather than handed over, because what
 must not be interrupted (a save, a wait for a decision) lies far below what the user calls.
@@ -25,13 +25,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LOOK = 0.02
-"""Seconds between two looks of a wait at whether the function is to be left."""
+"""How often, in seconds, a wait looks whether the function is to be left."""
 
 _CURRENT: ContextVar[Scope | None] = ContextVar("holdfast_restart_scope", default=None)
 
 
 class RestartRequested(BaseException):
-    """Unwinds the function so that it can start again. No Exception: no handler of errors is to eat it."""
+    """Unwinds the function so that it can start again. Not an Exception: no error handler may swallow it."""
 
 
 class Scope:
@@ -43,38 +43,38 @@ class Scope:
         self.rank = rank
         self.world_size = world_size
         self.job = job
-        """The same for all iterations and members of one job, and for no other job. What one iteration holds
-        the next may take over without a proof that its holder is dead: that the group before was left is
-        what the plan of this iteration says."""
+        """The same for all iterations and members of one job, and for no other job. The next iteration may
+        take over what one holds, without proof that the holder is dead: the plan of an iteration says that
+        the group before it was left."""
         self.stop = ""
-        """What had asked a run of the function to stop, and was not followed when the function was left."""
+        """What had asked a run of the function to stop, if the function was left before the run stopped."""
         self.attempt = 0
-        """The attempt that a run of this iteration is; 0 while there is none."""
+        """The attempt of this iteration's run; 0 while there is no run."""
         self.run_dir = ""
         """Where that run keeps its records."""
         self.events: list[msgspec.Struct] = []
-        """Events that the first run of this iteration is to write into its journal."""
+        """Events for the first run of this iteration to write into its journal."""
         self.committed = 0
         """The highest step that this member knows to be committed."""
         self.step = 0
-        """The last step that it completed."""
+        """The last step that this member completed."""
         self.stepped = False
         """Whether a run has completed a step in this iteration."""
         self.request: Callable[[str], None] | None = None
-        """Asks for a restart of all, with a reason; set by whoever runs the iteration."""
+        """Asks for a restart of all members, with a reason; set by whoever runs the iteration."""
         self.on_run: Callable[[], None] | None = None
         """Called when a run is made in the function; set by whoever runs the iteration."""
         self.own_collective_timeout = False
-        """Whether the timeout of the process group is Holdfast's own, and so fits its other limits."""
+        """Whether Holdfast chose the timeout of the process group, so that it fits the other limits."""
         self.allowance = 0.0
-        """Seconds by which the main thread may stand still for longer than otherwise: before the first step
-        of all ranks is done, in which programs are built and caches warmed."""
+        """Seconds that the main thread may stand still beyond the usual limit: until all ranks have done
+        their first step, in which programs are compiled and caches warmed."""
         self._depth = 0
-        """How many critical sections are open, one in another."""
+        """How many nested critical sections are open."""
         self._open = 0
-        """Up to which depth an interruption may come all the same."""
+        """The depth up to which an interruption is allowed all the same."""
         self._ending = False
-        """Whether waits, too, go on to their end."""
+        """Whether waits, too, must go on to their end."""
         self._asked = ""
         self._closers: list[Callable[[], object]] = []
         self._bounded_until = 0.0
@@ -89,7 +89,7 @@ class Scope:
         return self._asked
 
     def ask(self, why: str) -> None:
-        """From any thread: the function is to be left. Who interrupts the main thread comes on top."""
+        """From any thread: the function is to be left. This alone does not interrupt the main thread."""
         self._asked = self._asked or why
 
     @property
@@ -98,19 +98,19 @@ class Scope:
         return bool(self._asked) and self._depth <= self._open
 
     def interrupt(self) -> None:
-        """In the main thread, at any point of its code (a signal's handler): leave, if that is safe."""
+        """In the main thread, at any point of its code (from a signal handler): leave, if that is safe."""
         if self.leaves:
-            self._open = 0  # what is still to be done on the way out is not to be interrupted again
+            self._open = 0  # what remains to be done on the way out must not be interrupted again
             raise RestartRequested(self._asked)
 
     def leave_if_asked(self) -> None:
-        """A point at which leaving is safe also in a critical section: in a wait for others."""
+        """A point, in a wait for others, at which leaving is safe even inside a critical section."""
         if self._asked and not self._ending and threading.current_thread() is self._main:
             raise RestartRequested(self._asked)
 
     @contextlib.contextmanager
     def critical(self, at_most: float = 0.0) -> Iterator[None]:
-        """What is not to be interrupted; `at_most`: for how long it may take before it counts as a hang."""
+        """A section that is not interrupted; `at_most`: seconds it may take before it counts as a hang."""
         if threading.current_thread() is not self._main:
             yield  # never interrupted anyway
             return
@@ -128,7 +128,7 @@ class Scope:
 
     @contextlib.contextmanager
     def leavable(self) -> Iterator[None]:
-        """In a critical section: what may be left at any point after all, such as a long wait in torch."""
+        """A part of a critical section that may be left at any point, such as a long wait in torch."""
         if threading.current_thread() is not self._main:
             yield
             return
@@ -141,7 +141,7 @@ class Scope:
 
     @contextlib.contextmanager
     def to_the_end(self) -> Iterator[None]:
-        """A critical section whose waits are not left either: what gives back what others wait for."""
+        """A critical section whose waits are not left either; for giving back what others wait for."""
         if threading.current_thread() is not self._main:
             yield
             return
@@ -155,7 +155,7 @@ class Scope:
     # --- progress -------------------------------------------------------------------------------------------
 
     def touch(self) -> None:
-        """The main thread makes progress. Cheap; from a signal's handler, a pending call or any code."""
+        """The main thread makes progress. Cheap; for a signal handler, a pending call or any code."""
         self._touched = time.monotonic()
 
     def idle(self, now: float) -> float:
@@ -163,25 +163,25 @@ class Scope:
         return max(0.0, now - max(self._touched, min(self._bounded_until, now)))
 
     def allow(self, seconds: float) -> None:
-        """From any thread: from now on the allowance is this, and the main thread has its whole limit."""
+        """From any thread: set the allowance, and let the main thread's time limit start afresh."""
         self._touched = time.monotonic()
         self.allowance = seconds
 
     # --- what has to be closed ------------------------------------------------------------------------------
 
     def on_leave(self, close: Callable[[], object]) -> None:
-        """Call this once the function was left, newest first, whatever the function did about it itself."""
+        """Have this called once the function has been left, newest first, whatever it did itself."""
         self._closers.append(close)
 
     def closers(self) -> list[Callable[[], object]]:
-        """All of them, newest first, once. The function was left: nothing is interrupted any more."""
+        """All of them, newest first, once. The function has been left: nothing is interrupted any more."""
         self._depth, self._ending = self._depth + 1, True
         found, self._closers = self._closers[::-1], []
         return found
 
 
 def current() -> Scope | None:
-    """The scope of the iteration that this code runs in; None outside of any."""
+    """The scope of the iteration that this code runs in; None if there is none."""
     return _CURRENT.get()
 
 
@@ -196,7 +196,7 @@ def entered(scope: Scope) -> Iterator[Scope]:
 
 @contextlib.contextmanager
 def critical(at_most: float = 0.0) -> Iterator[None]:
-    """A critical section of the present scope; nothing outside of any."""
+    """A critical section of the present scope; has no effect outside a scope."""
     scope = _CURRENT.get()
     if scope is None:
         yield
@@ -207,7 +207,7 @@ def critical(at_most: float = 0.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def to_the_end() -> Iterator[None]:
-    """What is done to its end, waits included; nothing outside of any scope."""
+    """A section that runs to its end, waits included; has no effect outside a scope."""
     scope = _CURRENT.get()
     if scope is None:
         yield
@@ -218,7 +218,7 @@ def to_the_end() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leavable() -> Iterator[None]:
-    """What may be left at any point also in a critical section; nothing outside of any scope."""
+    """A section that may be left at any point, even inside a critical one; has no effect outside a scope."""
     scope = _CURRENT.get()
     if scope is None:
         yield
@@ -249,7 +249,7 @@ def leave_if_asked() -> None:
 
 
 def stretch(seconds: float) -> float:
-    """For waits: how much of this to wait before asking again. Leaves at once if that is asked for."""
+    """For waits: how much of `seconds` to wait before asking again. Leaves at once if asked to."""
     scope = _CURRENT.get()
     if scope is None:
         return seconds

@@ -1,9 +1,9 @@
-"""torch's private parts: every one that Holdfast touches is named here, and what moves is touched only here.
+"""torch's private parts: all that Holdfast touches are named here; those that change are touched only here.
 
-Guarantee: a part that a release of torch has renamed or taken away costs the feature that needed it, never a
-step. `missing` looks for all of them when a run starts, and what is not there is said then, with what is done
-without it. Private parts that have been what they are for many releases (`SETTLED`) are used where they are
-needed; a test finds every other use outside of this module.
+Guarantee: a part that a release of torch has renamed or removed costs the feature that needed it, never a
+step. `missing` looks for all of them when a run starts, and says which are missing and what is done without
+them. Private parts that have not changed for many releases (`SETTLED`) are used where they are needed; a test
+finds every other use outside this module.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _IMPORTED = {
     "tree_leaves": "torch.utils._pytree",
     "tree_unflatten": "torch.utils._pytree",
 }
-"""What other modules import from here, and where torch has it. Taken when asked for: some of it takes half a
-second to import, and the launcher needs none of that."""
+"""What other modules import from here, and where torch has it. Imported on first use: some of it takes half a
+second, and the launcher needs none of that."""
 
 
 def __getattr__(name: str) -> Any:
@@ -72,21 +72,21 @@ def __getattr__(name: str) -> Any:
 
 
 SHOWN = ("2.11", "2.13", "2.15")
-"""Releases of torch that the tests ran on; those between have what these have: docs/reference/torch.md."""
+"""Releases of torch that the tests ran on; those between have the same parts: docs/reference/torch.md."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something private of torch's that a feature needs."""
+    """Something private to torch that a feature needs."""
 
     owner: str
     """A module, or a class in one: `torch.nn:Module`."""
     names: tuple[str, ...]
     without: str
-    """What a run does if it is not there, in words."""
+    """What a run does if it is missing, in words."""
 
     def absent(self) -> list[str]:
-        """Those of its names that this torch does not have. A module that nobody has imported is not used."""
+        """Those of its names that this torch lacks. A module that nobody has imported does not count."""
         module, _, kind = self.owner.partition(":")
         owner: Any = sys.modules.get(module)
         if owner is not None and kind:
@@ -148,7 +148,7 @@ PARTS = (
         "a resumed loader is compared by its batches alone, and not by the indices it has drawn",
     ),
 )
-"""Looked for at start. Names that only instances have are looked for where they are used."""
+"""The parts looked for at start. Names that only instances have are looked for where they are used."""
 
 SETTLED = frozenset(
     {
@@ -170,7 +170,7 @@ SETTLED = frozenset(
         "_worker_group", "_initialize_workers",
     }
 )  # fmt: skip
-"""Private names of torch's, and of what is built on it, that may be used anywhere."""
+"""Private names of torch, and of libraries built on it, that may be used anywhere."""
 
 
 def missing() -> list[str]:
@@ -185,7 +185,7 @@ def missing() -> list[str]:
 
 
 def unproven(version: str) -> str:
-    """A sentence if this release is newer or older than all that were shown, else nothing."""
+    """A sentence if this release is newer or older than all in `SHOWN`, else nothing."""
     release = _release(version)
     if _release(SHOWN[0]) <= release <= _release(SHOWN[-1]):
         return ""
@@ -212,10 +212,10 @@ def _dtensor() -> type[torch.Tensor]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is on this rank, without its history. Unlike `to_local` it waits for nothing."""
+    """The part of a tensor that is on this rank, detached. Unlike `to_local` this waits for nothing."""
     if isinstance(tensor, _dtensor()):
         part: torch.Tensor = getattr(tensor, "_local_tensor")  # noqa: B009 - unknown to type checkers
-        return part.detach()  # the whole's takes hundreds of times as long
+        return part.detach()  # detaching the whole takes hundreds of times as long
     return tensor.detach()
 
 
@@ -224,10 +224,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def tolerant(properties: type[Any]) -> type[Any]:
-    """DCP's class of a tensor's properties, to be unpickled; it takes what a later torch has written, too.
+    """DCP's class of a tensor's properties, for unpickling; it also accepts what a later torch has written.
 
-    From torch 2.14 on there is one field more, the strides, which nothing reads, and which an older torch
-    does not take: without this, a run could not go back to the release that it came from.
+    From torch 2.14 on there is one more field, the strides, which nothing reads and an older torch does not
+    accept: without this, a run could not go back to the release that it came from.
     """
 
     class Tolerant(properties):  # type: ignore[misc]
@@ -248,9 +248,8 @@ def tolerant(properties: type[Any]) -> type[Any]:
 class ShardedParameter:
     """FSDP2's own record of a parameter.
 
-    It keeps what was accumulated without a reduction to itself. Up to torch 2.13 that is an attribute of the
-    record; in 2.15 it is the gradient of the unsharded parameter, which there is only from the first
-    forward on.
+    It holds the gradient that was accumulated but not reduced. Up to torch 2.13 that is an attribute of the
+    record; in 2.15 it is the gradient of the unsharded parameter, which exists from the first forward on.
     """
 
     record: Any
@@ -259,23 +258,23 @@ class ShardedParameter:
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The one that the model shows."""
+        """The parameter as the model shows it."""
         found: torch.Tensor = self.record.sharded_param
         return found
 
     @property
     def whole(self) -> nn.Parameter | None:
-        """The one that the forward uses; there is none before the first."""
+        """The parameter as the forward uses it; None before the first forward."""
         return getattr(self.record, "_unsharded_param", None)
 
     @property
     def place(self) -> tuple[nn.Module | None, str]:
-        """The module that holds it, and under which name."""
+        """The module that holds it, and its name there."""
         info = getattr(self.record, "_module_info", None)
         return getattr(info, "module", None), str(getattr(info, "param_name", "parameter"))
 
     def gradient(self) -> torch.Tensor | None:
-        """What was accumulated and not reduced yet."""
+        """What was accumulated and has not been reduced yet."""
         found: torch.Tensor | None = getattr(self.record, "unsharded_accumulated_grad", None)
         if found is None and (whole := self.whole) is not None:
             found = whole.grad
@@ -284,14 +283,14 @@ class ShardedParameter:
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         if _keeps_gradients_apart(type(self.record)):
             self.record.unsharded_accumulated_grad = gradient
-            gradient = None  # the other place: what is in both is added twice
+            gradient = None  # the other place is to be empty: a gradient in both would be added twice
         elif gradient is not None and self.whole is None:
             self._make_whole()
         if (whole := self.whole) is not None:
             whole.grad = gradient
 
     def _make_whole(self) -> None:
-        """As the first forward does it, without the values, for which FSDP2 asks the other ranks later."""
+        """Make it as the first forward does, without the values, which FSDP2 gathers later."""
         record = self.record
         try:
             self.group.lazy_init()  # it may be called again
@@ -309,7 +308,7 @@ class ShardedParameter:
 
 
 def _keeps_gradients_apart(kind: type) -> bool:
-    """Whether records of this kind have an attribute of their own for what is not reduced."""
+    """Whether records of this kind have an attribute of their own for unreduced gradients."""
     return not isinstance(getattr(kind, "unsharded_accumulated_grad", None), property)
 
 
@@ -326,14 +325,14 @@ def _sharded_groups(module: nn.Module) -> list[Any]:
 
 
 def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
-    """Of the parameters that FSDP2 shards at this very module."""
+    """The records of the parameters that FSDP2 shards at this very module."""
     return [
         ShardedParameter(record, group) for group in _sharded_groups(module) for record in group.fsdp_params
     ]
 
 
 def has_partial_reduction(module: nn.Module) -> bool:
-    """Whether gradients that FSDP2 has reduced within a replica wait to be reduced between replicas."""
+    """Whether gradients that FSDP2 has reduced within a replica are still to be reduced between replicas."""
     return any(
         getattr(group, "_partial_reduce_output", None) is not None for group in _sharded_groups(module)
     )
@@ -367,7 +366,7 @@ def collective_timeout() -> float | None:
 
 
 def processors_near(index: int, numa_options: Any) -> list[int]:
-    """Those to which torch would bind a device's worker. AttributeError where this torch does not say."""
+    """The processors to which torch would bind a device's worker. AttributeError if torch does not say."""
     from torch.numa import binding
 
     choose = binding._get_logical_cpus_to_bind_to

@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
     add_help_option=False,  # declared below, see _print_help
-    rich_markup_mode=None,  # plain help: drawing it with rich doubles the time that --help takes
+    rich_markup_mode=None,  # plain help: drawing with rich doubles the time that --help takes
 )
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")
@@ -78,11 +78,11 @@ _INCOMPLETE = "error: the output cannot be written: {}. What was printed is inco
 def main() -> None:
     """Run the command; an error raised on purpose becomes one clear line and its documented code.
 
-    Who stops reading our output (`| head`) has seen enough: that is no failure, and there is nobody to tell.
+    Whoever stops reading our output (`| head`) has seen enough: that is no failure.
     """
     _open_standard_files()
     install(Source.COMMAND)
-    for stream in (sys.stdout, sys.stderr):  # a name that is no text in this encoding is shown, not fatal
+    for stream in (sys.stdout, sys.stderr):  # a name that this encoding cannot express is shown, not fatal
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     code: int | str | None = 0
@@ -90,7 +90,7 @@ def main() -> None:
         app()
     except SystemExit as end:
         code = end.code
-        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # how click takes a broken pipe, with code 1
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # how click handles a broken pipe, with code 1
             code = 0
     except HoldfastError as error:
         complain(f"error: {error}")
@@ -103,7 +103,7 @@ def main() -> None:
             code = int(ExitCode.FAILED)
         else:
             code = _tell_os_error(error)
-    except Exception as error:  # noqa: BLE001 - told in a line, and kept whole where that line says
+    except Exception as error:  # noqa: BLE001 - reported in one line, and kept whole where that line says
         code = tell_defect(error)
     sys.exit(_flushed(code))
 
@@ -124,11 +124,11 @@ _NOT_AS_GIVEN = frozenset(
         errno.EXDEV,
     }
 )
-"""What a path that was given can be wrong in."""
+"""What can be wrong with a path that was given."""
 
 
 def _tell_os_error(error: OSError) -> int:
-    """A file that cannot be used as it was meant is no defect: which one, why, and the code for it."""
+    """A file that cannot be used as intended is no defect: say which and why, and return the code."""
     from holdfast.base import is_storage_trouble
 
     storage = is_storage_trouble(error)
@@ -143,7 +143,7 @@ def _tell_os_error(error: OSError) -> int:
 
 
 def tell_defect(error: BaseException) -> int:
-    """Nobody has thought of this: one line for the person, and the whole trace where that line says."""
+    """Nobody has thought of this: print one line for people, and keep the whole trace where it says."""
     import traceback
 
     frame = traceback.extract_tb(error.__traceback__)[-1:]
@@ -155,7 +155,7 @@ def tell_defect(error: BaseException) -> int:
 
 
 def _keep_trace(trace: str) -> str:
-    """In a file that only its owner can read: where it lies, in a sentence."""
+    """Keep the trace in a file that only its owner can read; says in a sentence where it is."""
     import tempfile
 
     try:
@@ -168,28 +168,28 @@ def _keep_trace(trace: str) -> str:
 
 
 def _shown(text: str, most: int = 1000) -> str:
-    """On one line, and without what a terminal would act on."""
+    """The text on one line, and without what a terminal would act on."""
     from holdfast.base import printable
 
     return printable(text, most)
 
 
 def complain(text: str) -> None:
-    """On stderr, if that can be written."""
-    # The launcher is a command like any other until something is told in JSON.
+    """Print on stderr, if that can be written."""
+    # The launcher speaks like any other command, unless lines are to be JSON.
     launcher = sys.argv[1:2] == ["run"] and log_format(os.environ) is LogFormat.JSON
     with contextlib.suppress(OSError, ValueError):
         speak(text, source=Source.LAUNCHER if launcher else Source.COMMAND)
 
 
 def _flushed(code: int | str | None) -> int | str | None:
-    """The code to end with once the last of the output is out; the interpreter's own way is a traceback."""
+    """Flush the output and return the code to end with. The interpreter itself prints a traceback."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             stream.flush()
         except (OSError, ValueError) as error:
             nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, number)  # what is left over is flushed once more when the interpreter ends
+            os.dup2(nothing, number)  # the rest is flushed once more when the interpreter ends
             os.close(nothing)
             if isinstance(error, OSError) and error.errno != errno.EPIPE:
                 complain(_INCOMPLETE.format(error.strerror))
@@ -198,7 +198,7 @@ def _flushed(code: int | str | None) -> int | str | None:
 
 
 def _open_standard_files() -> None:
-    """Started without them (`>&-`), the next file that is opened would be taken for standard output."""
+    """If started without them (`>&-`), the next file opened would be taken for standard output."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="List, verify, compare, judge and export checkpoints.", no_args_is_help=True)
 JUDGED = ("suspect", "condemned", "acquitted")
-"""Standings that somebody will want to know the reasons of."""
+"""Standings whose reasons somebody will want to know."""
 app.command("locate")(ckpt_inspect.locate)
 app.command("diff")(ckpt_inspect.diff)
 app.command("condemn")(ckpt_inspect.condemn)
@@ -158,7 +158,7 @@ def read_listed(
     world: int | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
-    """Verify a checkpoint that was listed. If retention took it away since, that is said, and no problem."""
+    """Verify a checkpoint that was listed. It is no problem if retention has removed it since."""
     from holdfast.checkpoint import gone_since, reading
     from holdfast.checkpoint.format import verify
 
@@ -236,7 +236,7 @@ def _resolve(
 
 
 def _standings(control: ControlDirectory | None, folder: Path) -> StandingBook | RootBook | None:
-    """What a run knows of its checkpoints; without a run, what was judged of any that lie here."""
+    """What a run knows of its checkpoints; without a run, how any that lie here were judged."""
     from holdfast.errors import ControlError
     from holdfast.record import RootBook, StandingBook
 
@@ -247,7 +247,7 @@ def _standings(control: ControlDirectory | None, folder: Path) -> StandingBook |
     try:
         return book if book.names() else None
     except ControlError:
-        return book  # what cannot be listed counts against all of them
+        return book  # a standing that cannot be listed counts against all of them
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -337,7 +337,7 @@ def _read_back(directory: Path) -> dict[str, Any] | None:
 
 
 def _staged_row(directory: Path) -> dict[str, Any]:
-    """Work in progress, or what a save left that never committed: never a candidate for a resume."""
+    """Work in progress, or the leftovers of a save that never committed: never a candidate for a resume."""
     from holdfast.base import escaped
     from holdfast.checkpoint.format import parse_name
 
@@ -370,7 +370,7 @@ def verified_row(inspection: Inspection) -> dict[str, Any]:
 
 
 def _proof(manifest: Manifest) -> dict[str, Any] | None:
-    """What was proven of its structure when it was first saved; None if nobody tried."""
+    """What was proven about its structure when it was first saved; None if nobody tried."""
     from holdfast.base import escaped
 
     found = manifest.proof
@@ -381,7 +381,7 @@ def _proof(manifest: Manifest) -> dict[str, Any] | None:
 
 
 def _proof_line(proof: dict[str, Any]) -> str:
-    """As: its structure was proven to resume at step 3: values (model, optimizer), structure (data)."""
+    """For example: proven to resume at step 3: values (model, optimizer), structure (data)."""
     if proof["why_not"]:
         return f"not proven to resume (step {proof['step']}): {proof['why_not']}"
     by_level: dict[str, list[str]] = {}

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from holdfast.record import CommitRecord, ControlDirectory, RootBook, StandingBook
 
 
-# `holdfast ckpt ls` of a run: what the local tier has, and where copies are, as recorded.
+# `holdfast ckpt ls` of a run: what the local tier has, and where copies are, according to the records.
 
 
 def with_local(
     control: ControlDirectory, standings: StandingBook | RootBook | None, rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The rows of the checkpoint root with where else they are, and those that only the local tier has."""
+    """The checkpoint root's rows, with the other places of each, and those that only the local tier has."""
     from holdfast.checkpoint.copies import tier as local_manifest
     from holdfast.checkpoint.format import CheckpointName
     from holdfast.record import read_timeline
@@ -52,7 +52,7 @@ def with_local(
 
 
 def standing_of(standings: StandingBook | RootBook, id: str | None) -> dict[str, Any]:
-    """A row's standing and what that rests on."""
+    """A row's standing and the evidence for it."""
     from holdfast.base import escaped
 
     if not id:
@@ -135,7 +135,7 @@ def summary(row: dict[str, Any]) -> str | None:
 
 
 def print_local(rows: list[dict[str, Any]], *, each_node: bool) -> None:
-    """What each node was given, if that was asked for, and what all of this is worth."""
+    """Print what each node was given, if asked to, and how far this can be relied on."""
     there = [row for row in rows if row.get("copies", {}).get("local")]
     if not there:
         return
@@ -172,7 +172,7 @@ def _confirmed(planned: set[int], confirmed: set[int]) -> str:
 
 
 def rows(url: str) -> list[dict[str, Any]]:
-    """What `ckpt ls` shows of a remote root: finished copies, and what has no marker (yet, or any more)."""
+    """What `ckpt ls` shows of a remote root: finished copies, and those without a marker."""
     from holdfast.checkpoint.remote import BadCopyError
 
     remote = _open(url)
@@ -188,7 +188,7 @@ def rows(url: str) -> list[dict[str, Any]]:
                 row |= _described(remote, name)
             except BadCopyError as error:
                 if not remote.is_finished(name):
-                    continue  # its deletion has begun since it was listed
+                    continue  # its deletion has begun since the listing
                 problem = error.problem
                 row["state"] = str(problem.reason)
                 row["problems"] = [
@@ -216,7 +216,7 @@ def _described(remote: Remote, name: CheckpointName) -> dict[str, Any]:
 
 
 def verify_remote(urls: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """Read every byte of the copies that the URLs name, or that lie under them; a row each, and seconds."""
+    """Read every byte of the copies that the URLs name, or that lie under them: (rows, seconds)."""
     from holdfast.base import escaped
     from holdfast.checkpoint.format import parse_name
     from holdfast.checkpoint.remote import split_copy_url
@@ -288,7 +288,7 @@ class Tier(StrEnum):
     local = "local"
     peer = "peer"
     all = "all"
-    # Not named like the keyword; typer shows the value.
+    # The name avoids the keyword; typer shows the value.
     in_root = "global"
 
 
@@ -344,7 +344,7 @@ def verify_tier(
 def _place(
     control: ControlDirectory, tier: Tier, local_dir: Path | None, config: Path | None
 ) -> LocalTier | None:
-    """This node's place of the run; None if it has none and that does not matter."""
+    """This node's place of the run; None if there is none and that does not matter."""
     import msgspec
 
     from holdfast.checkpoint.copies import LocalTier
@@ -356,7 +356,7 @@ def _place(
     try:
         found = LocalTier.at(path)
         if found.record.run != control.run_id:
-            raise msgspec.ValidationError(f"it says that it is of run {found.record.run}")
+            raise msgspec.ValidationError(f"it says that it belongs to run {found.record.run}")
     except FileNotFoundError:
         if tier is Tier.all:
             return None

@@ -1,7 +1,8 @@
 """`holdfast ckpt locate`, `diff`, `export`, `condemn` and `acquit`.
 
-Both act under the run's lease, so never beside a live run, and write standing records; no checkpoint is
-touched. What was saved from a condemned checkpoint goes with it, because it carries the same state on.
+`condemn` and `acquit` act under the run's lease, so never beside a live run, and write standing records; no
+checkpoint is touched. What was saved from a condemned checkpoint is condemned with it, because it carries on
+the same state.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 # `holdfast ckpt locate`, `diff` and `export`: what would be resumed, what differs, and the weights alone.
 #
-# None of them changes anything in a run or a checkpoint. `locate` never needs torch, `diff` only for tensors
-# whose digests differ, `export` always.
+# None of them changes anything in a run or a checkpoint. `locate` never needs torch, `diff` needs it only for
+# tensors whose digests differ, `export` always.
 
 
 # --- locate ------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def _print_difference(found: Difference) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 200  # nobody's window: lines should stay whole
+        console.width = 200  # not a terminal: lines should stay whole
     if found.facts:
         facts = table("fact", "A", "B")
         for fact in found.facts:
@@ -276,7 +277,7 @@ def _print_json(value: Any) -> None:
 
 
 REMOTE_SECONDS = 30.0
-"""For recording it in an object store too."""
+"""Needed to record it in an object store too."""
 LEASE_TTL = 10.0
 """Seconds. The lease is given back at once; this only bounds the wait after an operator's crash."""
 
@@ -337,7 +338,7 @@ def _judge(
             raise UsageError("this is not a terminal, so nobody can be asked; nothing was changed. Add --yes")
         typer.confirm(f"Record {_count(chosen)} as {verdict}?", abort=True, err=True)
     with _lease(control) as fence:
-        # Nobody held the lease while a person was thinking: what they agreed to must still be what is there.
+        # Nobody held the lease while a person was thinking: what they agreed to must still be true.
         if _choose(control, where, which, verdict) != chosen:
             raise UsageError("the run went on meanwhile; nothing was changed. Look again with `ckpt locate`")
         untold = _record(control, fence, chosen, verdict, reason, where)
@@ -361,7 +362,7 @@ def _judge(
 
 
 def _choose(control: ControlDirectory, root: Path, which: str, verdict: Standing) -> list[CommitRecord]:
-    """The checkpoint that was named, then those that go with it, oldest first."""
+    """The checkpoint that was named, then those that share its fate, oldest first."""
     from holdfast.errors import UsageError
     from holdfast.record import Standing, StandingBook, read_timeline
 
@@ -386,8 +387,8 @@ def find_checkpoint(
     from holdfast.errors import UsageError
     from holdfast.record import was_committed
 
-    # A save that was cut before its rename left a record too; it never existed for anyone, unless it was
-    # committed in the local tier, which leaves a manifest.
+    # A save that was cut off before its rename left a record too. Its checkpoint never existed for anyone,
+    # unless it was committed in the local tier, which leaves a manifest.
     local = {str(name) for name in local_manifest.names(control)}
     real = [
         record
@@ -421,7 +422,7 @@ def _with(target: CommitRecord) -> str:
 
 
 def _condemned_with(control: ControlDirectory, record: CommitRecord, target: CommitRecord) -> bool:
-    """Whether its newest record condemns it for nothing but its origin; in doubt it does not."""
+    """Whether its newest record condemns it only for its origin; in doubt, no."""
     from holdfast.errors import ControlError
     from holdfast.record import StandingRecord, list_names, read_record
 
@@ -441,11 +442,11 @@ def _condemned_with(control: ControlDirectory, record: CommitRecord, target: Com
 
 @contextmanager
 def _lease(control: ControlDirectory) -> Iterator[Fence]:
-    """Hold the run for a moment; RunIsLiveError if somebody else does."""
+    """Hold the run's lease for a moment; RunIsLiveError if somebody else holds it."""
     from holdfast.record import Fence, LeaseKeeper, claim
 
     held = claim(control, f"operator-{uuid.uuid4().hex[:12]}", LEASE_TTL)
-    # A loss needs no handler: the fence refuses whatever would come after it.
+    # Losing it needs no handler: the fence refuses whatever would come afterwards.
     keeper = LeaseKeeper(control, held, lambda _why: None)
     try:
         yield Fence(control, held.epoch, timeout=LEASE_TTL)
@@ -454,7 +455,7 @@ def _lease(control: ControlDirectory) -> Iterator[Fence]:
 
 
 def _tell_remote(control: ControlDirectory, root: Path, chosen: list[CommitRecord]) -> list[str]:
-    """Put the records beside remote copies too, where the run has any; what could not be told, in words."""
+    """Put the records beside the remote copies too, if the run has any. Returns what did not work."""
     from holdfast.checkpoint.format import CheckpointName
     from holdfast.checkpoint.remote import open_remote
     from holdfast.errors import HoldfastError
@@ -480,7 +481,7 @@ def _record(
     reason: str,
     root: Path,
 ) -> list[str]:
-    """Write it down; what could not be written beside the checkpoints."""
+    """Write it down. Returns, in words, what could not be written beside the checkpoints."""
     from holdfast.journal import JournalWriter
     from holdfast.journal.events import Decision
     from holdfast.record import Standing, StandingBook, attempt_numbers
@@ -488,8 +489,8 @@ def _record(
     book = StandingBook(control, root)
     target, *others = chosen
     said = f"operator: {reason}"
-    # Condemning goes from the youngest back, so that a cut leaves nothing usable that descends from what is
-    # condemned already; acquitting the other way round, for the same reason.
+    # Condemning starts with the youngest, so that if it is cut off nothing usable descends from what is
+    # condemned already; acquitting goes the other way round, for the same reason.
     order = [*reversed(others), target] if verdict is Standing.CONDEMNED else chosen
     for record in order:
         evidence = [said]

@@ -82,7 +82,7 @@ def gc(
 
 
 def _delete(control: ControlDirectory, retention: Retention) -> Outcome:
-    """Plan and delete while holding the run's lease, so that no attempt begins, reads or saves meanwhile."""
+    """Plan and delete while holding the run's lease, so that meanwhile no attempt begins, reads or saves."""
     import os
 
     from holdfast.checkpoint import deletion_event, empty

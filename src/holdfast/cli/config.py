@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Show the settings.", no_args_is_help=True)
 
 WIDEST = 110
-"""Columns of text, also into a pipe, which has no width of its own."""
+"""Columns of text, even into a pipe, which has no width of its own."""
 
 
 @app.callback()
@@ -51,7 +51,7 @@ def show(
 
 
 def _print_table(effective: Effective) -> None:
-    """Without rich, which takes longer to draw this than all else here takes together."""
+    """Drawn without rich, which would take longer than everything else here together."""
     import shutil
     import textwrap
 
@@ -66,7 +66,7 @@ def _print_table(effective: Effective) -> None:
             typer.echo(f"[{field.section}]" if not section else f"\n[{field.section}]")
         section = field.section
         source = effective.sources[field.key]
-        # As JSON, so that text is told from numbers and control characters do not reach the terminal.
+        # As JSON, so that text can be told from numbers and no control character reaches the terminal.
         value = msgspec.json.encode(masked(field.key, effective.settings.get(field.key))).decode()
         given = source != "default"
         typer.echo(

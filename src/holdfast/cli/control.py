@@ -1,8 +1,8 @@
-"""`holdfast control`: what an operator can ask of a run, also while it runs.
+"""`holdfast control`: what an operator can ask of a run, even while it runs.
 
-Each command leaves a durable record with who and why, and a line in the journal; none of them needs the run's
-lease or touches a process or a checkpoint. The run acts on a record when it comes to it: at its next failure,
-start or resume; a request to stop within a second or two.
+Each command leaves a durable record of who asked and why, and a line in the journal; none of them needs the
+run's lease or touches a process or a checkpoint. The run acts on a record when it next looks at it: at its
+next failure, start or resume; on a request to stop within a second or two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEVICE = Annotated[str | None, typer.Option(help="Only this device of the node.
 
 @app.command()
 def stop(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
-    """The running launch saves and ends, on all its nodes, with code 31; a later launch is not affected.
+    """Have the running launch save and end, on all its nodes, with code 31. A later launch is not affected.
 
     Exits with 0 if it was recorded, 2 if no launcher is alive that could act on it.
     """
@@ -43,7 +43,7 @@ def stop(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) ->
 
 @app.command()
 def pause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
-    """From now on a failed attempt is not restarted: the launcher waits for `unpause`, without workers.
+    """From now on, do not restart a failed attempt: the launcher waits for `unpause`, without workers.
 
     A running attempt continues. Exits with 0 if it was recorded.
     """
@@ -56,7 +56,7 @@ def pause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -
 
 @app.command()
 def unpause(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
-    """Recovery continues, within a second if a launcher is waiting. Exits with 0 if it was recorded."""
+    """Let recovery continue, within a second if a launcher is waiting. Exits with 0 if it was recorded."""
     from holdfast.record import operator
 
     control, why, who = _begin(run_dir, reason, by)
@@ -93,7 +93,7 @@ def pin(
     yes: YES = False,
     as_json: JSON = False,
 ) -> None:
-    """The next resume uses this checkpoint, or refuses to start. What was saved after it is left behind.
+    """Have the next resume use this checkpoint or refuse to start. What was saved after it is left behind.
 
     Exits with 0 if it was recorded, 1 if its files are incomplete or the confirmation was declined, 2 if
     there is no such checkpoint or it is condemned and --force was not given.
@@ -112,7 +112,7 @@ def pin(
 
 @app.command()
 def unpin(run_dir: RUN, reason: REASON, by: _BY = None, as_json: JSON = False) -> None:
-    """A resume chooses for itself again. Exits with 0 if it was recorded."""
+    """Let resumes choose for themselves again. Exits with 0 if it was recorded."""
     from holdfast.record import operator
 
     control, why, who = _begin(run_dir, reason, by)
@@ -205,7 +205,7 @@ def _open(run_dir: Path) -> ControlDirectory:
 
 
 def _begin(run_dir: Path, reason: str, by: str | None) -> tuple[ControlDirectory, str, str]:
-    """The run, the reason and who asks, as they are kept."""
+    """The run, the reason and who is asking, as they are kept."""
     from holdfast.errors import UsageError
 
     control = _open(run_dir)
@@ -216,7 +216,7 @@ def _begin(run_dir: Path, reason: str, by: str | None) -> tuple[ControlDirectory
 
 
 def _live_launch(control: ControlDirectory) -> str:
-    """The launch that holds the run now; refuses if none does, or if it has no launcher to act on it."""
+    """The launch that holds the run now; refuses if there is none, or none with a launcher."""
     from holdfast.record import attempt_numbers, read_attempt, who_holds
 
     held = who_holds(control)
@@ -236,7 +236,7 @@ def _live_launch(control: ControlDirectory) -> str:
 
 
 def user() -> str:
-    """Who asks: the user at this host."""
+    """Who is asking: the user at this host."""
     import getpass
     import platform
 
@@ -270,7 +270,7 @@ def _confirm(question: str) -> None:
 
 
 def _choose(control: ControlDirectory, root: Path, which: str, *, force: bool) -> tuple[str, str]:
-    """The checkpoint's name, seen to be usable as far as the cheap checks tell, and what is left behind."""
+    """The checkpoint's name, usable as far as cheap checks can tell, and what would be left behind."""
     from holdfast.checkpoint import removed
     from holdfast.checkpoint.choose import look_at, take_pinned
     from holdfast.checkpoint.copies import tier as local_manifest
@@ -288,7 +288,7 @@ def _choose(control: ControlDirectory, root: Path, which: str, *, force: bool) -
     for option in ladder.rejected:
         raise UsageError(f"{name} cannot be pinned: {'; '.join(option.why)}; nothing was changed")
     _, inspection = look_at(ladder.rungs[0], there, control.run_id)
-    # What the root lacks its nodes may have: the resume judges that, byte by byte.
+    # The nodes may have what the root lacks: the resume judges that, byte by byte.
     if inspection.problems and (why := removed(root / name, control)):
         raise UsageError(f"{name} cannot be pinned: {why}; nothing was changed")
     if inspection.problems and name not in map(str, local):

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: what is wrong with this node, or all nodes of the job, and what to do about it."""
+"""`holdfast doctor`: what is wrong with this node, or with all nodes of the job, and what to do about it."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def _examined(settings: Settings, name: str, *, quick: bool, more: list[Check]) 
 
 
 FIRST_PORT, PORTS = 29500, 2000
-"""Where the nodes of a job meet: below what the kernel gives away, by the job's number."""
+"""The port where a job's nodes meet: chosen by the job's number, below those that the kernel gives away."""
 
 
 def _network_of(job: SlurmJob) -> list[str]:
-    """The flags by which the nodes of a job find each other; none for a single one."""
+    """The flags by which the nodes of a job find each other; none for a single node."""
     if len(job.nodes) < 2:
         return []
     endpoint = f"{job.nodes[0]}:{FIRST_PORT + job.job_id % PORTS}"
@@ -113,7 +113,7 @@ def _endpoint(text: str, nodes: int | None) -> tuple[str, int]:
             f"--network {text!r}: give HOST:PORT, a name or address of the first node and a port"
         )
     if nodes is None:
-        raise UsageError("--network needs --nodes: on how many nodes it is given, this one included")
+        raise UsageError("--network needs --nodes: how many nodes it is given on, including this one")
     return text, nodes
 
 

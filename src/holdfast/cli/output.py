@@ -15,7 +15,7 @@ from holdfast.base import moment
 # Arguments that several commands take, each spelt and explained once.
 
 
-# `parser`: left to itself typer looks at every path it is given, which on a dead mount never ends.
+# `parser`: by default typer looks at every path it is given, which never ends on a dead mount.
 RUN = Annotated[Path, typer.Argument(parser=Path, help="The run's directory (run.dir, --run-dir).")]
 WHICH = Annotated[str, typer.Argument(metavar="STEP|ID|NAME", help="The checkpoint: step, id or name.")]
 REASON = Annotated[str, typer.Option(help="The reason; kept with the record and in the journal.")]
@@ -36,7 +36,7 @@ def print_json(value: Any) -> None:
 
 
 def print_columns(lines: list[list[str]]) -> None:
-    """Lines of equally many cells, each column as wide as its widest."""
+    """Print lines with equally many cells; each column is as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())

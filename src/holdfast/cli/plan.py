@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DAY = 86400.0
 HOUR = 3600.0
 LARGEST = 31_536_000
-"""Seconds or hours; as much as a setting may be."""
+"""In seconds or hours: the same limit as for settings."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _mtbf(
 def _document(
     known: dict[str, Known], costs: Costs, chosen: Cadence, present: int | None, *, given_mtbf: bool
 ) -> dict[str, Any]:
-    """The answer for programs; the text for people is made of it too."""
+    """The answer for programs; the text for people is made from it too."""
     from holdfast.policy import concerns, overhead
 
     best = chosen.interval_steps

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def run(ctx: typer.Context) -> None:
     """Start a training script like torchrun, and keep it alive. `holdfast run --help` shows all flags."""
-    # c10d warns of every lost connection with a page of frames; the launcher says what it means, in a line.
-    # Read once, when torch is imported; the workers must not inherit it.
+    # c10d reports every lost connection with a page of stack frames; the launcher says in a line what it
+    # means. The variable is read once, when torch is imported; the workers must not inherit it.
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     from holdfast.base import Source, install, is_table_full
     from holdfast.errors import NoProcessesError
@@ -36,7 +36,7 @@ def run(ctx: typer.Context) -> None:
     install(Source.LAUNCHER)
     choose_format(ctx.args)
     insist_on_room()
-    mark_environment()  # the parent's environment is what its forks show to whoever looks for them
+    mark_environment()  # forks show their parent's environment to whoever looks for them
     parent = start_early(ctx.args)  # before torch is imported here: both imports run side by side
     try:
         if quiet:
@@ -57,14 +57,14 @@ def run(ctx: typer.Context) -> None:
 
 
 def _leave(code: int) -> None:
-    """End this process, although threads of it may still wait for a store whose host was cut off.
+    """End this process although some of its threads may still be waiting for a store whose host was cut off.
 
-    They wait in C++ without the interpreter's lock. When the interpreter goes down under them it ends them on
-    their return, which C++ takes for a fatal error: the exit code would be that of an abort.
+    They wait in C++ without the interpreter's lock. If the interpreter shuts down meanwhile, it ends them
+    when they return, which C++ takes for a fatal error: the exit code would be that of an abort.
     """
     if any(thread.daemon for thread in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: no fault of the job
+            with contextlib.suppress(OSError, ValueError):  # nobody is reading any more: not the job's fault
                 stream.flush()
         os._exit(code)
     raise typer.Exit(code)
@@ -95,7 +95,7 @@ def demo(
 
     console = Console(stderr=json, highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, 140)  # a file has no edge to wrap at; the tables need some room
+        console.width = max(console.width, 140)  # a file has no width to wrap at; the tables need some room
     view = DemoView(console)
     signal.signal(signal.SIGTERM, _stop)
     result = DemoResult(ranks=ranks, steps=steps, interval=steps // 4, directory=str(directory.absolute()))
@@ -172,7 +172,7 @@ def _show(result: DemoResult, view: DemoView, directory: Path) -> None:
 
 
 def _command() -> str:
-    """What to type for `holdfast` here: its path, where a virtual environment keeps it off the PATH."""
+    """What to type for `holdfast` here: its full path if a virtual environment keeps it off the PATH."""
     import os
     import shutil
 

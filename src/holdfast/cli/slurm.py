@@ -25,7 +25,7 @@ _COMMAND_AFTER = {"allow_extra_args": True, "ignore_unknown_options": False}
 def info(as_json: JSON = False) -> None:
     """Say what is known about the job in which this runs: nodes, time left, restarts, whether it may return.
 
-    Exits with 0, even outside of Slurm.
+    Exits with 0, even outside Slurm.
     """
     import time
 
@@ -40,7 +40,7 @@ def info(as_json: JSON = False) -> None:
 
         print_json(found)
     elif job is None:
-        typer.echo("not inside a job of Slurm")
+        typer.echo("not inside a Slurm job")
     else:
         for line in _lines(job, record, found):
             typer.echo(line)
@@ -183,7 +183,7 @@ def requeue(
 
     job = current_job()
     if job is None:
-        raise UsageError("not inside a job of Slurm: SLURM_JOB_ID is not set")
+        raise UsageError("not inside a Slurm job: SLURM_JOB_ID is not set")
     job = identified(job)
     if exit_code is None:
         from holdfast.cluster import requeue_by_decision

@@ -1,4 +1,4 @@
-"""`holdfast status`, `why` and `journal`: how a run is, what befell it, and the record of it."""
+"""`holdfast status`, `why` and `journal`: how a run is doing, what befell it, and the record of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from holdfast.record import ControlDirectory
 
 
-# `holdfast status`: how a run is now.
+# `holdfast status`: how a run is doing now.
 
 
 def status(
@@ -131,7 +131,7 @@ def _print_json(status: Status) -> None:
     sys.stdout.flush()
 
 
-# `holdfast why`: the five answers about a run's last incident, or about one that is named.
+# `holdfast why`: the five answers about a run's last incident, or about one that was named.
 
 
 def why(
@@ -172,10 +172,10 @@ def why(
         return
     stop = next((one for one in others if chosen in asked and _is_of(one, chosen)), None)
     out = [one for one in others if one.kind == "unfit" and (chosen is None or one.at > chosen.at)]
-    if out and attempt is None:  # the newest of all: nothing ran since
+    if out and attempt is None:  # the newest of all: nothing has run since
         stop = out[-1]
         _show_remark(stop, "a launch that could not begin")
-    elif stop is not None:  # told with what the stop cost, which no incident knows
+    elif stop is not None:  # reported with what the stop cost, which no incident knows
         _show_remark(stop, "stop on request")
     elif chosen is not None:
         _show(chosen, "stop on request" if chosen in asked else f"incident {chosen.number} of {len(found)}")
@@ -183,7 +183,7 @@ def why(
         typer.echo("no incident: nothing in this run's journal has failed")
     else:
         stop = max(others, key=lambda one: (one.seconds, one.count))
-        _show_remark(stop, "not a failure, but told")
+        _show_remark(stop, "not a failure, but worth knowing")
     for one in [one for one in others if one is not stop] if attempt is None else []:
         times = f" ({one.count} times)" if one.count > 1 and one.kind not in ("dropped", "copy") else ""
         typer.echo(f"also, {show_time(one.at)}: {one.what}{times}\n  next  {one.next}")
@@ -299,7 +299,7 @@ def journal(
 
 
 def _insist_on_all(reader: JournalReader, run_dir: Path) -> None:
-    """An empty journal and one that nobody lets us read are not the same."""
+    """An empty journal and one that we may not read are not the same."""
     from holdfast.base import printable
     from holdfast.errors import ControlError
 
@@ -316,7 +316,7 @@ def _insist_on_all(reader: JournalReader, run_dir: Path) -> None:
 def _filter(
     pairs: list[Pair], attempt: int | None, names: list[str], since: float | None
 ) -> Callable[[Line], bool]:
-    """What the options ask for, as a test of a line."""
+    """What the options ask for, as a test for lines."""
     from holdfast.journal import EVENT_NAMES, event_name
 
     wanted = set(names)

@@ -1,4 +1,4 @@
-"""Batch scripts for Slurm: what a job is to look like, what cannot work, and the script's text.
+"""Batch scripts for Slurm: what a job shall look like, what cannot work, and the script's text.
 
 Guarantee: everything that a user gave reaches the shell as quoted words, and nothing else does. The same
 layout always gives the same text.
@@ -13,11 +13,11 @@ import msgspec
 
 from holdfast.errors import UsageError
 
-# What a job of Slurm is to look like, and what cannot work, refused with the flag's name.
+# What a Slurm job shall look like; what cannot work is refused, with the flag's name.
 
 
 SIGNAL_EARLIER = 60
-"""Seconds by which Slurm may send its signal too early."""
+"""Seconds by which Slurm may send its signal early."""
 _TIME = re.compile(r"(?:\d{1,4}-\d{1,2}(?::\d{1,2}){0,2}|\d{1,7}(?::\d{1,2}){0,2})", re.ASCII)
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9_.,:@%+/-]+", re.ASCII)
@@ -25,15 +25,15 @@ _INTERPRETER = re.compile(r"(?:.*/)?python[0-9.]*", re.ASCII)
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job looks like. Empty text and 0 mean that it is left to Slurm."""
+    """What a job looks like. Empty text and 0 leave a choice to Slurm."""
 
     command: list[str]
-    """What `holdfast run` takes after its own flags: the script and its arguments. Plain: a whole command."""
+    """What follows the flags of `holdfast run`: the script and its arguments. If `plain`, a whole command."""
     nodes: int = 1
     min_nodes: int = 0
-    """Of an elastic run, which goes on with fewer; 0 for exactly `nodes`."""
+    """The fewest nodes with which an elastic run goes on; 0 for exactly `nodes`."""
     spares: int = 0
-    """Nodes on top, which wait to take over."""
+    """Additional nodes, which wait to take over."""
     gpus_per_node: int = 0
     processes_per_node: int = 0
     time: str = ""
@@ -42,20 +42,20 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     job_name: str = "holdfast"
     array: str = ""
     signal_lead: int = 180
-    """Seconds before the time limit at which Slurm signals the script; 0 leaves it to Holdfast alone."""
+    """Seconds before the time limit at which Slurm signals the script; 0 leaves that to Holdfast."""
     local_tier: str = ""
     run_dir: str = ""
     log: str = ""
     plain: bool = False
-    """Without `holdfast run`: one task a rank."""
+    """Without `holdfast run`: one task per rank."""
     endpoints: str = ""
-    """Where agents meet, if node names are not host names; else the first nodes."""
+    """Where agents meet, if node names are not host names; by default, on the first nodes."""
     holdfast: list[str] = msgspec.field(default_factory=lambda: ["holdfast"])
-    """How it is called on the nodes."""
+    """The command by which Holdfast is called on the nodes."""
     extra: list[str] = []
     """More lines for sbatch, such as `--mem=0`."""
     setup: list[str] = []
-    """Lines of shell before anything starts."""
+    """Lines of shell to run before anything starts."""
 
     @property
     def processes(self) -> int:
@@ -92,7 +92,7 @@ def _check_counts(layout: Layout) -> None:
         )
     if layout.plain and (layout.spares or layout.min_nodes):
         raise UsageError(
-            "--plain with --spares or --min-nodes: only `holdfast run` can put a spare in, or go on with "
+            "--plain with --spares or --min-nodes: only `holdfast run` can put in a spare, or go on with "
             "fewer. Leave --plain out"
         )
     if 0 < layout.gpus_per_node < layout.processes_per_node:
@@ -125,7 +125,7 @@ def _check_texts(layout: Layout) -> None:
         raise UsageError(f"--array {layout.array[:80]!r}: write 0-7, 1,3,5 or 0-31%4")
     for line in layout.extra:
         if not line.startswith("-") or not line.isprintable():
-            raise UsageError(f"--sbatch {line[:80]!r}: give one option of sbatch, as --sbatch=--mem=0")
+            raise UsageError(f"--sbatch {line[:80]!r}: give one option of sbatch, such as --sbatch=--mem=0")
     for flag, texts in (("--setup", layout.setup), ("--holdfast", layout.holdfast)):
         if not all(text.strip() and text.isprintable() for text in texts) or (
             flag == "--holdfast" and not texts
@@ -135,7 +135,7 @@ def _check_texts(layout: Layout) -> None:
         if not text.isprintable() and text:
             raise UsageError(f"{flag} {text[:80]!r}: a path on one line")
     if layout.local_tier and not layout.local_tier.startswith("/"):
-        raise UsageError(f"--local-tier {layout.local_tier}: give an absolute path, as /dev/shm/holdfast-me")
+        raise UsageError(f"--local-tier {layout.local_tier}: give an absolute path like /dev/shm/holdfast-me")
     if layout.array and not layout.run_dir:
         raise UsageError(
             "--array without --run-dir: every task is a run of its own and needs a place below it"
@@ -145,7 +145,7 @@ def _check_texts(layout: Layout) -> None:
 def _check_command(layout: Layout) -> None:
     command = layout.command
     if not command:
-        raise UsageError("no training command: write it after `--`, as `-- train.py --steps 1000`")
+        raise UsageError("no training command: write it after `--`, as in `-- train.py --steps 1000`")
     if not all(word.isprintable() for word in command):
         raise UsageError("the training command has a line break or another unprintable character in it")
     if not layout.plain and _INTERPRETER.fullmatch(command[0]):
@@ -176,9 +176,9 @@ def time_in_seconds(text: str) -> int | None:
 
 
 ENDPOINTS = 3
-"""First nodes that can host the store: the loss of two is survived."""
+"""How many of the first nodes can host the store: the loss of two is survived."""
 TOGETHER = 5
-"""Seconds that a stopped rank without an agent leaves the others to end as well."""
+"""Seconds that a stopped rank without an agent leaves the others to end too."""
 LOCAL = {
     "checkpoint.async_save": "true",
     "checkpoint.non_persistent_ckpt_type": "local",
@@ -187,18 +187,18 @@ LOCAL = {
 """Settings of a local tier, without its directory."""
 
 _SETUP = """
-# What is started here gets a process group of its own: what is sent to the script must not reach srun, which
-# takes SIGTERM as an order to kill the ranks at once. So they get that one through Slurm; SIGUSR1 and SIGUSR2
-# are passed on by srun.
+# What is started here gets a process group of its own: signals sent to the script must not reach srun, which
+# takes SIGTERM as an order to kill the ranks at once. The ranks get SIGTERM through Slurm, and SIGUSR1
+# and SIGUSR2 through srun.
 set -m
 job=$SLURM_JOB_ID
-# By an array's number all of its tasks are meant. A job that was submitted from within a task inherits these.
+# An array's number means all of its tasks. A job submitted from within a task inherits these variables.
 if [ "${SLURM_ARRAY_JOB_ID:-}" = "$job" ]; then
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 step=
 interrupted=
-# Asks only if what stopped the run is a reason to come back, and if nobody has asked yet.
+# Asks for a requeue only if what stopped the run is a reason to come back, and if nobody has asked yet.
 end() {
     if [ "$1" -ne 0 ]; then
         "${holdfast[@]}" slurm requeue --exit-code "$1" --run-dir "$run_dir"
@@ -208,13 +208,13 @@ end() {
 on_signal() {
     interrupted=1
     if [ -z "$step" ]; then
-        # Nothing was started. Where holdfast is, the lines below may be yet to say.
+        # Nothing was started yet. The lines below may still have to say where holdfast is.
         if command -v "${holdfast[0]}" > /dev/null; then end 31; fi
     elif [ "$1" != TERM ]; then
         kill -s "$1" "$step" 2>/dev/null
     elif [ "$(timeout 10 squeue --noheader --jobs="$job" --format=%T 2>/dev/null)" = RUNNING ]; then
-        # A job that Slurm ends is told by Slurm. There scancel would try again and again, and in the end meet
-        # the job's next life: hence the look before, and less time than it waits before it tries again.
+        # If Slurm ends the job, it tells the ranks itself. There scancel would try again and again, and at
+        # last hit the job's next life: hence the look before, and a time limit too short for a second try.
         timeout 4 scancel --quiet --signal=TERM "$job" 2>/dev/null
     fi
 }
@@ -227,7 +227,7 @@ _NODES = 'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
 _PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 
 _WAIT = """\
-# A signal ends `wait` early, with a code of its own: wait again. 127 means that it was waited for already.
+# A signal ends `wait` early, with a code of its own: wait again. 127 means that it was waited for before.
 code=127
 while :; do
     interrupted=
@@ -239,8 +239,8 @@ done
 """
 
 _RANK = f"""
-# Around each rank: Slurm ends all of them as soon as one ends with another code than 0, but one that stopped
-# leaves the others time to end as well. Where Slurm signals only a task's first process, this tells the rank.
+# Wraps each rank: Slurm ends all of them as soon as one ends with a code other than 0, but one that stopped
+# leaves the others time to end too. Where Slurm signals only a task's first process, this passes it on.
 rank='
 RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "$@" &
 step=$!
@@ -293,7 +293,7 @@ def _header(layout: Layout) -> str:
     ]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options if option)]
     lines.append("# Written by `holdfast slurm script`.")
-    # Single quotes are for the tasks' own shell; traps call what seems to be called by nobody.
+    # Single quotes are for the tasks' own shell; traps call the functions that nothing seems to call.
     lines.append("# shellcheck disable=SC2016,SC2317")
     if layout.local_tier:
         lines += [
@@ -311,7 +311,7 @@ def _place(layout: Layout) -> str:
 
 
 def _agents(layout: Layout) -> str:
-    """One agent a node. They end attempts and start new ones: Slurm must not end all because one is gone."""
+    """One agent per node. They end attempts and start new ones: Slurm must not end all when one is gone."""
     nodes = f"{layout.min_nodes}:{layout.nodes}" if layout.min_nodes else str(layout.nodes)
     srun = "srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none"
     parts = [
@@ -332,7 +332,7 @@ def _endpoints(layout: Layout) -> str:
     count = min(ENDPOINTS, layout.nodes + layout.spares)
     lines = [
         "",
-        "# The first nodes host the store in which the agents meet: the next one if one is lost.",
+        "# The first nodes host the store in which the agents meet: if one is lost, the next one does.",
         _NODES,
         f"port={_PORT}",
         "endpoints=",
@@ -344,7 +344,7 @@ def _endpoints(layout: Layout) -> str:
 
 
 def _plain(layout: Layout) -> str:
-    """One task a rank. One that fails leaves the others waiting for it: Slurm must end them."""
+    """One task per rank. When one fails, the others wait for it in vain: Slurm must end them."""
     settings = {key.replace(".", "_").upper(): value for key, value in _local(layout).items()}
     lines = [
         _NODES,

@@ -1,15 +1,15 @@
-"""How ranks see a node's devices: what each is called, how a worker is given one, which one a rank has.
+"""How ranks see a node's devices: what each is called, how a worker gets one, which one a rank has.
 
 A device has a name and a handle. The name says which card it is, in exclusions, transients and evidence: the
-beginning of its UUID where the driver gives one. The handle is what makes CUDA take it: an entry of
-CUDA_VISIBLE_DEVICES, in the terms in which this process sees its devices. They differ inside a container,
+beginning of its UUID where the driver gives one. The handle is what makes CUDA use it: an entry of
+CUDA_VISIBLE_DEVICES, in the terms in which this process sees its devices. The two differ inside a container,
 where the names in `/dev` keep the host's numbers and CUDA counts from 0. NVIDIA_VISIBLE_DEVICES only says
-what a container's runtime puts into `/dev`; what is there counts.
+what a container's runtime puts into `/dev`; what counts is what is there.
 
 Guarantee: however ranks see devices (all of them, or with `--virtual-local-rank` one each), an arrangement
-puts each rank on the device that it names, and so no two ranks on one unless it does. Exclusions by names
-that older releases gave (numbers) are still understood. On a CPU the entries of CUDA_VISIBLE_DEVICES are
-stand-ins.
+puts each rank on the device that it names for that rank, and never two ranks on one device unless it says so.
+Exclusions by the names of older releases (numbers) are still understood. On a CPU the entries of
+CUDA_VISIBLE_DEVICES are stand-ins.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ORDER = "CUDA_DEVICE_ORDER"
 _DEV = Path("/dev")
 _PROC = Path("/proc/driver/nvidia/gpus")
 _SHORT = len("GPU-01234567")
-"""Characters of a UUID that make a name. CUDA takes as many as tell the device from others."""
+"""Characters of a UUID that make a name. CUDA accepts any number that tells the device from others."""
 _ASK = 20.0
 """Seconds for nvidia-smi: without its persistence daemon the driver wakes every device first."""
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A card as the kernel shows it. Empty: not known."""
+    """A card as the kernel shows it. Empty text means not known."""
 
     minor: int
     """Its number in `/dev`."""
@@ -51,9 +51,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     handle: str
-    """What CUDA_VISIBLE_DEVICES has to say for a worker to have this device."""
+    """What CUDA_VISIBLE_DEVICES has to hold for a worker to have this device."""
     former: list[str] = []
-    """What older releases called it, and an operator may."""
+    """What older releases called it, and an operator may still call it."""
     uuid: str = ""
 
     def is_called(self, name: str | None) -> bool:
@@ -86,7 +86,7 @@ def devices_seen(environ: Mapping[str, str], cards: Sequence[Card]) -> list[Devi
 
 
 def _entries(given: str) -> list[str]:
-    """As CUDA reads them: what follows one that cannot be does not count. NoDevFiles is Slurm's for none."""
+    """As CUDA reads them: entries after an invalid one do not count. NoDevFiles is Slurm's word for none."""
     found = []
     for entry in (part.strip() for part in given.split(",")):
         if not entry or entry.startswith("-") or entry == "NoDevFiles":
@@ -113,7 +113,7 @@ def _of_entry(entry: str, card: Card | None, uuids: Sequence[str]) -> Device:
 
 
 def _in_bus_order(cards: Sequence[Card], environ: Mapping[str, str]) -> bool:
-    """Whether CUDA's order is that of the bus; unless told, it puts the fastest model first."""
+    """Whether CUDA's order is that of the bus; by default CUDA puts the fastest model first."""
     return environ.get(ORDER) == "PCI_BUS_ID" or len({card.model for card in cards}) <= 1
 
 
@@ -131,8 +131,8 @@ def environment_of(
     """Pure: what a worker's environment needs to have the device that an arrangement gives to its rank.
 
     `arranged`: names, in the order of local ranks. `here`: the devices as this process sees them. `virtual`:
-    each worker sees its own device only, as its first; else it sees all, and takes that of its local rank.
-    Nothing is needed for the plain order.
+    each worker sees only its own device, as device 0; else it sees all, and takes the one of its local rank.
+    The plain order needs nothing.
     """
     handles = {device.name: device.handle for device in here}
     if not arranged or (not virtual and list(arranged) == [device.name for device in here]):
@@ -173,7 +173,7 @@ def own_place(node: str, environ: Mapping[str, str] = os.environ) -> Place:
 
 @functools.cache
 def read_cards(dev: Path = _DEV, proc: Path = _PROC) -> tuple[Card, ...]:
-    """The cards that this node, or container, has. Asked once: which card is which does not change."""
+    """The cards that this node, or container, has. Read once: which card is which does not change."""
     minors = {int(path.name[6:]) for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdigit()}
     known = {}
     for path in proc.glob("*/information") if minors else ():
@@ -188,11 +188,11 @@ def read_cards(dev: Path = _DEV, proc: Path = _PROC) -> tuple[Card, ...]:
 
 
 def _parse(bus: str, text: str) -> Card:
-    """`/proc/driver/nvidia/gpus/<bus>/information`. ValueError: it does not say which device this is."""
+    """`/proc/driver/nvidia/gpus/<bus>/information`. ValueError if it does not say which device this is."""
     lines = (line.partition(":") for line in text.splitlines())
     told = {key.strip(): value.strip() for key, _, value in lines}
     uuid = told.get("GPU UUID", "")
-    sure = re.fullmatch(r"GPU-[0-9a-fA-F-]{32,40}", uuid) is not None  # else question marks
+    sure = re.fullmatch(r"GPU-[0-9a-fA-F-]{32,40}", uuid) is not None  # otherwise it is question marks
     return Card(
         minor=int(told.get("Device Minor", "")),
         bus=bus.lower(),
@@ -202,7 +202,7 @@ def _parse(bus: str, text: str) -> Card:
 
 
 def _ask_uuids() -> dict[str, str]:
-    """Bus → UUID, by nvidia-smi; nothing where it is not there, or does not answer."""
+    """Bus → UUID, from nvidia-smi; nothing if that is missing or does not answer."""
     command = ["nvidia-smi", "--query-gpu=pci.bus_id,uuid", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return {}
@@ -211,5 +211,5 @@ def _ask_uuids() -> dict[str, str]:
     except (OSError, subprocess.TimeoutExpired):
         return {}
     rows = (line.split(", ") for line in told.stdout.splitlines())
-    # Its domain has eight digits, the kernel's four.
+    # nvidia-smi writes the domain with eight digits, the kernel with four.
     return {row[0].strip().lower()[-12:]: row[1].strip() for row in rows if len(row) == 2}

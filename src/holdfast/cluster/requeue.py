@@ -1,8 +1,8 @@
-"""Asking Slurm to queue this job again: counted first, then asked, then told.
+"""Asking Slurm to queue this job again: first counted, then asked for, then reported.
 
-Guarantee: asks at most once, and only what policy.requeue says. The order is comment, requeue, nodes to
-exclude: from the second on, Slurm ends the job and everything in it. A node is excluded only if enough are
-left for the job to start at all.
+Guarantee: asks at most once, and only for what policy.requeue says. The order is comment, requeue, nodes to
+exclude: from the second step on, Slurm ends the job and everything in it. A node is excluded only if enough
+nodes remain for the job to start at all.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from holdfast.record import (
 )
 
 MARK = "holdfast: "
-"""Where our part of a job's comment begins; what stands before it is the user's."""
+"""Begins our part of a job's comment; what stands before it is the user's."""
 _ENDING = ("COMPLET", "CANCEL", "FAILED", "TIMEOUT", "PREEMPTED", "DEADLINE", "OUT_OF_MEMORY", "NODE_FAIL")
-"""How states begin in which the scheduler is ending a job, or has."""
+"""How the states begin in which the scheduler is ending a job or has ended it."""
 
 
 SAME_MOMENT = 2.0
-"""Seconds between two times that Slurm writes down for one event."""
+"""Seconds by which two times that Slurm writes down for one event may differ."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """What came of asking."""
 
     asked: bool
     reason: str
-    """Why it was asked, or why not; fit for a person."""
+    """Why it was asked, or why not, in words for a person."""
     exclude: list[str] = []
     refused: bool = False
-    """Whether it was to be asked, and Slurm would not, or did not say that it would."""
+    """Whether we meant to ask and Slurm refused, or did not say that it agreed."""
     unsure: bool = False
-    """Whether Slurm may have done it all the same."""
+    """Whether Slurm may have queued the job all the same."""
 
 
 def may_requeue(job: SlurmJob, setting: str, stalled: int) -> bool:
-    """Whether Slurm would start this job again (asks Slurm, bounded; False where that cannot be known).
+    """Whether Slurm would start this job again (asks Slurm, bounded; False if that cannot be known).
 
     `stalled`: requeues in a row without progress.
     """
@@ -65,7 +65,7 @@ def may_requeue(job: SlurmJob, setting: str, stalled: int) -> bool:
 def requeue_after_stop(
     job: SlurmJob, setting: str, request: StopRequest, *, exclude: Sequence[str], stalled: int
 ) -> Asked:
-    """After a stop on request: asks for a requeue if policy.requeue says so.
+    """After a stop on request: ask for a requeue if policy.requeue says so.
 
     `stalled`: requeues in a row without progress. Call it last: Slurm sends SIGTERM to the caller, too.
     """
@@ -79,7 +79,7 @@ def requeue_after_stop(
 def requeue_by_decision(
     job: SlurmJob, setting: str, reason: str, *, exclude: Sequence[str], stalled: int = 0
 ) -> Asked:
-    """After recovery decided on `requeue` (exit code 27); its own budget has counted already."""
+    """After recovery has decided on `requeue` (exit code 27); its own budget has already counted this one."""
     record = slurm.job_record(job.label)
     return _ask(job, record, by_decision(setting, reason, facts_of(job, record), stalled), exclude)
 
@@ -100,10 +100,10 @@ def facts_of(job: SlurmJob, record: JobRecord | None) -> JobFacts | None:
 
 
 def _is_preempted(record: JobRecord) -> bool:
-    """Whether preemption is what ends it.
+    """Whether the job is ending because it was preempted.
 
-    A job that is cancelled within its grace time keeps the time at which preemption began; one that outlives
-    it gets the time of its end for both.
+    A job that is cancelled within its grace time keeps the time at which preemption began; for a job that
+    outlives it, Slurm writes the time of its end for both.
     """
     if record.preempted_at is None or not record.state.startswith(_ENDING):
         return record.preempted_at is not None
@@ -117,7 +117,7 @@ def _ask(job: SlurmJob, record: JobRecord | None, verdict: RequeueRuling, exclud
     named, left_out = nodes_to_exclude(job, record, exclude) if exclude else ([], "")
     reason = "; ".join(filter(None, (verdict.reason, left_out)))
     text = comment(record.comment, reason, named)
-    # A job that is ending takes its comment only once it waits again.
+    # A job that is ending accepts a comment only once it waits again.
     changes = {} if slurm.set_comment(job.label, text).ok else {"Comment": text}
     if named:
         changes["ExcNodeList"] = ",".join([*record.exclude, *named])
@@ -131,7 +131,7 @@ def _ask(job: SlurmJob, record: JobRecord | None, verdict: RequeueRuling, exclud
 
 
 def nodes_to_exclude(job: SlurmJob, record: JobRecord, exclude: Sequence[str]) -> tuple[list[str], str]:
-    """Those that Slurm may be told to do without, and what to say of the others."""
+    """The nodes that Slurm may be told to do without, and what to say about the others."""
     known = slurm.partition_nodes(record.partition) if record.partition else None
     there = set(known or job.nodes)
     fresh = sorted(there.intersection(exclude) - set(record.exclude))
@@ -158,11 +158,11 @@ def comment(before: str, reason: str, exclude: Sequence[str]) -> str:
     return f"{theirs} | {ours}" if theirs else ours
 
 
-# Asking to be queued again, on the record of the run: counted first, then asked, then told.
+# Asking to be queued again, on the run's record: first counted, then asked for, then reported.
 #
-# The count of the records (record/operator.py) is what bounds how often a job comes back, whoever asks: the
-# leading agent or the batch script. Where the run's storage cannot be written, nothing can be counted there:
-# then the scheduler's own count of the job's restarts, which is never lower, takes its place.
+# The count in the records (record/operator.py) bounds how often a job comes back, whoever asks: the leading
+# agent or the batch script. If the run's storage cannot be written, nothing can be counted there: then the
+# scheduler's own count of the job's restarts, which is never lower, takes its place.
 
 
 RECORD_WAIT = 30.0
@@ -172,8 +172,8 @@ RECORD_WAIT = 30.0
 def ask_on_record(
     control: ControlDirectory, who: str, job: SlurmJob, attempt: int, step: int, ask: Callable[[], Asked]
 ) -> Asked:
-    """What came of it. `who` writes the journal; `step` is the highest one that is saved."""
-    # Before it is asked: that may end this process before anything is written.
+    """Ask, and return what came of it. `who` writes the journal; `step` is the highest saved step."""
+    # Counted before asking: asking may end this process before anything is written.
     recording = Bounded(lambda: record_requeue(control, attempt, step, job.label), "requeue")
     number, why = 0, f"the file system did not answer for {RECORD_WAIT:g} s"
     if recording.ended(RECORD_WAIT):
@@ -200,15 +200,15 @@ _SIGNAL = re.compile(r"\bSIG[A-Z0-9]+\b")
 
 
 class LastStop(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the newest attempt."""
+    """The last stop of the newest attempt."""
 
     attempt: int = 0
     request: StopRequest | None = None
     """None if nobody asked for a stop."""
     settled: RequeueAsked | None = None
-    """What was decided about queueing again, if it was."""
+    """What was decided about queueing again, if anything was."""
     step: int = 0
-    """The highest that is saved, by any attempt."""
+    """The highest step saved by any attempt."""
     requeue: str = ""
     """The run's slurm.requeue, if its job is known."""
 
@@ -242,7 +242,7 @@ def _request(asked: StopAsked, at: float) -> StopRequest:
     try:
         source = Source(asked.source)
     except ValueError:
-        source = Source.OPERATOR  # a newer release's: in doubt a person asked, and the job stays away
+        source = Source.OPERATOR  # from a newer release: in doubt a person asked, and the job stays away
     return StopRequest(
         source=source,
         detail=asked.detail,
@@ -254,7 +254,7 @@ def _request(asked: StopAsked, at: float) -> StopRequest:
     )
 
 
-# Queueing a job again from its batch script, after the run has ended: for what nobody else could do.
+# Queueing a job again from its batch script, after the run has ended: for when nobody else could.
 #
 # The leading agent asks by itself. Without one (ranks started by srun), or if it was lost, the script does.
 # Guarantee: never twice for one attempt, and never against what the run decided.
@@ -268,7 +268,7 @@ WHO = "batch-script"
 def requeue_at_the_end(
     job: SlurmJob, setting: str, code: int, run_dir: Path | None, exclude: Sequence[str]
 ) -> Asked:
-    """Ask if the run's end is a reason to come back, and nobody has decided that yet."""
+    """Ask if the run's end is a reason to come back and nobody has decided about that yet."""
     if code not in (*STOPPED, *WANTED):
         return Asked(asked=False, reason=f"exit code {code} is no reason to come back")
     control, last, stalled, kept_out = None, LastStop(), 0, list[str]()

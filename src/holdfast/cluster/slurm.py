@@ -1,13 +1,13 @@
 """The Slurm job that this process is part of: from its environment, and by asking Slurm's own `scontrol`.
 
-Guarantee: the name by which Slurm is asked about the job never means another one. A job that was submitted
-from within an array's task, or from within a heterogeneous job, inherits the variables of that one: they
-count only where they agree with SLURM_JOB_ID, which Slurm sets anew for every job. What else the controller
-says of that number (that it is a task of an array), `as_named` adds.
+Guarantee: the name by which Slurm is asked about the job never means another job. A job submitted from within
+an array's task, or from within a heterogeneous job, inherits that job's variables: they count only where they
+agree with SLURM_JOB_ID, which Slurm sets anew for every job. `as_named` adds what the controller says of that
+number (that it is a task of an array).
 
-Guarantee: no call to scontrol outlives its deadline, and none raises. A scontrol that is missing, hangs,
-fails or says what is not understood is "not known": training goes on without. What was asked for is carried
-out even if a signal reaches the whole job meanwhile, as it does when the job is queued again.
+Guarantee: no call to scontrol outlives its deadline, and none raises. If scontrol is missing, hangs, fails or
+says something not understood, the answer is "not known", and training goes on without it. What was asked for
+is carried out even if a signal reaches the whole job meanwhile, as it does when the job is queued again.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from holdfast.journal.events import JobFound
 
 
 MOST = 65_536
-"""Names in one list; more than any Slurm has nodes."""
+"""Most names in one list; no Slurm has as many nodes."""
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 
 def expand(text: str) -> list[str]:
-    """The names that a list stands for, in its order, each as often as it is named. Empty text is no names.
+    """The names that a list stands for, in its order, each as often as it is named. Empty text: no names.
 
-    `n[1-3,07-09]`, `rack[0-1]n[0-7]`, `a,b[2-3]`. The width of the low end is kept: `n[08-10]` is n08 to n10.
-    ValueError says what is wrong with a text.
+    `n[1-3,07-09]`, `rack[0-1]n[0-7]`, `a,b[2-3]`. Numbers are as wide as the low end: `n[08-10]` is n08 to
+    n10. Raises ValueError with what is wrong.
     """
     found: list[str] = []
     for part in _split(text.strip()):
@@ -52,7 +52,7 @@ def expand(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that are in no brackets."""
+    """The parts between commas outside brackets."""
     parts, depth, start = [], 0, 0
     for position, character in enumerate(text):
         if character == "[":
@@ -104,16 +104,16 @@ def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# What this node is called by everything that has to name it: the journal, exclusions, drains, the doctor.
+# The name of this node, for everything that has to name it: the journal, exclusions, drains, the doctor.
 
 
 def node_name(configured: str = "", environ: Mapping[str, str] = os.environ) -> str:
-    """The setting `launch.node_name`; else Slurm's name, by which it can be drained; else its host's."""
+    """The setting `launch.node_name`; else Slurm's name, by which it can be drained; else its host name."""
     return configured or environ.get("SLURMD_NODENAME", "") or socket.gethostname()
 
 
 class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the job without asking. What Slurm did not say keeps its default."""
+    """What is known of the job without asking Slurm. What the environment does not say keeps its default."""
 
     job_id: int
     array_job_id: int | None = None
@@ -130,14 +130,14 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     ends_at: float | None = None
     """Seconds since 1970; None if not known."""
     components: int = 1
-    """Of a heterogeneous job; 1 for any other."""
+    """Components of a heterogeneous job; 1 for any other job."""
 
     @property
     def label(self) -> str:
         """`1234`, or `1230_4` for a job that is known to be a task of an array.
 
-        Slurm must be asked by this name: one task of an array has the number of the whole array for its own.
-        Every other task is meant by its own number, too.
+        Slurm must be asked by this name, because one task of an array has the number of the whole array as
+        its own. Every other task can be named by its own number, too.
         """
         if self.array_job_id is not None and self.array_task_id is not None:
             return f"{self.array_job_id}_{self.array_task_id}"
@@ -148,7 +148,7 @@ def current_job(environ: Mapping[str, str] = os.environ) -> SlurmJob | None:
     """The job, or None outside of Slurm."""
     job_id = _number(environ.get("SLURM_JOB_ID")) or _number(environ.get("SLURM_JOBID"))
     components = min(_number(environ.get("SLURM_HET_SIZE")) or 1, 1024)
-    # Of a heterogeneous job the first component leads: it is the one that can be queued again.
+    # The first component of a heterogeneous job leads: it is the one that can be queued again.
     leader = _number(environ.get("SLURM_JOB_ID_HET_GROUP_0"))
     if leader and (job_id is None or leader <= job_id < leader + components):  # Slurm numbers them in a row
         job_id = leader
@@ -197,12 +197,12 @@ def _nodes(environ: Mapping[str, str], components: int) -> list[str]:
         try:
             found += expand(text)
         except ValueError:
-            return []  # some nodes would be taken for all
+            return []  # otherwise some nodes would be taken for all
     return list(dict.fromkeys(found))
 
 
 def _number(text: str | None) -> int | None:
-    """A whole number that is not negative; what Slurm writes for "none" is larger than any."""
+    """A whole number that is not negative; what Slurm writes for "none" is too large to count as one."""
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 18:
         return None
     number = int(text)
@@ -212,14 +212,14 @@ def _number(text: str | None) -> int | None:
 # --- what scontrol answers ----------------------------------------------------------------------------------
 
 ASK = 10.0
-"""Seconds for an answer; a controller that is busy or failing over takes some."""
+"""Seconds for an answer; a controller that is busy or failing over needs a while."""
 END = 1.0
-"""Seconds for one that is killed to end."""
+"""Seconds for a killed scontrol to end."""
 ALMOST_A_YEAR = 364 * 86_400.0
 LONGEST_TEXT = 1_000
-"""Characters of a comment or a reason that is handed to Slurm."""
+"""Most characters of a comment or a reason handed to Slurm."""
 _DEAF = 'trap "" TERM INT HUP USR1 USR2; exec "$@"'
-"""Signals of the job are for its ranks: a scontrol that is under way must not die of them."""
+"""Signals to the job are for its ranks: a scontrol under way must not die of them."""
 _REQUEUE = """
 trap "" TERM INT HUP USR1 USR2
 program=$1 job=$2
@@ -246,12 +246,12 @@ _TO_THE_END = frozenset(
         "OS",
     }
 )
-"""Keys whose value is the rest of its line: people write what they like in them."""
+"""Keys whose value is the rest of the line: people write what they like there."""
 _NOTHING = frozenset({"", "(null)", "None", "N/A", "Unknown", "NONE", "n/a"})
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What came of a call. `text`: what it said, or what went wrong, in a line."""
+    """What came of a call. `text`: what scontrol said, or what went wrong, in a line."""
 
     ok: bool
     text: str
@@ -260,7 +260,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What Slurm says of a job now. None: it did not say."""
+    """What Slurm now says of a job. None where it did not say."""
 
     state: str
     job_id: int | None = None
@@ -271,7 +271,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     ends_at: float | None = None
     """Comes closer when the job is preempted with a grace time."""
     endless: bool = False
-    """Whether it is known to have no limit."""
+    """Whether the job is known to have no time limit."""
     requeue: bool | None = None
     batch: bool | None = None
     """Whether it has a batch script, which alone can be started again."""
@@ -280,7 +280,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     comment: str = ""
     exclude: list[str] = []
     require: list[str] = []
-    """Nodes that the user has named; it cannot start without them."""
+    """Nodes that the user has named; the job cannot start without them."""
     nodes: list[str] = []
     node_count: int | None = None
     partition: str = ""
@@ -315,7 +315,7 @@ def job_record(label: str, timeout: float = ASK) -> JobRecord | None:
 
 
 def identified(job: SlurmJob, timeout: float = ASK) -> SlurmJob:
-    """The job as the controller names it: a task of an array, or none whatever its environment says."""
+    """The job as the controller names it: a task of an array or not, whatever its environment says."""
     return as_named(job, job_record(job.label, timeout))
 
 
@@ -327,7 +327,7 @@ def as_named(job: SlurmJob, record: JobRecord | None) -> SlurmJob:
 
 
 def node_records(nodes: Sequence[str], timeout: float = ASK) -> dict[str, NodeRecord]:
-    """What Slurm says of nodes, by name; one that it says nothing of is missing."""
+    """What Slurm says of nodes, by name; a node of which it says nothing is missing."""
     if not nodes:
         return {}
     reply = call("show", "node", ",".join(nodes), timeout=timeout)
@@ -367,7 +367,7 @@ def kill_wait(timeout: float = ASK) -> float | None:
 
 
 def grace_time(partition: str, timeout: float = ASK) -> float | None:
-    """Seconds that a partition leaves jobs which are preempted; 0 for none, None if that is not known."""
+    """Seconds that a partition leaves to preempted jobs; 0 for none, None if that is not known."""
     reply = call("show", "partition", partition, timeout=timeout)
     found = next((one.get("GraceTime") for one in records(reply.text)), None) if reply.ok else None
     seconds = _count(found)
@@ -379,11 +379,12 @@ def set_comment(label: str, comment: str, timeout: float = ASK) -> Reply:
 
 
 def requeue(label: str, changes: Mapping[str, str] = {}, timeout: float = 2 * ASK) -> Reply:
-    """Queue a running job again; Slurm then ends it, and with it whoever calls this from inside of it.
+    """Queue a running job again; Slurm then ends it, and with it whoever calls this from inside the job.
 
     `changes`: fields that can be set only once the job waits again, such as the nodes to do without. So one
-    process does it all, and hears no signal: the job cannot start anew before the caller has ended, who waits
-    for it. `ok` tells of the requeue; what went wrong with the changes is in the text, else it is empty.
+    process, deaf to signals, does all of it: the job cannot start anew before the caller has ended, and the
+    caller waits for that process. `ok` is about the requeue alone; the text says what went wrong with the
+    changes, if anything did.
     """
     program = shutil.which("scontrol")
     if program is None:
@@ -393,7 +394,7 @@ def requeue(label: str, changes: Mapping[str, str] = {}, timeout: float = 2 * AS
 
 
 def drain(node: str, reason: str, timeout: float = ASK) -> Reply:
-    """Have Slurm start nothing more on a node; only its operators may."""
+    """Have Slurm start nothing more on a node; only Slurm's operators may do that."""
     return call("update", f"NodeName={node}", "State=DRAIN", f"Reason={_line(reason)}", timeout=timeout)
 
 
@@ -403,7 +404,7 @@ def drain(node: str, reason: str, timeout: float = ASK) -> Reply:
 def records(text: str) -> list[dict[str, str]]:
     """The records of an answer, as `key=value`, with empty lines between them.
 
-    Of a key that comes twice the first counts: what Slurm says itself stands before what people wrote.
+    If a key comes twice, the first counts: what Slurm itself says stands before what people wrote.
     """
     found: list[dict[str, str]] = []
     for block in re.split(r"\n[ \t]*\n", text):
@@ -426,9 +427,9 @@ def _read_line(line: str, record: dict[str, str]) -> None:
 
 
 def parse_job(text: str, label: str = "") -> JobRecord | None:
-    """The record of `scontrol show job` that is the job's; None if there is none.
+    """The job's own record in the answer of `scontrol show job`; None if there is none.
 
-    Asked by an array's number, Slurm shows all of its tasks, also one for those that still wait.
+    When asked for an array's number, Slurm shows all of its tasks, and one record for those still waiting.
     """
     found = [one for one in records(text) if "JobId" in one and one.get("JobState")]
     if not found:
@@ -475,7 +476,7 @@ def parse_nodes(text: str) -> list[NodeRecord]:
 
 
 def _endless(record: Mapping[str, str]) -> bool:
-    """Whether the job has no limit: as its end Slurm then writes a year from its start."""
+    """Whether the job has no time limit: Slurm then writes, as its end, a year from its start."""
     starts_at, ends_at = _time(record.get("StartTime")), _time(record.get("EndTime"))
     return starts_at is not None and ends_at is not None and ends_at - starts_at > ALMOST_A_YEAR
 
@@ -511,14 +512,14 @@ def _time(value: str | None) -> float | None:
 
 
 def _line(text: str) -> str:
-    """People's words on one line, so that they cannot look like another field's."""
+    """People's words on one line, so that they cannot pass for another field."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:LONGEST_TEXT]
 
 
 def _run(command: Sequence[str], asked: Sequence[str], timeout: float) -> Reply:
     environ = {**os.environ, "TZ": "UTC", "LC_ALL": "C.UTF-8", "SLURM_TIME_FORMAT": "standard"}
     try:
-        # A session of its own, so that all of it can be ended. stderr apart: warnings are not fields.
+        # A session of its own, so that all of it can be ended. stderr is kept apart: warnings are not fields.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -534,7 +535,7 @@ def _run(command: Sequence[str], asked: Sequence[str], timeout: float) -> Reply:
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is left to itself
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is left alone
             process.communicate(timeout=END)
         told = f"scontrol {' '.join(asked[:2])} did not answer within {timeout:g} s"
         return Reply(False, told, late=True)

@@ -1,12 +1,12 @@
 """When the scheduler ends the job, and the request to stop ahead of that.
 
-Guarantee: never holds anybody up. Slurm is asked by a thread of its own, with a deadline and rarely; limits
-may be changed while a job runs, so it is asked again, and once more before the request is made. What cannot
-be learnt is no limit.
+Guarantee: never holds anybody up. A separate thread asks Slurm, rarely and with a deadline. Limits may be
+changed while a job runs, so it asks again, and once more before the request is made. What cannot be learned
+counts as no limit.
 
-A job that is preempted without a grace time, or cancelled, is sent SIGTERM, and SIGKILL after KillWait. So
-when a stop was asked for and Slurm then says that it is ending the job, its end is KillWait after the
-request; a SIGTERM that somebody else sent leaves as much time as there was before.
+A job that is preempted without a grace time, or cancelled, is sent SIGTERM, and SIGKILL after KillWait. So if
+a stop was asked for and Slurm then says that it is ending the job, the job's end is KillWait after the
+request; a SIGTERM from somebody else leaves as much time as there was before.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from holdfast.policy import Grace, Source, StopRequest, grace_of
 log = logging.getLogger("holdfast")
 
 EVERY = 60.0
-"""Seconds between two questions at most; one process of a job asks."""
+"""Most seconds between two questions; one process of a job asks."""
 SOONEST = 5.0
-"""And at least: the closer the end, the more it matters that somebody moved it."""
+"""Fewest seconds between two questions: the closer the end, the more it matters if somebody has moved it."""
 TRIES = 6
-"""Questions that soon while no end is known: Slurm does not tell it in the first moments of a job."""
+"""How many questions come that soon while no end is known: Slurm does not say it in a job's first moments."""
 PATIENCE = 5.0
 """Seconds that a request is held back for a fresh answer: somebody may have extended the limit."""
 SHARE = 0.5
-"""Of the job's whole time, at most, that the lead may take: else a short job would stop before it did
+"""The most of the job's whole time that the lead may take: else a short job would stop before it did
 anything, and be queued again for ever."""
 
 
@@ -47,13 +47,13 @@ class TimeLimit:
         on_grace: Callable[[Grace], None] | None = None,
         on_ending: Callable[[float], None] | None = None,
     ) -> None:
-        """`lead`: seconds before the end at which to stop (slurm.preempt_time); 0 never.
+        """`lead`: seconds before the end at which to stop (slurm.preempt_time); 0 for never.
 
-        Both are called by the thread, once: `on_grace` when it is known what Slurm leaves after SIGTERM,
-        `on_ending` with the seconds that are left, when Slurm turns out to be ending the job now.
+        The thread calls each of these once: `on_grace` when it is known how long Slurm waits after SIGTERM,
+        `on_ending` with the seconds left, when Slurm turns out to be ending the job now.
         """
         self.job = job
-        """As the scheduler names it, once it has answered: it may be a task of an array."""
+        """The job as the scheduler names it, once that has answered: it may be a task of an array."""
         self._wanted = lead
         self._ends_at = job.ends_at if job is not None else None
         self._starts_at: float | None = None
@@ -61,7 +61,7 @@ class TimeLimit:
         """Questions that were answered or given up so far."""
         self._due: tuple[float, int] | None = None
         self.grace: Grace | None = None
-        """What Slurm leaves after SIGTERM when it preempts the job; None until that is known."""
+        """How long Slurm waits after SIGTERM when it preempts the job; None until that is known."""
         self._kill_wait: float | None = None
         self._on_grace, self._on_ending = on_grace, on_ending
         self._asked_at: float | None = None
@@ -101,24 +101,24 @@ class TimeLimit:
 
     @property
     def ends_at(self) -> float | None:
-        """As known best so far, in seconds since 1970."""
+        """The best estimate so far, in seconds since 1970."""
         return min((at for at in (self._ends_at, self._killed_at) if at is not None), default=None)
 
     @property
     def lead(self) -> float:
-        """Seconds before the end at which it will be due: what was asked for, or less in a short job."""
+        """Seconds before the end at which the request will be due: as asked for, or less in a short job."""
         if self._starts_at is None or self._ends_at is None:
             return self._wanted
         return min(self._wanted, max(self._ends_at - self._starts_at, 0.0) * SHARE)
 
     def first_answer(self, timeout: float) -> float | None:
-        """The end, after Slurm's first answer or so many seconds: for whoever wants to tell it at a start."""
+        """The end, after Slurm's first answer or `timeout` seconds: to be reported at a start."""
         if self.job is not None:
             self._answered.wait(timeout)
         return self._ends_at
 
     def ask_again(self) -> None:
-        """Have Slurm asked soon: a preempted job's end has come closer. Returns at once."""
+        """Have Slurm asked soon: when a job is preempted, its end comes closer. Returns at once."""
         self._asked_at = self._asked_at or time.time()
         self._ask.set()
 
@@ -159,7 +159,7 @@ class TimeLimit:
             self._answered.set()
 
     def _learn_grace(self, record: JobRecord) -> None:
-        """Once, and again with a later question where Slurm did not say."""
+        """Learn it once; if Slurm did not say, try again with a later question."""
         if self._kill_wait is not None or self._answers >= TRIES:
             return
         self._kill_wait = slurm.kill_wait()

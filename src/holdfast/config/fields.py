@@ -1,9 +1,9 @@
-"""What is known of each setting, read off the tree, and what is said about one that would do nothing.
+"""What is known of each setting, read off the tree, and what to say about one that would do nothing.
 
 `IN_OTHER_SYSTEMS` answers names that users bring from Megatron-LM, Megatron-Bridge, nvidia-resiliency-ext,
 torchtitan, KempnerForge, Lightning and the Hugging Face Trainer: what it is called here, or why it is not
-needed. `REMOVED` answers values that an earlier release took. `NEEDS` says which settings are read only while
-another one is on.
+needed. `REMOVED` answers values that an earlier release accepted. `NEEDS` says which settings are read only
+while another one is on.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ PROBATION_STEPS = "validation.probation_steps"
 
 _TEXTS = {
     RESUME_FROM: 'text: "auto", "fresh", a step number, a path or a URL',
-    REMOTE_ROOT: "text: a URL as s3://bucket/prefix or file:///path, or empty",
+    REMOTE_ROOT: "text: a URL such as s3://bucket/prefix or file:///path, or empty",
     NODE_NAME: "text: a name, or empty",
     ASSIGN: "text: package.module:function, or empty",
     ALERT_COMMAND: "text: a command for /bin/sh, or empty",
     HEALTH_COMMAND: "text: a command for /bin/sh, or empty",
-    EXIT_SIGNAL: "text: signals as SIGTERM,SIGUSR1",
+    EXIT_SIGNAL: "text: signals, such as SIGTERM,SIGUSR1",
     ALERT_URL: "text: an http:// or https:// URL, or empty",
     FAILURE_CAUSES: "text: lines of a cause, a colon and a regular expression, or empty",
-    SECTION_TIMEOUTS: "text: sections with their seconds, as setup:600,step:180, or empty",
-    FRESH_PARTS: "text: parts as optimizer,data, or empty",
-    INJECTION_RANKS: "text: ranks as 0,3, or empty",
+    SECTION_TIMEOUTS: "text: sections with their seconds, such as setup:600,step:180, or empty",
+    FRESH_PARTS: "text: parts, such as optimizer,data, or empty",
+    INJECTION_RANKS: "text: ranks, such as 0,3, or empty",
     INJECTION_DEVICE: "text: a device, or node/device, or empty",
 }
-"""What a text may be where it is no path."""
+"""What a text may be, unless it is a path."""
 
 
 SECRET = frozenset({ALERT_URL})
-"""Settings whose value lets whoever knows it do something: a webhook's address is all that it asks for."""
+"""Settings whose value is a secret: whoever knows a webhook's address can post to it."""
 HIDDEN = "•••"
 _STEP = re.compile(r"[0-9]{1,12}")
 _CREDENTIALS = re.compile(
@@ -85,7 +85,7 @@ def is_step(text: str) -> bool:
 
 
 def mask(text: str) -> str:
-    """A text as it may be shown: without the credentials that are recognised as such."""
+    """A text as it may be shown: without the credentials that can be recognised in it."""
     return _CREDENTIALS.sub(lambda found: f"{found['before'] or found['name'] or found['key']}{HIDDEN}", text)
 
 
@@ -118,7 +118,7 @@ def wrong_address(url: str) -> str:
     if scheme in _NO_STORES:
         return _NO_STORES[scheme]
     if "://" not in url or not place.strip("/"):
-        return "give a URL as s3://bucket/prefix or file:///path"
+        return "give a URL such as s3://bucket/prefix or file:///path"
     if parsed.query or parsed.fragment or parsed.username:
         return "only a plain address; credentials come from the environment"
     if scheme in ("file", "local") and parsed.netloc:
@@ -139,9 +139,9 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     """What it does and when to change it."""
     word: str = ""
-    """The one word that a number may be instead."""
+    """The one word that may be given instead of a number."""
     words: tuple[str, ...] = ()
-    """The words that a text may be, where it is one of a few."""
+    """The words that a text may be, if there are only a few."""
 
     @property
     def key(self) -> str:
@@ -351,7 +351,7 @@ LOCAL_NEED = Need(
         "checkpoint.replication_timeout",
     ),
 )
-"""Refused without it: who set one of these believes in copies that nobody makes."""
+"""Refused without it: whoever set one of these counts on copies that nobody makes."""
 
 NEEDS = (
     Need(
@@ -406,11 +406,11 @@ NEEDS = (
         ),
     ),
 )
-"""Told without it, once, at the start of a run."""
+"""Reported, once at the start of a run, if given without it."""
 
 
 def in_other_systems(name: str, sections: frozenset[str]) -> str:
-    """What a name of another system is here; empty if it is none of those.
+    """What a name from another system is called here; empty if it is not one of those.
 
     `name` as it was written: `checkpoint.save_steps`, `checkpoint_save_steps` or `HOLDFAST_SAVE_STEPS`.
     """
@@ -423,7 +423,7 @@ def in_other_systems(name: str, sections: frozenset[str]) -> str:
 
 
 def without_switch(need: Need, sources: Mapping[str, str]) -> list[str]:
-    """Its settings that were given while nobody touched the switch; who turned that off means it."""
+    """Its settings that were given while nobody touched the switch; whoever turned that off meant it."""
     if sources[need.switch] != "default":
         return []
     return [key for key in need.keys if sources[key] != "default"]

@@ -24,13 +24,13 @@ def parse_signals(text: str) -> list[signal.Signals]:
     for part in re.split(r"[,\s]+", text.strip()) if text.strip() else ():
         name = part.upper() if part.upper().startswith("SIG") else f"SIG{part.upper()}"
         if name not in signal.Signals.__members__:
-            raise ValueError(f"{part[:40]!r} is not the name of a signal, as SIGTERM is")
+            raise ValueError(f"{part[:40]!r} is not the name of a signal, such as SIGTERM")
         if name in _NOT_TO_TAKE:
             raise ValueError(f"{name} cannot be used to ask for a stop; SIGTERM, SIGUSR1 and SIGUSR2 can")
         if signal.Signals[name] not in found:
             found.append(signal.Signals[name])
     if not found:
-        raise ValueError("name at least one signal; stop.exit_signal_handler = false takes none")
+        raise ValueError("name at least one signal; to handle none, set stop.exit_signal_handler = false")
     return found
 
 
@@ -67,7 +67,7 @@ class StopSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlurmSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done with what Slurm says of the job. Without Slurm none of it counts."""
+    """What to do about what Slurm says of the job. Has no effect without Slurm."""
 
     preempt_time: Annotated[
         float,
@@ -84,7 +84,7 @@ class SlurmSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Trying machines out before they are relied on, and peers while they are."""
+    """Trying out machines before they are relied on, and peers while they are."""
 
     gate: Annotated[
         Literal["off", "warn", "refuse"],
@@ -102,7 +102,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True):
     command_timeout: Annotated[
         float,
         Meta(gt=0, le=LONGEST_WAIT),
-        "Seconds that health.command has; then it is killed, and the node counts as unfit.",
+        "Seconds that health.command may take; then it is killed, and the node counts as unfit.",
     ] = 60.0
     max_uncorrected_errors: Annotated[
         int,
@@ -162,7 +162,7 @@ class InProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     max_iterations: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)] | Literal["budget"],
-        "How often the function is called at most. `budget`: the budgets of recovery are the only "
+        "How many times the function may be called. `budget`: the budgets of recovery are the only "
         "bound, as for restarts by the launcher.",
     ] = "budget"
     max_rank_faults: Annotated[
@@ -268,7 +268,7 @@ class StragglerSettings(msgspec.Struct, frozen=True, kw_only=True):
     profiling_interval: Annotated[
         int,
         Meta(ge=1, le=1_000_000),
-        "Measure one step in every this many; 1 means all. Raise it where steps are very short.",
+        "Measure one step in this many; 1 means all. Raise it where steps are very short.",
     ] = 1
     enable_logging: Annotated[
         bool,
@@ -292,7 +292,7 @@ DEFERRED_REFUSES = {
     "validation.rerun_mode": ("validate_results", "report_determinism_stats"),
     "validation.nan_policy": ("skip",),
 }
-"""What is done before the optimizer steps, which deferred checks cannot be in time for."""
+"""What is done before the optimizer steps; deferred checks come too late for it."""
 DEFERRED_ALLOWS = {"validation.rerun_mode": "disabled", "validation.nan_policy": "warn, raise or rollback"}
 
 
@@ -300,7 +300,7 @@ def parse_ranks(text: str) -> frozenset[int]:
     """The ranks that a text such as "0,3" names; ValueError says what is wrong with it."""
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isascii() and part.isdigit() and len(part) <= 9 for part in parts):
-        raise ValueError("write whole numbers with commas between them, as 0,3")
+        raise ValueError("write whole numbers with commas between them, such as 0,3")
     return frozenset(int(part) for part in parts)
 
 
@@ -391,7 +391,7 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     corruption_watch_interval: Annotated[
         int,
         Meta(ge=0, le=LARGEST_COUNT),
-        "Every this many steps a micro-batch is computed again, on a neighbour rank if there is one, and "
+        "Steps after which a micro-batch is computed again, on a neighbour rank if there is one, and "
         "compared; 0 switches it off. It costs one more forward and backward each time.",
     ] = 0
     error_injection_rate: Annotated[
@@ -413,7 +413,7 @@ class ValidationSettings(msgspec.Struct, frozen=True, kw_only=True):
     error_injection_ranks: Annotated[
         str,
         Meta(max_length=200),
-        "Ranks that get false results, as 0,3; empty means all. With persistent_error, the devices that "
+        "Ranks that get false results, such as 0,3; empty means all. With persistent_error, the devices that "
         "they have at the first false result stay bad, unless error_injection_device names one.",
     ] = ""
     error_injection_device: Annotated[

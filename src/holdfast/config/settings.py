@@ -1,7 +1,7 @@
-"""The settings there are: one typed tree.
+"""All settings: one typed tree.
 
 The classes below are the only place where a setting's type, range, default and description are written.
-Loading (config.py), `holdfast config show` and docs/reference/configuration.md all read them from here.
+Loading (sources.py), `holdfast config show` and docs/reference/configuration.md all read them from here.
 Building these classes by hand checks nothing; `holdfast.config.sources.load` does.
 """
 
@@ -34,7 +34,7 @@ OTHER_FORMATS = {
     "torch_dcp": "this is the same DCP directory under another name",
     "fsdp_dtensor": "this is a DCP directory too",
 }
-"""Formats that users of other systems may name, and why they are not the ones to name here."""
+"""Formats that users of other systems may name, and why not to name them here."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -398,13 +398,13 @@ def parse_section_timeouts(text: str) -> dict[str, float]:
         if not _SECONDS.fullmatch(seconds) or float(seconds) > LONGEST_WAIT:
             raise ValueError(f"{seconds[:80]!r} for {name} is not a number from 0 to {LONGEST_WAIT:.0f}")
         if name in found:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"{name} is given twice")
         found[name] = float(seconds)
     return found
 
 
 FAILURE_CAUSES = ("preemption", "infrastructure", "device", "job", "data", "checkpoint", "hang", "unknown")
-"""What a failure may be: the values of `policy.signs.Cause`."""
+"""The causes a failure may have: the values of `policy.signs.Cause`."""
 
 
 def parse_failure_causes(text: str) -> list[tuple[str, str]]:
@@ -421,7 +421,7 @@ def parse_failure_causes(text: str) -> list[tuple[str, str]]:
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"{pattern[:80]!r} is not a regular expression: {error}") from None
         if empty:
-            raise ValueError(f"{pattern[:80]!r} fits every message")
+            raise ValueError(f"{pattern[:80]!r} matches every message")
         found.append((cause, pattern))
     return found
 
@@ -454,7 +454,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     journal: JournalSettings = msgspec.field(default_factory=JournalSettings)
 
     def absolute(self, base: Path | None = None) -> Settings:
-        """The same with every path absolute: from `base`, or from the directory that the process is in."""
+        """The same settings with every path absolute: from `base`, or else from the current directory."""
         named = self.checkpoint.resume_from
         plain = named in ("auto", "fresh") or is_step(named) or "://" in named
         return msgspec.structs.replace(
@@ -481,7 +481,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.stop.stop_file) if self.stop.stop_file else Path(self.run.dir) / "stop"
 
     def handover(self) -> float:
-        """Seconds to wait for the last attempt's writer; less than other ranks wait for what comes of it."""
+        """Seconds to wait for the last attempt's writer; less than other ranks wait for the outcome."""
         patience = self.control.decision_timeout - self.control.lease_ttl
         return max(0.0, min(self.checkpoint.handover_timeout, 0.8 * patience))
 

@@ -118,20 +118,20 @@ NOT_SETTINGS = frozenset(
         LOG_FORMAT,
     }
 )
-"""Names with the prefix that are no settings: what the launcher hands over, how much is printed and how."""
+"""Names with the prefix that are not settings: what the launcher hands over, how much is printed and how."""
 ALERT_PREFIX = "HOLDFAST_ALERT_"
-"""Of what an alert command finds in its environment; it may well call `holdfast`."""
+"""Begins the names that an alert command finds in its environment; the command may well call `holdfast`."""
 
 FILE_LIMIT = 64 * 1024
 LINE_LIMIT = 4096
-"""No path is longer, and tomllib's time grows with the square of a dotted key's parts."""
+"""No path is longer, and tomllib's time grows with the square of the number of parts in a dotted key."""
 PROBLEMS_SHOWN = 50
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:/|[^/]*://")
-"""What begins like a URL; pathlib takes one of its slashes away."""
+"""What begins like a URL; pathlib would take one of its slashes away."""
 
 
 _COMMANDS = (ALERT_COMMAND, HEALTH_COMMAND)
-"""For a shell, which expands what is for us to refuse elsewhere."""
+"""Settings for a shell, which itself expands what we refuse in others."""
 _SECTIONS = frozenset(field.section for field in FIELDS.values())
 
 
@@ -222,7 +222,7 @@ def _suggestion(field: Field, value: object) -> str:
 
 
 def _check_text(field: Field, value: str) -> None:
-    """What the type of a path or of resume_from does not say."""
+    """Check what the type of a path, or of resume_from, does not express."""
     if value and not value.strip():
         raise _RefusedError(f"the default is {_show(field.default)}")
     if "\0" in value or not _is_utf8(value):
@@ -261,12 +261,12 @@ def _check_text(field: Field, value: str) -> None:
 
 
 def _no_url(field: Field) -> str:
-    """Why a URL is refused where a directory is asked for: it would be made here, under that very name."""
+    """Why a URL is refused where a directory is wanted: one would be made here, under that very name."""
     other = ""
     if field.key == "checkpoint.root":
         other = f"; {REMOTE_ROOT} takes a URL, and gets a verified copy of every checkpoint"
     return (
-        f"this is a URL, and here only a path will do{other}; put ./ before a path that is really called so"
+        f"this is a URL, and here only a path will do{other}; put ./ before a path that really has this name"
     )
 
 
@@ -294,7 +294,7 @@ def _closest(name: str, spellings: Mapping[str, str]) -> str:
 
 
 def resembles_a_setting(variable: str) -> bool:
-    """Whether an unknown HOLDFAST_* variable was probably meant for one; others have such names too."""
+    """Whether an unknown HOLDFAST_* variable was probably meant to be one; others have such names too."""
     wanted = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
     if "_" in wanted and in_other_systems(variable, _SECTIONS):
         return True
@@ -312,7 +312,7 @@ def _gives_away(field: Field, written: str) -> bool:
 
 
 class _Collector:
-    """Takes values in the order of precedence, and every problem on the way."""
+    """Collects values in the order of precedence, and every problem on the way."""
 
     def __init__(self) -> None:
         self.values: dict[str, object] = {key: field.default for key, field in FIELDS.items()}
@@ -321,7 +321,7 @@ class _Collector:
         self.problems: list[str] = []
 
     def take(self, field: Field, written: object, source: str, *, text: bool = False) -> None:
-        """Take one value. With `text` it stands for a value of the setting's type."""
+        """Take one value. With `text`, `written` is text that stands for a value of the setting's type."""
         if source == COMMAND_LINE and isinstance(written, str) and written and _gives_away(field, written):
             self.bad.add(field.key)
             self.problems.append(
@@ -350,7 +350,7 @@ class _Collector:
         self.problems.append(f"{shown} ({source}): there is no such setting; {advice}")
 
     def contradictions(self) -> None:
-        """Pairs of values that are each allowed and make no sense together."""
+        """Find pairs of values that are each allowed but make no sense together."""
         ttl, timeout = self.values["control.lease_ttl"], self.values["control.decision_timeout"]
         assert isinstance(ttl, float)
         assert isinstance(timeout, float)
@@ -419,7 +419,7 @@ def _name(name: str) -> str:
 def _take_file(into: _Collector, file: Path | str) -> None:
     source = f"file {file}"
     try:
-        # Links are followed, as mounted configuration is often one; then only a plain file will do.
+        # Links are followed, because mounted configuration is often a link; the target must be a plain file.
         text = read_regular(Path(os.path.realpath(file)), FILE_LIMIT).decode("utf-8-sig")
         if too_long := [n for n, line in enumerate(text.split("\n"), 1) if len(line) > LINE_LIMIT]:
             raise ValueError(f"more than {LINE_LIMIT} characters (at line {too_long[0]})")
@@ -434,7 +434,7 @@ def _take_file(into: _Collector, file: Path | str) -> None:
     except RecursionError:
         into.problems.append(f"{source}: is nested too deeply; settings are [section] and key = value")
         return
-    except ValueError as error:  # also what is not TOML's own: a number too long, a path with a zero in it
+    except ValueError as error:  # not only TOML's own: a number too long, a path with a zero in it
         into.problems.append(f"{source}: is not valid TOML: {error}; correct it there")
         return
     keys = {key: key for key in FIELDS}
@@ -488,7 +488,7 @@ def load(
                 into.unknown(
                     name, environ[name], "environment", {f.key: f.environment for f in FIELDS.values()}
                 )
-            elif not environ.get("HOLDFAST_LAUNCH"):  # else the launcher has said so
+            elif not environ.get("HOLDFAST_LAUNCH"):  # under a launcher, that has said so
                 log.warning("holdfast: %s in the environment is not a setting; it is ignored", _name(name))
     for key, text in (command_line or {}).items():
         if field := FIELDS.get(key):
@@ -511,7 +511,7 @@ def load(
 
 
 def idle(effective: Effective) -> list[str]:
-    """Settings that somebody gave and nothing reads, because nobody touched what switches them on."""
+    """Settings that somebody gave but nothing reads, because nobody touched what switches them on."""
     return [
         f"{', '.join(_shown(effective, key) for key in given)}: nothing reads this without {need.fix}"
         for need in NEEDS
@@ -532,7 +532,7 @@ def _message(problems: list[str]) -> str:
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, str]:
-    """`["section.key=value", …]`, as given to --set, for `load`'s `command_line`. The last of a key wins."""
+    """`["section.key=value", …]`, as given to --set, for `load`'s `command_line`. The last one wins."""
     found: dict[str, str] = {}
     problems: list[str] = []
     for assignment in assignments:

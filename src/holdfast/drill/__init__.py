@@ -1,6 +1,6 @@
 """Rehearsed faults against real runs, the comparison of two runs, and the demo.
 
-For showing, on the machine at hand, that a run survives what it is said to survive.
+For showing, on the machine at hand, that a run survives what it claims to survive.
 Promises: faults are real (signals, flipped bits); a claim is checked from evidence, bit by bit.
 Never: touch a run that it did not start.
 """

@@ -48,11 +48,11 @@ UNSEEDED = (".rng.python", ".rng.numpy")
 """Not compared: the example neither seeds nor uses these generators, so every process has its own."""
 
 Timeline = Mapping[tuple[int, int], Done]
-"""(step, rank) → what the run's final timeline holds there."""
+"""(step, rank) → what was done there on the run's final timeline."""
 
 
 def timeline(lines: list[Line]) -> dict[tuple[int, int], Done]:
-    """Each step of each rank as it finally counts: where a step was done again, the later attempt's."""
+    """Each step of each rank as it finally counts: if a step was done again, the later attempt's."""
     final: dict[tuple[int, int], Done] = {}
     for line in lines:
         if not isinstance(line.body, StepsDone) or not line.who.startswith("rank-"):
@@ -94,7 +94,7 @@ def compare_losses(one: Timeline, other: Timeline, *, steps: int, ranks: int) ->
 
 
 def compare_samples(one: Timeline, other: Timeline, *, steps: int, ranks: int) -> Comparison:
-    """Which samples each rank took at each step, in which order, by the digest of their ids."""
+    """Which samples each rank took at each step, and in which order, by the digest of their ids."""
     what, unit = "sample orders", "batches"
     compared = 0
     for place in _places(steps, ranks):

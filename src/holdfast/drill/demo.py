@@ -1,10 +1,11 @@
 """The demo: break a real training run on purpose, watch it recover, prove that nothing was lost.
 
 It trains the example on CPU ranks under `holdfast run`, flips a bit in the newest checkpoint, kills a rank in
-mid-step, and lets the run recover. Then it trains an uninterrupted reference and compares the two bit by bit.
+the middle of a step, and lets the run recover. Then it trains an uninterrupted reference and compares the two
+bit by bit.
 
 Guarantee: the result says "equal" only if both faults really happened, were handled as claimed, and every
-loss, sample and parameter was found in both runs and matched. Whatever else happens, no process is left.
+loss, sample and parameter was found in both runs and matched. Whatever happens, no process is left behind.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ if TYPE_CHECKING:
 
 
 SHOWN = (AttemptStarted, Resumed, RunFinished, SaveCommitted, SaveFailed, Warned)
-"""Events shown as lines. An incident is told as `holdfast run` tells it, by its account and what follows."""
+"""Events shown as lines. An incident is shown as `holdfast run` shows it, by its account and what follows."""
 STYLES = {"fault": "bold red", "warning": "yellow", "decision": "bold cyan", "saved": "blue", "good": "green"}
 PLAIN_EVERY = 5.0
-"""Seconds between two lines about the step, where there is no bar."""
+"""Seconds between two lines about the step, if there is no bar."""
 
 
 class DemoView:
@@ -172,8 +173,8 @@ class DemoView:
 
 # What the demo claims, each checked from evidence: the journals, the exit codes, the bytes on disk.
 #
-# Nothing here knows what ought to have happened except through the two faults that were done. If a fault
-# missed, or the run survived it in some other way than claimed, the check fails and says what was found.
+# Nothing here knows what ought to have happened except from the two faults that were done. If a fault missed,
+# or the run survived it in another way than claimed, the check fails and says what was found.
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +194,7 @@ def commits(lines: list[Line], attempt: int | None = None) -> list[SaveCommitted
 
 
 def last_step(lines: list[Line], rank: int) -> Line | None:
-    """The line with which a rank last said that it ended a step."""
+    """The last line with which a rank said that it ended a step."""
     own = (line for line in reversed(lines) if isinstance(line.body, StepsDone))
     return next((line for line in own if line.who == f"rank-{rank}"), None)
 
@@ -208,7 +209,7 @@ def steps_done(lines: list[Line], rank: int) -> int:
 def amid_step(lines: list[Line], rank: int, *, interval: int, last: int) -> bool:
     """Whether a rank that is stopped now is in the middle of a step, and the others cannot begin a save.
 
-    They may end the step that it is in, if it has sent its part already; so that must be no step of a save.
+    The others may finish the step it is in, if it has sent its part; so a save must not follow that step.
     """
     done = steps_done(lines, rank)
     begun = {line.body.checkpoint for line in lines if isinstance(line.body, SaveStarted)}
@@ -217,7 +218,7 @@ def amid_step(lines: list[Line], rank: int, *, interval: int, last: int) -> bool
 
 
 def check_kill(lines: list[Line], killed: Killed) -> Check:
-    """The rank died of our signal, between two steps' ends and outside of any save."""
+    """The rank died of our signal, in the middle of a step and outside any save."""
     claim = f"rank {killed.rank} was killed by {killed.signal} in the middle of a step"
     failures = [
         line.body
@@ -308,7 +309,7 @@ def check_finish(lines: list[Line], killed: Killed, *, steps: int, exit_code: in
 
 
 def check_reference(lines: list[Line], *, steps: int, exit_code: int) -> Check:
-    """The reference was not disturbed; else it would be no reference."""
+    """The reference was not disturbed; otherwise it would be no reference."""
     attempts = {line.attempt for line in lines if isinstance(line.body, AttemptStarted)}
     failures = sum(isinstance(line.body, WorkerFailed) for line in lines)
     ends = [line.body.step for line in lines if isinstance(line.body, RunFinished)]
@@ -346,18 +347,18 @@ VICTIM = 1
 SEED = 2
 START_TIMEOUT = 240.0
 STEP_TIMEOUT = 1.0
-"""A run may take START_TIMEOUT and this for each step; about ten times what it needs."""
+"""A run may take START_TIMEOUT plus this for each step; about ten times what it needs."""
 QUIET_TIMEOUT = 90.0
-"""Seconds without a journal line after which a run is given up."""
+"""Seconds without a journal line after which we give up on a run."""
 
 
 class DemoResult(msgspec.Struct, kw_only=True):
     """What `--json` prints."""
 
     equal: bool = False
-    """Losses, sample order and state are bitwise those of the reference."""
+    """Whether losses, sample order and state are bitwise those of the reference."""
     passed: bool = False
-    """`equal`, and both faults happened and were handled as claimed."""
+    """Whether `equal` holds and both faults happened and were handled as claimed."""
     error: str = ""
     ranks: int
     steps: int
@@ -401,7 +402,7 @@ def demo_directory(directory: Path) -> Iterator[Path]:
 
 
 def _claim(directory: Path) -> IO[str]:
-    """Clear the directory of an earlier demo; its marker, locked until it is closed."""
+    """Clear the directory of an earlier demo. Returns its marker, locked until it is closed."""
     directory.mkdir(parents=True, exist_ok=True)
     held = sorted(entry.name for entry in directory.iterdir())
     strange = [name for name in held if name not in OWN_NAMES]
@@ -409,7 +410,7 @@ def _claim(directory: Path) -> IO[str]:
         what = f"holds {strange[0]!r}" if strange else "is not empty"
         raise UsageError(f"{directory} {what} and is not an earlier demo's; choose another --dir")
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    lock = os.fdopen(os.open(directory / MARKER, flags, 0o644), "a")  # a link or a pipe is no marker of ours
+    lock = os.fdopen(os.open(directory / MARKER, flags, 0o644), "a")  # a link or a pipe is not our marker
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -469,7 +470,7 @@ def run_demo(directory: Path, view: DemoView, *, ranks: int, steps: int) -> Demo
 def _train(directory: Path, name: str, view: DemoView, result: DemoResult, *, disturb: bool) -> Training:
     """Train once to the end; with `disturb`, do both faults on the way."""
     settings = [f"checkpoint.interval={result.interval}", "journal.step_flush=0"]
-    # Of the example's two ways, DDP needs fewer messages a step: twice as fast between processes on a CPU.
+    # Of the example's two modes, DDP needs fewer messages per step: twice as fast between CPU processes.
     arguments = [f"--steps={result.steps}", "--device=cpu", "--parallel=ddp"]
     with training(
         example_script(),
@@ -501,8 +502,8 @@ def _train(directory: Path, name: str, view: DemoView, result: DemoResult, *, di
 def _break(run: Training, view: DemoView, result: DemoResult) -> None:
     """Wait for the second checkpoint; stop a rank in the middle of a later step; alter the newest; kill it.
 
-    The rank is stopped before anything is looked at: whoever gets no processor for a while still breaks the
-    run where it says. The other ranks wait for it, so nothing is committed between the look and the kill.
+    The rank is stopped before anything is looked at: even if this process gets no CPU for a while, it breaks
+    the run where it says. The other ranks wait for that rank, so nothing is committed between look and kill.
     """
     begun = time.monotonic()
     limit = START_TIMEOUT + STEP_TIMEOUT * result.steps

@@ -1,6 +1,6 @@
 """Real faults, done to real runs, which are watched through their journals.
 
-Each fault returns what exactly was done, so that a drill can check afterwards that the run noticed this very
+Each fault returns exactly what was done, so that a drill can check afterwards that the run noticed that very
 thing. Nothing is simulated: the process is killed, the bytes on disk are changed.
 """
 
@@ -28,7 +28,7 @@ from holdfast.journal.events import WorkersStarted
 from holdfast.process import AGENT, guarded, own_child, proc
 
 LARGEST_ITEM = 64 * 1024 * 1024
-"""Stored tensors above this size are not aimed at: finding the payload reads the item into memory."""
+"""Stored tensors above this size are not chosen: finding the payload reads the item into memory."""
 FLOATS = {"float32": "<f", "float64": "<d", "float16": "<e"}
 
 
@@ -57,7 +57,7 @@ class FlippedByte(msgspec.Struct, frozen=True, kw_only=True):
     """The tensor whose payload holds the byte, if it was chosen by tensor."""
     value_before: float | None = None
     value_after: float | None = None
-    """The element as it was saved, and as a reader that checks nothing would now see it."""
+    """The element as it was saved, and (after) as a reader that checks nothing would now see it."""
 
 
 def kill_rank(lines: Iterable[Line], rank: int, number: int = signal.SIGKILL) -> Killed:
@@ -72,7 +72,7 @@ def kill_rank(lines: Iterable[Line], rank: int, number: int = signal.SIGKILL) ->
 
 @contextlib.contextmanager
 def stopped_rank(lines: Iterable[Line], rank: int, *, timeout: float = 10.0) -> Iterator[int]:
-    """A rank's process stopped by SIGSTOP for as long as the block lasts, unless it is killed within it."""
+    """Keep a rank's process stopped by SIGSTOP for as long as the block lasts, unless it is killed inside."""
     _, pid = _process_of(lines, rank)
     _send(pid, rank, signal.SIGSTOP)
     try:
@@ -88,7 +88,7 @@ def stopped_rank(lines: Iterable[Line], rank: int, *, timeout: float = 10.0) -> 
 
 
 def _is_stopped(pid: int, rank: int) -> bool:
-    """All threads of it: the signal reaches them one after the other."""
+    """Whether all of its threads are stopped: the signal reaches them one after the other."""
     threads = proc.threads(pid)
     if not threads:
         raise FaultError(f"cannot stop rank {rank}: its process {pid} is gone")
@@ -116,8 +116,8 @@ def _send(pid: int, rank: int, number: int) -> None:
 def _check_identity(pid: int, rank: int) -> None:
     """A process id may have been given to somebody else since: never signal a stranger.
 
-    A worker is a child of the agent whose mark is in the environment that it, or what it was forked from, was
-    started with.
+    A worker is a child of the agent, and the agent's mark is in its environment, or in that of the process it
+    was forked from.
     """
     worker = proc.read(pid)
     if worker is None:
@@ -184,7 +184,7 @@ def payloads(directory: Path) -> list[Payload]:
 
 
 def _payload_of(item: bytes) -> tuple[int, int] | None:
-    """(offset, length) of the numbers in one torch.save archive, which is a zip that is not compressed."""
+    """(offset, length) of the numbers in one torch.save archive, which is an uncompressed zip."""
     try:
         with zipfile.ZipFile(io.BytesIO(item)) as archive:
             inner = [entry for entry in archive.infolist() if "/data/" in entry.filename]
@@ -240,11 +240,11 @@ LOG_TAIL = 12
 
 
 class TrainingFailedError(HoldfastError):
-    """A training run of the drill did not do what it had to; the message points to its log."""
+    """A drill's training run did not do what it should have; the message points to its log."""
 
 
 class Training:
-    """One `holdfast run`, alive, and what its journal said so far."""
+    """A running `holdfast run`, and what its journal has said so far."""
 
     def __init__(self, process: subprocess.Popen[bytes], run_dir: Path, log: Path) -> None:
         self.process = process
@@ -254,7 +254,7 @@ class Training:
         self._reader = JournalReader(run_dir / "journal")
 
     def poll(self) -> list[Line]:
-        """Journal lines that are new."""
+        """The new journal lines."""
         fresh = self._reader.poll()
         self.lines.extend(fresh)
         return fresh
@@ -273,7 +273,7 @@ class Training:
         while True:
             ended = (
                 self.process.poll() is not None
-            )  # asked first: what it wrote before it ended is still read
+            )  # asked before polling, so that what it wrote before it ended is still read
             for line in self.poll():
                 heard = time.monotonic()
                 see(line)
@@ -304,7 +304,7 @@ class Training:
         return f"{where}\n  the log's last lines:{shown or ' none'}"
 
     def end(self) -> None:
-        """Stop the launcher, politely for a moment, then not."""
+        """Stop the launcher: politely at first, then by force."""
         for number, grace in ((signal.SIGTERM, STOP_GRACE), (signal.SIGKILL, STOP_GRACE)):
             if self.process.poll() is not None:
                 return
@@ -318,7 +318,7 @@ class Training:
 def training(
     script: Path, run_dir: Path, log: Path, *, ranks: int, settings: Sequence[str], arguments: Sequence[str]
 ) -> Iterator[Training]:
-    """Train `script` on CPU ranks under `holdfast run`, its output in `log`; over when the block is left."""
+    """Train `script` on CPU ranks under `holdfast run`, with its output in `log`, until the block is left."""
     command = own_child("holdfast", "run", f"--nproc-per-node={ranks}", f"--run-dir={run_dir}")
     for setting in settings:
         command += ["--set", setting]
@@ -340,6 +340,6 @@ def training(
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without other launches' settings, and with one thread a rank: results depend on their number."""
+    """Our environment without other launches' settings, with one thread per rank: results depend on that."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "PET_"))}
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}

@@ -2,7 +2,7 @@
 
 For nodes, storage, networks, GPUs and peers, before joining, between attempts and by `holdfast doctor`.
 Promises: each check ends by its own deadline and names what it found, what it expected, and the fix.
-Never: change the machine; accuse one by what is not proven.
+Never: change the machine; accuse one without proof.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A short probe of the device that a rank computes on: is a known product right, how fast are it and a copy.
+"""A short probe of the device that a rank computes on: is a known product right, and how fast is the device.
 
 Guarantee: at most about half a second, some MiB, no random numbers drawn, and no error raised: what went
 wrong is part of the answer. A probe does not say how fast a training step should be; it tells ranks apart.
@@ -13,9 +13,9 @@ import msgspec
 import torch
 
 SIZE = 512
-"""Of the square matrices, in float32: small whole numbers, whose product is exact on every device."""
+"""Rows of the square float32 matrices: small whole numbers, whose product is exact on every device."""
 LARGE = 2048
-"""Of those that keep a device busy; a product of 2048 such numbers is still exact in float32."""
+"""Rows of the matrices that keep a device busy; sums of 2048 such products are still exact in float32."""
 COPY_MIB = 16
 BUDGET = 0.2
 """Seconds for each of the two measurements."""
@@ -27,7 +27,7 @@ class ComputeProbe(msgspec.Struct, frozen=True, kw_only=True):
     gflops: float = 0.0
     copy_gbps: float = 0.0
     right: bool = False
-    """Whether every element of the product was what it has to be."""
+    """Whether every element of the product was right."""
     problem: str = ""
 
     def describe(self) -> str:
@@ -44,12 +44,12 @@ def probe_compute(device: torch.device | None = None) -> ComputeProbe:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             right, gflops = _multiply(device)
             return ComputeProbe(device=str(device), gflops=gflops, copy_gbps=_copy(device), right=right)
-    except Exception as error:  # noqa: BLE001 - a device that is ill may fail in any way
+    except Exception as error:  # noqa: BLE001 - a sick device may fail in any way
         return ComputeProbe(device=str(device), problem=f"{type(error).__name__}: {error}"[:200])
 
 
 def keeps_computing(device: torch.device, seconds: float, size: int = LARGE) -> bool:
-    """Whether every one of as many products as fit into so many seconds is what it has to be."""
+    """Whether every product is right, of as many as fit into so many seconds."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         left, right, values = _factors(device, size)
         expected = size * torch.outer(values, values)
@@ -71,7 +71,7 @@ def _factors(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _multiply(device: torch.device) -> tuple[bool, float]:
-    """Rows of one value each, with signs that cancel out: element (i, j) must be SIZE · left i · right j."""
+    """Each row holds one value; signs cancel out: element (i, j) must be SIZE · left i · right j."""
     left, right, values = _factors(device, SIZE)
     product = left @ right
     correct = bool(torch.equal(product, SIZE * torch.outer(values, values)))
@@ -88,7 +88,7 @@ def _copy(device: torch.device) -> float:
 
 
 def _repeated(work: Callable[[], object], device: torch.device) -> tuple[int, float]:
-    """How often it was done within the budget, and how long that took."""
+    """How often the work was done within the budget, and how long that took."""
     work()
     _wait(device)
     began = time.perf_counter()

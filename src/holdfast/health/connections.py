@@ -1,8 +1,8 @@
-"""What tries of the network, counters of links and kinds of file systems say. Pure.
+"""What trials of the network, counters of links and kinds of file systems say. Pure.
 
 Every two nodes meet once, in rounds in which each node has at most one partner: n nodes need n - 1 rounds (n
-if their number is odd), so the time grows with the nodes and not with their pairs, and no pair disturbs
-another at a node.
+if their number is odd), so the time grows with the number of nodes, not of pairs, and no two pairs disturb
+each other at a node.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from holdfast.base import plural
 from holdfast.health.judgements import CheckResult, Status
 
 SLOW_LINK = 3.0
-"""By this factor a pair must be slower than half of all to be told: links of one network differ less."""
+"""A pair is reported if it is slower than half of all by this factor: links of one network differ less."""
 SLOW_RING, RING = 10.0, 4
-"""The same for a ring of so many nodes or more, in which all are tried at once while workers wait to start:
-one short look, which a busy machine disturbs."""
+"""The factor for a ring, and the fewest nodes in one. There all are tried at once while workers wait to
+start: one short look, which a busy machine disturbs."""
 LATENCY_WARNING = 0.01
-"""Seconds one way: what is further away is in another building, or its way is broken."""
+"""Seconds one way: a node further away is in another building, or the path to it is broken."""
 PORTS_WARNING = 4096
-"""Ports that a node should have to give away: each rank opens one to many others."""
+"""Ports that a node should be able to give away: each rank connects to many others."""
 NAMED = 5
-"""Nodes or pairs told one by one."""
+"""Most nodes or pairs that are listed one by one."""
 
 
 def round_count(nodes: int) -> int:
@@ -34,7 +34,7 @@ def round_count(nodes: int) -> int:
 
 
 def partner(node: int, number: int, nodes: int) -> int | None:
-    """Whom a node meets in a round; None if it rests in it. Both give each other."""
+    """The partner of a node in a round; None if it rests. It is mutual."""
     even = nodes + nodes % 2
     places = even - 1
     if node == even - 1:
@@ -46,7 +46,7 @@ def partner(node: int, number: int, nodes: int) -> int | None:
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """What two nodes found of the way between them."""
+    """What two nodes found out about the connection between them."""
 
     a: str
     b: str
@@ -59,7 +59,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge_joined(came: int, wanted: int, missing: str) -> CheckResult:
-    """`missing`: why those that did not come are not known by name."""
+    """`missing`: what is known about those that did not come."""
     well = came == wanted
     return CheckResult(
         name="network nodes",
@@ -73,7 +73,7 @@ def judge_joined(came: int, wanted: int, missing: str) -> CheckResult:
 
 
 def judge_reached(interface: str, pairs: Sequence[Pair]) -> list[CheckResult]:
-    """Of one node: who could not be reached, how far and how fast the others are. `pairs`: it is `a`."""
+    """For one node, `a` in all `pairs`: who could not be reached, and how far and fast the others are."""
     lost = [one for one in pairs if one.problem]
     good = [one for one in pairs if not one.problem]
     told = "; ".join(f"{one.b}: {one.problem}" for one in lost[:NAMED])
@@ -102,7 +102,7 @@ def judge_reached(interface: str, pairs: Sequence[Pair]) -> list[CheckResult]:
                 status=Status.WARNING if late else Status.OK,
                 found=f"at most {far.latency * 1e6:.0f} µs one way, to {far.b}",
                 expected=f"at most {LATENCY_WARNING * 1e3:g} ms",
-                fix="look at the way to it: another switch, another building, a full link?" if late else "",
+                fix="look at the path to it: another switch, another building, a full link?" if late else "",
             )
         )
         results.append(
@@ -116,7 +116,7 @@ def judge_reached(interface: str, pairs: Sequence[Pair]) -> list[CheckResult]:
 
 
 def judge_pairs(pairs: Sequence[Pair], factor: float = SLOW_LINK) -> CheckResult:
-    """Of all nodes together: pairs that are far slower than half of all, and the node that they share.
+    """For all nodes together: pairs that are far slower than half of all, and the node that they share.
 
     `factor`: by which they must be slower.
     """
@@ -171,7 +171,7 @@ def judge_ports(low: int, high: int, problem: str) -> CheckResult:
 
 
 def judge_interface(variable: str, name: str, *, there: bool, up: bool, address: str) -> CheckResult:
-    """Of an interface that a variable names: without it no group of ranks comes about."""
+    """For an interface that a variable names: without it no group of ranks can form."""
     well = there and up and bool(address)
     why = "is not there" if not there else "is down" if not up else "has no IPv4 address"
     return CheckResult(
@@ -197,15 +197,15 @@ def judge_all_reduce(backend: str, ranks: int, *, seconds: float, size: int, pro
 
 
 def judge_not_reduced(backend: str) -> CheckResult:
-    """Where some nodes do not reach each other a group of all of them would hang."""
+    """Where some nodes cannot reach each other, a group of all nodes would hang."""
     found = "not tried: not every two nodes reach each other"
     return CheckResult(name=f"all-reduce over {backend}", status=Status.UNKNOWN, found=found)
 
 
 # What the counters of a node's links say: InfiniBand, NVLink, and the bus that devices sit on. Pure.
 #
-# Counters run since the machine was booted, or since somebody cleared them: they tell what to look at and
-# keep nobody out.
+# Counters run since the machine was booted, or since somebody cleared them: they tell what to look at, and
+# keep no node out.
 
 
 LIMITS = {
@@ -216,7 +216,7 @@ LIMITS = {
     "symbol_error": (100, "wrong symbols"),
     "port_rcv_errors": (100, "packets came in damaged"),
 }
-"""An InfiniBand counter → how high it may stand, and what it means. Busy links count others every day."""
+"""An InfiniBand counter → how high it may stand, and what it means. Busy links count others daily."""
 NVLINK = {"recovery": 0, "fatal": 0, "replay": 100, "crc": 100}
 """A word in the name of an NVLink counter → how high it may stand."""
 
@@ -225,7 +225,7 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
     """One port of an InfiniBand or RoCE adapter."""
 
     name: str
-    """As `mlx5_0/1`."""
+    """Such as `mlx5_0/1`."""
     state: str = ""
     """ACTIVE, DOWN …"""
     rate: float | None = None
@@ -242,11 +242,11 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     width: int | None = None
     widest: int | None = None
     fatal: int = 0
-    """Errors that the bus could not get over."""
+    """Errors that the bus could not recover from."""
 
 
 def judge_ports_of(ports: Sequence[Port]) -> list[CheckResult]:
-    """One result for each port; those of one node should be alike."""
+    """One result for each port; the ports of one node should be alike."""
     fastest = max((one.rate for one in ports if one.rate is not None and one.state == "ACTIVE"), default=None)
     return [_judge_port(one, fastest) for one in ports]
 
@@ -312,11 +312,11 @@ def judge_slots(slots: Sequence[Slot]) -> list[CheckResult]:
     return found
 
 
-# What is known of the file systems that runs are kept on, and what to look at in each. Pure.
+# What is known about the file systems that runs are kept on, and what to look at in each. Pure.
 #
-# Only what a run depends on is judged: that a rename is one step for all who look, that what was made durable
-# stays, that an error is not made up, and that nodes see each other's files soon. What is merely worth
-# knowing is told with a file system that is well.
+# Only what a run depends on is judged: that a rename is one step for everyone who looks, that durable data
+# stays, that no error is made up, and that nodes soon see each other's files. What is merely worth knowing is
+# mentioned when a file system is well.
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
@@ -325,7 +325,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False
     """Whether several nodes can have it mounted."""
     lost_with: str = ""
-    """With what everything on it goes; empty if it stays."""
+    """What takes everything on it away when it goes; empty if the data stays."""
 
 
 _FUSE = "renames may not be one step, and what is written may be late: try it with `holdfast doctor`"
@@ -376,7 +376,7 @@ def judge_file_system(
 
 
 def _trouble(kind: str, known: Known | None, options: Collection[str], *, kept: bool) -> tuple[str, str]:
-    """(what is wrong with it, what to do); empty if nothing is."""
+    """(what is wrong with it, what to do); empty if nothing is wrong."""
     family = _LATER.get(kind, kind)
     if "ro" in options:
         return "it is mounted read-only", "mount it for writing, or set another directory"

@@ -1,7 +1,7 @@
-"""All checks of one node put together, and the same on every node of a Slurm job.
+"""All checks of one node together, and the same checks on every node of a Slurm job.
 
-The quick ones take well under a second on a machine that is well, and write a few KiB. Where there are GPUs
-the driver and the kernel's log are asked as well, which takes as long as they take; computing comes last.
+The quick checks take well under a second on a healthy machine, and write a few KiB. Where there are GPUs, the
+driver and the kernel's log are asked as well, which takes as long as they need; computing comes last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast.process import own_child
 
 STORAGE_DEADLINE = 15.0
 GATE_PATIENCE = 60.0
-"""Seconds that storage has before a node is kept out: an fsync may wait behind a checkpoint being written."""
+"""Seconds that storage may take before its node is kept out: an fsync may wait behind a checkpoint."""
 GPU_DEADLINE = 45.0
 COMPUTE_DEADLINE = 150.0
 NETWORK_DEADLINE = 15.0
@@ -49,7 +49,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Skew(msgspec.Struct, frozen=True, kw_only=True):
-    """How far this node's clock is ahead of the clock that the run directory's files are stamped by."""
+    """How far this node's clock is ahead of the clock that stamps the run directory's files."""
 
     seconds: float
     uncertain: float
@@ -85,8 +85,8 @@ def quick_checks(
 ) -> list[Check]:
     """What training needs of a node, without computing anything.
 
-    `measured` takes the skew of this node's clock against the first place's, which is looked at then;
-    `patience` is how long storage may take.
+    If `measured` is given, the skew of this node's clock against the first place's is measured and added to
+    it; `patience` is how long storage may take.
     """
     checks = [
         Check(name="memory", look=node.check_memory),
@@ -108,7 +108,7 @@ def _of_place(name: str, look: Callable[[], CheckResult | list[CheckResult]], de
 
 
 def _try_place(place: Place, measured: list[Skew] | None) -> CheckResult | list[CheckResult]:
-    """One file tells both: whether the storage works, and what time it is there."""
+    """One file shows both: whether the storage works, and what time it is there."""
     if measured is None or not place.path.is_dir():
         return check_storage(place.path, place.what)
     tried = try_storage(place.path)
@@ -120,7 +120,7 @@ def _try_place(place: Place, measured: list[Skew] | None) -> CheckResult | list[
 
 
 def file_system_checks(places: Sequence[Place]) -> list[Check]:
-    """On what each directory lies, by name. The kernel is asked, not the file system, which may be dead."""
+    """Which file system each directory is on. The kernel is asked, not the file system, which may be dead."""
     return [
         Check(
             name=f"file system of {place.what}", look=partial(_file_system, place), deadline=STORAGE_DEADLINE
@@ -139,12 +139,12 @@ def _file_system(place: Place) -> CheckResult:
 
 
 def network_check() -> Check:
-    """What this node needs of its own network: interfaces that are named for it, and ports."""
+    """What this node needs of its own network: the interfaces that were named for it, and ports."""
     return Check(name="network", look=local_checks, deadline=NETWORK_DEADLINE)
 
 
 def gate_network() -> Check:
-    """The part of it that a node cannot do without; names are asked of servers that may be slow."""
+    """The part of it that a node cannot do without; without names, whose servers may be slow."""
     return Check(name="network", look=partial(local_checks, names=False), deadline=NETWORK_DEADLINE)
 
 
@@ -160,13 +160,13 @@ def network_probe(endpoint: str, nodes: int, name: str) -> Check:
 
 
 def site_checks(settings: Settings, wrap: Wrap | None = None) -> list[Check]:
-    """The site's own, if there is one."""
+    """The site's own check, if there is one."""
     chosen = settings.health
     return [site_check(chosen.command, chosen.command_timeout, wrap)] if chosen.command else []
 
 
 def compute_check(look: Callable[[], list[CheckResult]] = check_compute) -> Check:
-    """Computing on the GPUs, for a second each."""
+    """Compute on the GPUs, for a second each."""
     return Check(name="gpu compute", look=look, deadline=COMPUTE_DEADLINE, hung=Status.CRITICAL)
 
 
@@ -189,8 +189,8 @@ def examine(
     limit: int = UNCORRECTED_LIMIT,
     more: Sequence[Check] = (),
 ) -> NodeReport:
-    """Look at this node. `quick` computes nothing on the GPUs, which are still asked for; `limit`: see
-    `check_gpus`; `more`: checks beside those that every node has."""
+    """Look at this node. `quick` computes nothing on the GPUs, but still asks about them; `limit`: see
+    `check_gpus`; `more`: checks in addition to those that every node has."""
     measured: list[Skew] = []
     checks = [*quick_checks(places, measured), Check(name="load", look=node.check_load)]
     checks += [*file_system_checks(places), Check(name="links", look=check_links, deadline=20.0), *more]
@@ -205,7 +205,7 @@ def examine(
 
 
 def compare_clocks(reports: Sequence[NodeReport]) -> CheckResult | None:
-    """Between nodes, by the one clock that all of them read; None where fewer than two did."""
+    """Compare the nodes' clocks by the one clock that all of them read; None if fewer than two read it."""
     known = [(one.skew.seconds, one.skew.uncertain, one.node) for one in reports if one.skew is not None]
     if len(known) < 2:
         return None
@@ -216,26 +216,26 @@ def compare_clocks(reports: Sequence[NodeReport]) -> CheckResult | None:
 
 # The same checks on every node of a Slurm job, started there by `srun`.
 #
-# Guarantee: bounded. A node that does not answer in time is named, as critical, because the job would wait
+# Guarantee: bounded. A node that does not answer in time is reported as critical, because the job would wait
 # for it too; one whose answer cannot be read is unknown.
 
 
 TIMEOUT = 240.0
 LINE = 1000
-"""Bytes of a line that `srun` hands on whole; longer ones of several nodes come mixed up."""
+"""Bytes of a line that `srun` passes on whole; longer lines from several nodes get mixed up."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all nodes that were asked: what `holdfast doctor --json` prints."""
+    """The report on all nodes that were asked: what `holdfast doctor --json` prints."""
 
     status: Status
     nodes: list[NodeReport]
     between: list[CheckResult] = []
-    """What is only seen by comparing nodes."""
+    """What only a comparison of nodes shows."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a node found, or that it has told all."""
+    """One thing that a node found, or the sign that it has reported everything."""
 
     node: str
     result: CheckResult | None = None
@@ -244,7 +244,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lines_of(report: NodeReport) -> list[str]:
-    """A node's report in lines that are short enough."""
+    """A node's report, in lines that are short enough."""
     lines = [_short(Line(node=report.node, result=result)) for result in report.results]
     end = msgspec.json.encode(Line(node=report.node, skew=report.skew, done=True))
     return [*lines, end.decode()]
@@ -262,7 +262,7 @@ def _short(line: Line) -> str:
 
 
 def from_lines(text: str) -> list[NodeReport]:
-    """What nodes told, of those that told all."""
+    """The reports of those nodes that reported everything."""
     results: dict[str, list[CheckResult]] = {}
     found = []
     for raw in text.splitlines():

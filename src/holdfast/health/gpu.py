@@ -1,8 +1,8 @@
 """A node's GPUs: what NVML, `nvidia-smi`, torch and the kernel's log know, asked in a child process.
 
-Guarantee: asked in a child process with a deadline, because a sick driver hangs for ever and takes along who
-asks it. What one of them does not know is left out, not guessed. The child runs this module and prints one
-JSON document; only its `compute` and `torch` import torch.
+Guarantee: they are asked in a child process with a deadline, because a sick driver hangs for ever, and with
+it whoever asks. What one of them does not know is left out, not guessed. The child runs this module and
+prints one JSON document; only its `compute` and `torch` import torch.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from holdfast.process import own_child
 
 # --- asking in a process that may hang or die ---------------------------------------------------------------
 
-# The errors of devices that the kernel's log tells of.
+# The device errors in the kernel's log.
 #
-# The log is read from `/dev/kmsg`, else as `dmesg` or `journalctl` show it: whichever this user may read.
-# Where none may be read, nothing is known, and that is said; it does not mean that there was no error.
+# The log is read from `/dev/kmsg`, else as `dmesg` or `journalctl` show it: whichever this user may read. If
+# none can be read, nothing is known, and the result says so; it does not mean that there was no error.
 
 
 KMSG = Path("/dev/kmsg")
 RECORD = 16 * 1024
-"""Bytes that one record may have."""
+"""Most bytes in one record."""
 MOST = 64 * 1024 * 1024
 KERNEL_LOG_TIMEOUT = 5.0
 COMMANDS: tuple[tuple[str, ...], ...] = (
@@ -65,7 +65,7 @@ _JOURNAL = re.compile(r"^(?P<at>\d+\.\d+) \S+ kernel: (?P<text>.*)$")
 
 
 class XidError(msgspec.Struct, frozen=True, kw_only=True):
-    """One error of a device, as the log has it."""
+    """One device error, as the log has it."""
 
     number: int
     bus: str
@@ -73,7 +73,7 @@ class XidError(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """Seconds since 1970."""
     stamp: float = 0.0
-    """By the kernel's own clock, which drifts from ours: tells an error from one that was there before."""
+    """By the kernel's own clock, which drifts from ours: tells a new error from one that was there before."""
     text: str = ""
 
     @property
@@ -93,7 +93,7 @@ class KernelLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_kernel_log(*, kmsg: Path | None = None, commands: Sequence[Sequence[str]] = COMMANDS) -> KernelLog:
-    """The errors since the machine was booted, as far as the log still has them, oldest first."""
+    """The errors since boot, as far as the log still has them, oldest first."""
     kmsg = kmsg or KMSG
     refused: list[str] = []
     lines: list[tuple[float, str]] | None = None
@@ -127,7 +127,7 @@ def _booted() -> float:
 
 
 def _from_kmsg(path: Path) -> Iterator[tuple[float, str]]:
-    """Every record that the kernel still has. Each read of the device gives one; the end would block."""
+    """Every record that the kernel still has. Each read gives one; a read at the end would block."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         total = 0
@@ -168,7 +168,7 @@ def _parse(zero: float, stamp: float, text: str) -> XidError | None:
 
 
 def normal_bus(bus: str) -> str:
-    """One spelling of a device's address: the log leaves out the function, NVML has a longer domain."""
+    """One spelling for a device's address: the log leaves out the function, NVML has a longer domain."""
     bus = bus.lower().partition(".")[0]
     parts = bus.split(":")
     if len(parts) == 2:
@@ -204,20 +204,20 @@ FIELDS = {
 }
 """What `nvidia-smi` calls it → what we call it."""
 FORMER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
-"""Names of older releases."""
+"""A field's name → its name in older releases."""
 REMAPPED = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
 _UNKNOWN_FIELD = re.compile(r'[Ff]ield "?([\w.]+)"? is not a valid field')
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One device. None: not known, or it has no such thing."""
+    """One device. None: not known, or the device has no such thing."""
 
     index: int
     uuid: str = ""
     bus: str = ""
     name: str = ""
     memory_total: int | None = None
-    """Bytes, as `memory_used`."""
+    """In bytes, like `memory_used`."""
     memory_used: int | None = None
     temperature: float | None = None
     uncorrected: int | None = None
@@ -227,15 +227,15 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     throttling: int | None = None
-    """NVML's bits: why its clocks are lower than they could be."""
+    """NVML's bits that say why its clocks are lower than they could be."""
     problem: str = ""
-    """Why nothing could be learnt of it."""
+    """Why nothing could be learned about it."""
 
 
 class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[Gpu] = []
     source: str = ""
-    """nvml, nvidia-smi or torch; empty if nobody could say."""
+    """nvml, nvidia-smi or torch; empty if none of them could say."""
     problem: str = ""
     hung: bool = False
 
@@ -246,7 +246,7 @@ def present(dev: Path = Path("/dev")) -> bool:
 
 
 def ask_gpus(timeout: float = FACTS_TIMEOUT) -> Gpus:
-    """The node's devices, all of them, also those that this job may not use."""
+    """All devices of the node, including those that this job may not use."""
     if _installed("pynvml"):
         found = _ask_child("nvml", timeout)
         if not found.problem or found.hung:
@@ -282,7 +282,7 @@ def _ask_child(how: str, timeout: float) -> Gpus:
 
 
 def ask_nvidia_smi(timeout: float = FACTS_TIMEOUT) -> Gpus:
-    """Fields that this release does not know are left out, one by one."""
+    """Ask `nvidia-smi`. Fields that the installed release does not know are left out, one by one."""
     wanted = list(FIELDS)
     names = dict(FIELDS)
     for _ in range(2 * len(FIELDS)):
@@ -315,7 +315,7 @@ def ask_nvidia_smi(timeout: float = FACTS_TIMEOUT) -> Gpus:
 
 
 def parse_row(names: Sequence[str], cells: Sequence[str]) -> Gpu | None:
-    """One line of the table; None if it is none."""
+    """One line of the table; None if it is not one."""
     given: dict[str, object] = {}
     for name, raw in zip(names, (cell.strip() for cell in cells), strict=True):
         value: object = raw
@@ -340,7 +340,7 @@ def parse_row(names: Sequence[str], cells: Sequence[str]) -> Gpu | None:
 
 
 def _with_remaps(devices: list[Gpu], timeout: float) -> list[Gpu]:
-    """Devices before Ampere retire pages instead, and know nothing of rows."""
+    """Add what is known of row remapping. Devices before Ampere have none: they retire pages instead."""
     answer = ask(
         ["nvidia-smi", f"--query-remapped-rows={','.join(REMAPPED)}", "--format=csv,noheader"], timeout
     )
@@ -366,10 +366,10 @@ def _flag(cell: str) -> bool | None:
 
 
 def names_of(devices: Sequence[Gpu], visible: Sequence[str]) -> dict[int, str]:
-    """Index → the name that the launcher has for a device (`control.devices`), of the visible ones.
+    """Index → the launcher's name for a device (cluster/devices.py), for the visible ones.
 
-    Inside a container the driver numbers what it shows from 0, while names in `/dev` keep their number: where
-    both lists are equally long, their order tells.
+    Inside a container the driver numbers what it shows from 0, while names in `/dev` keep their numbers: if
+    both lists are equally long, they are matched by order.
     """
     found: dict[int, str] = {}
     for gpu in devices:
@@ -382,23 +382,23 @@ def names_of(devices: Sequence[Gpu], visible: Sequence[str]) -> dict[int, str]:
 
 
 SECONDS = 1.0
-"""For which each device computes: a fault of heat or power does not show in the first millisecond."""
+"""Seconds for which each device computes: a fault of heat or power does not show in the first millisecond."""
 ALLOCATE = 256 * 1024 * 1024
-"""Bytes that are taken, written and read on each device."""
+"""Bytes that are allocated, written and read on each device."""
 
 
 class Computed(msgspec.Struct, frozen=True, kw_only=True):
     """What came of computing on one device."""
 
     index: int
-    """As torch numbers what is visible."""
+    """The device's number among those visible to torch."""
     right: bool = False
-    """Whether the product and what memory gave back were what they have to be."""
+    """Whether the product, and what was read back from memory, were right."""
     gflops: float = 0.0
     free: int | None = None
-    """Bytes of its memory, if they were too few to compute with."""
+    """Bytes of free memory, if those were too few to compute with."""
     problem: str = ""
-    """What it failed with before there was an answer."""
+    """The error that came before there was an answer."""
 
 
 class AllComputed(msgspec.Struct, frozen=True, kw_only=True):
@@ -425,7 +425,7 @@ def _nvml_device(pynvml: Any, index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
 
     def known(call: Callable[[], Any]) -> Any:
-        """None where this device or release has no such thing; a lost device is an error."""
+        """None if this device or release has no such thing; a lost device is an error."""
         try:
             return call()
         except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, AttributeError):
@@ -469,7 +469,7 @@ def _text(value: Any) -> str:
 
 
 def by_torch() -> Gpus:
-    """What torch alone can say: which devices there are, and their memory."""
+    """What torch alone can tell: which devices exist, and their memory."""
     import torch
 
     devices = []
@@ -488,13 +488,13 @@ def by_torch() -> Gpus:
 
 
 def compute() -> AllComputed:
-    """A known answer, and some memory, on each visible device."""
+    """Compute a known answer, and try some memory, on each visible device."""
     import torch
 
     if not torch.cuda.is_available():
         return AllComputed(problem="torch sees no usable CUDA device", cuda=torch.version.cuda is not None)
     indices = range(torch.cuda.device_count())
-    with ThreadPoolExecutor(max(1, len(indices))) as pool:  # each for a second, all of them in one
+    with ThreadPoolExecutor(max(1, len(indices))) as pool:  # a second for each, and for all together
         return AllComputed(devices=list(pool.map(_compute_on, indices)))
 
 
@@ -530,19 +530,19 @@ def main() -> int:
     return 0
 
 
-# The health of a node's GPUs: reachable, sound memory, not slowed down, and right about a known answer.
+# The health of a node's GPUs: reachable, with sound memory, not slowed down, and right about a known answer.
 #
 # Usable alone: `holdfast.check_gpus()`. Whatever a sick driver does happens in child processes.
 
 
 COMPUTE_TIMEOUT = 120.0
-"""Importing torch and waking eight devices takes its time."""
+"""Importing torch and waking eight devices takes a while."""
 
 
 def check_gpus(
     *, compute: bool = True, timeout: float = FACTS_TIMEOUT, limit: int = UNCORRECTED_LIMIT
 ) -> list[CheckResult]:
-    """Everything about the GPUs that this process may use; one result where there are none.
+    """Check everything about the GPUs that this process may use; one result if there are none.
 
     `limit`: memory errors beyond correction that a device may have counted since its last reset.
     """
@@ -592,9 +592,9 @@ def _judge(gpu: Gpu, limit: int) -> list[CheckResult]:
 def check_compute(
     timeout: float = COMPUTE_TIMEOUT, devices: Sequence[str] | None = None
 ) -> list[CheckResult]:
-    """A known answer, again and again for a second, and some memory on every device, in a child process.
+    """Compute a known answer for a second, and try some memory, on every device, in a child process.
 
-    `devices`: only these of the visible ones, and a torch that was built without CUDA is no fault then: what
+    `devices`: only these of the visible ones. If it is given, a torch built without CUDA is no fault: what
     runs here does not use them.
     """
     environ = {**os.environ, VISIBLE: ",".join(devices)} if devices is not None else None

@@ -1,7 +1,7 @@
 """What was found about a machine, its GPUs and its storage, and how bad that is. Pure.
 
-A pending row remap lets programs run on: the bad row is set aside at the next reset. A remap that failed
-means that there is nothing left to replace it with, and the device is due for replacement.
+With a pending row remap, programs can run on: the bad row is set aside at the next reset. A failed remap
+means that no spare row is left, and that the device is due for replacement.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from holdfast.policy import XIDS, accuses_device, proves_broken
 # What was found about a machine, and how bad that is.
 #
 # Guarantee: pure and total. The limits are of two kinds. *Critical* is what training cannot do without: a
-# node that is critical fails soon, or makes others wait. *Warning* is what has hurt people and need not hurt
-# here. A node is kept out for critical findings alone, so a limit that is merely prudent must stay a warning.
+# node that is critical fails soon, or makes others wait. *Warning* is what has done harm elsewhere and need
+# not do so here. A node is kept out for critical findings alone, so a limit that is merely prudent must stay
+# a warning.
 
 
 MIB = 1024 * 1024
@@ -50,7 +51,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     fix: str = ""
     """What to do; empty if all is well."""
     seconds: float = 0.0
-    """That looking took."""
+    """Seconds that looking took."""
 
     def describe(self) -> str:
         text = f"{self.name}: {self.found}"
@@ -59,12 +60,12 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def worst(results: Iterable[CheckResult]) -> Status:
-    """Of all of them. What is wrong for certain counts more than what could not be looked at."""
+    """The worst status of all. What is certainly wrong counts more than what could not be looked at."""
     return max((one.status for one in results), key=_GRAVITY.__getitem__, default=Status.OK)
 
 
 def problems(results: Iterable[CheckResult]) -> list[CheckResult]:
-    """Those that are not well, the worst first; in their order otherwise."""
+    """The results that are not well, the worst first, otherwise in their order."""
     bad = [one for one in results if one.status is not Status.OK]
     return sorted(bad, key=lambda one: -_GRAVITY[one.status])
 
@@ -74,14 +75,14 @@ class GateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     kept_out: bool = False
     why: str = ""
-    """For a person, of a node that is kept out: what was found and what to do."""
+    """For a node that is kept out, in words for a person: what was found and what to do."""
     told: list[str] = []
-    """What is worth a line in the log and the journal."""
+    """Findings worth a line in the log and the journal."""
     status: Status = Status.OK
 
 
 def judge_gate(results: Sequence[CheckResult], gate: str) -> GateAnswer:
-    """What the setting `health.gate` makes of it. What could not be looked at never keeps a node out."""
+    """What follows from the results under the setting `health.gate`. An `unknown` never keeps a node out."""
     if gate == "off":
         return GateAnswer()
     bad = [one for one in problems(results) if one.status is not Status.UNKNOWN]
@@ -107,9 +108,9 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """How a command ended."""
 
     code: int | None
-    """Negative: by a signal. None: it did not, in its time."""
+    """Negative if a signal ended it; None if it did not end in time."""
     words: str = ""
-    """What it said last."""
+    """The last words it printed."""
 
 
 def judge_site(name: str, ended: Ended, timeout: float, seconds: float) -> CheckResult:
@@ -155,7 +156,7 @@ def _by_limits(value: float, critical: float, warning: float) -> Status:
 
 
 def judge_memory(available: int, limit: int | None) -> CheckResult:
-    """`available` to this process, the limit of its cgroup counted in, if it has one."""
+    """`available`: to this process, with the limit of its cgroup, if there is one, taken into account."""
     status = _by_limits(available, MEMORY_CRITICAL, MEMORY_WARNING)
     where = f" of the {size(limit)} that its cgroup allows" if limit is not None else ""
     return CheckResult(
@@ -168,11 +169,11 @@ def judge_memory(available: int, limit: int | None) -> CheckResult:
 
 
 def judge_space(what: str, path: str, free: int, inodes: int | None) -> CheckResult:
-    """`inodes`: that are free; None where a file system does not count them."""
+    """`inodes`: how many are free; None if the file system does not count them."""
     status = _by_limits(free, SPACE_CRITICAL, SPACE_WARNING)
     found = f"{size(free)} free in {path}"
     if inodes is not None and inodes < INODES_WARNING:
-        # Some file systems make more of them when they are needed: whether a file can be made, a trial tells.
+        # Some file systems create inodes when they need them: only a trial tells whether a file can be made.
         status = max(status, Status.WARNING, key=_GRAVITY.__getitem__)
         found += f", room for {inodes} more files"
     return CheckResult(
@@ -185,7 +186,7 @@ def judge_space(what: str, path: str, free: int, inodes: int | None) -> CheckRes
 
 
 def judge_shared_memory(total: int, free: int) -> CheckResult:
-    """Data loaders and asynchronous saves hand tensors over through it; containers give 64 MiB of it."""
+    """Data loaders and asynchronous saves pass tensors through it; a container's default is 64 MiB."""
     status = Status.OK if free >= SHARED_WARNING else Status.WARNING
     return CheckResult(
         name="shared memory",
@@ -197,7 +198,7 @@ def judge_shared_memory(total: int, free: int) -> CheckResult:
 
 
 def judge_open_files(soft: int, hard: int) -> CheckResult:
-    """Infinite limits are given as -1."""
+    """A limit of -1 means no limit."""
     status = Status.OK if soft < 0 else _by_limits(soft, FILES_CRITICAL, FILES_WARNING)
     more = "" if hard < 0 else f", at most {hard}"
     return CheckResult(
@@ -224,7 +225,7 @@ def judge_threads(used: int, limit: int | None, kind: str) -> CheckResult:
 
 
 def judge_skew(what: str, seconds: float, uncertain: float) -> CheckResult:
-    """`seconds`: by which this clock is ahead; `uncertain`: how far off that may be."""
+    """`seconds`: how far this clock is ahead; `uncertain`: how far off that may be."""
     beyond = abs(seconds) - uncertain
     status = Status.WARNING if beyond > SKEW_WARNING else Status.OK
     way = "ahead of" if seconds > 0 else "behind"
@@ -240,7 +241,7 @@ def judge_skew(what: str, seconds: float, uncertain: float) -> CheckResult:
 
 
 def judge_load(load: float, cores: int) -> CheckResult:
-    """Of the last minute."""
+    """`load`: the average of the last minute."""
     status = Status.WARNING if load > 4 * max(1, cores) else Status.OK
     return CheckResult(
         name="load",
@@ -252,7 +253,7 @@ def judge_load(load: float, cores: int) -> CheckResult:
 
 
 def judge_storage(what: str, path: str, problem: str, seconds: float, slowest: str = "") -> CheckResult:
-    """`problem`: why it does not take and give back what is written; empty if it does."""
+    """`problem`: why storage did not accept and return what was written; empty if it did."""
     if problem:
         return CheckResult(
             name=f"storage of {what}",
@@ -275,7 +276,7 @@ def judge_storage(what: str, path: str, problem: str, seconds: float, slowest: s
 
 WHOSE = "see who uses it with `nvidia-smi`; an earlier job's process may hang"
 UNCORRECTED_LIMIT = 4
-"""Memory errors beyond correction since its last reset that a device may have, unless set otherwise."""
+"""Memory errors beyond correction that a device may have had since its last reset, unless set otherwise."""
 HOT = 90.0
 """Degrees Celsius; data-centre devices slow down a little above."""
 SLOWED = {
@@ -284,7 +285,7 @@ SLOWED = {
     0x80: "the hardware slows it down because an external power brake says so",
     0x20: "the driver slows it down because it is hot",
 }
-"""NVML's bits that mean a machine's fault. Idle clocks and the power cap are everyday."""
+"""NVML's bits that mean a fault of the machine. Idle clocks and the power cap are normal."""
 
 
 def judge_reachable(name: str, problem: str) -> CheckResult:
@@ -309,7 +310,7 @@ def judge_memory_errors(
     retire_pending: bool | None,
     limit: int = UNCORRECTED_LIMIT,
 ) -> CheckResult:
-    """None: not known. `limit`: so many errors beyond correction may be counted; with more it is unfit."""
+    """None: not known. `limit`: with more errors beyond correction than this, the device is unfit."""
     expected = "no memory errors beyond correction"
     reset = "reset the device when nothing uses it (`nvidia-smi -r -i N`), or reboot the node"
     if remap_failed:
@@ -352,7 +353,7 @@ def judge_slowed(name: str, bits: int | None, temperature: float | None) -> Chec
 
 
 def judge_free_memory(name: str, used: int | None, total: int | None) -> CheckResult:
-    """Before a job starts: what another program holds is not there for it."""
+    """Before a job starts: memory that another program holds is not available to it."""
     if used is None or total is None:
         return CheckResult(name=name, status=Status.OK, found="not known")
     crowded = used > 0.05 * total + 2**30
@@ -371,7 +372,7 @@ def judge_computed(
     """`free`: bytes of its memory, if too few to compute with; `problem`: why there is no answer at all."""
     expected = "the known answer"
     if free is not None or "out of memory" in problem.lower():
-        # Whoever is the only one on a device finds its memory empty: this says nothing about its health.
+        # Only a program that is alone on a device finds its memory empty: this says nothing about its health.
         left = problem if free is None else f"{size(free)} of its memory free"
         found = f"not tried, because another program uses it: {left}"
         return CheckResult(name=name, status=Status.WARNING, found=found, expected=expected, fix=WHOSE)
@@ -386,7 +387,7 @@ def judge_computed(
 
 
 def judge_untried(name: str, said: str, *, hung: bool) -> CheckResult:
-    """Of computing without an answer: a device that hangs is ill, one that could not be tried may be well."""
+    """For computing without an answer: a device that hangs is sick, one that was not tried may be well."""
     if not hung:
         return CheckResult(name=name, status=Status.UNKNOWN, found=f"could not be tried: {said}")
     return CheckResult(
@@ -399,7 +400,7 @@ def judge_untried(name: str, said: str, *, hung: bool) -> CheckResult:
 
 
 def judge_unusable(name: str, problem: str) -> CheckResult:
-    """Of torch on a node with a driver: none of its devices can be used."""
+    """For a torch that can use none of the devices on a node with a driver."""
     return CheckResult(
         name=name,
         status=Status.CRITICAL,
@@ -413,7 +414,7 @@ def judge_unusable(name: str, problem: str) -> CheckResult:
 
 
 def judge_driver(problem: str, *, visible: bool, hung: bool, source: str) -> CheckResult:
-    """Of a driver that says nothing: one that hangs is ill, one that nobody here can ask may be well."""
+    """For a driver that says nothing: one that hangs is sick, one that nobody here can ask may be well."""
     ill = visible and (hung or source == "nvidia-smi")
     return CheckResult(
         name="gpu",
@@ -425,7 +426,7 @@ def judge_driver(problem: str, *, visible: bool, hung: bool, source: str) -> Che
 
 
 def judge_count(listed: int, visible: Sequence[str], *, source: str, insist: bool) -> CheckResult | None:
-    """None if none is missing. `insist`: the visible ones must be there, because the kernel shows them and
+    """None if no device is missing. `insist`: the visible ones must exist, because the kernel shows them and
     nobody named them. Parts of a device (MIG) are not listed one by one."""
     if listed >= len(visible) or any(name.startswith("MIG-") for name in visible):
         return None
@@ -466,16 +467,16 @@ def judge_kernel_log(problem: str, errors: Sequence[tuple[int, str]]) -> CheckRe
 # --- the history of a device -------------------------------------------------------------------------------
 
 APART = 600.0
-"""Seconds between two errors from which on they are two incidents: one incident is logged many times."""
+"""Errors at least so many seconds apart are two incidents: one incident is logged many times."""
 INCIDENTS = 3
-"""Incidents since the boot in which the hardware itself was to blame: one more is to be expected."""
+"""Incidents since boot with the hardware itself to blame, from which another one has to be expected."""
 
 
 def judge_history(device: str, errors: Sequence[tuple[float, int]]) -> CheckResult | None:
-    """XIDs of a device since the boot, as (when, number); None if there is nothing to tell.
+    """A device's XIDs since boot, as (when, number); None if there is nothing to report.
 
-    One incident may be mended by now: the log keeps it also after a reset. So it is told, and only several of
-    them, apart from each other, keep the device's node out.
+    A single incident may be mended by now: the log keeps it even after a reset. So it is reported, and only
+    several incidents, apart from each other, keep the device's node out.
     """
     bad = sorted((at, number) for at, number in errors if accuses_device(number))
     if not bad:
@@ -495,19 +496,19 @@ def judge_history(device: str, errors: Sequence[tuple[float, int]]) -> CheckResu
     )
 
 
-# What a run says when its storage takes nothing any more, and with what it ends. Pure.
+# What a run says when its storage accepts nothing any more, and how it ends. Pure.
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """Storage that a run cannot go on without, and that does not take what is written."""
+    """Storage that a run needs to go on, and that does not accept what is written."""
 
     path: str
     problem: str = ""
-    """What the trial met; empty where only too little space is left."""
+    """The error that the trial met; empty if there is merely too little space left."""
     full: bool = False
-    """Whether there is no room, and nothing else is known to be wrong with it."""
+    """Whether it is full, with nothing else known to be wrong."""
     free: int | None = None
-    """Bytes; None if not known."""
+    """Free bytes; None if not known."""
     waited: float = 0.0
 
     @property
@@ -520,14 +521,14 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
         if not self.full:
             return f"the storage of {self.path} takes nothing ({self.problem}{waited})"
         if self.free is None or self.free >= SPACE_WARNING:
-            # A quota, or no room for more files: the bytes that are free would only puzzle.
+            # A quota, or no room for more files: to name the free bytes would only puzzle.
             return f"the disk is full ({self.path}: {self.problem or 'no room'}{waited})"
         found = f"{size(self.free)} free in {self.path}, {size(SPACE_WARNING)} needed"
         return f"the disk is full ({found}{waited})"
 
 
 def last_words(trouble: Trouble, *, saved: int | None, last: int | None, requeued: bool = False) -> str:
-    """The end of a launch in one line. `saved`, `last`: the highest step that is saved, and that was done.
+    """The end of a launch in one line. `saved`, `last`: the highest step that was saved, and that was done.
 
     What is not known is left out.
     """

@@ -1,12 +1,12 @@
 """Trying the network out between the nodes of a job, and reading the counters of a node's links.
 
 Every node runs this at the same time; the one that has the endpoint's address hosts a store in which they
-meet. Then they try each other out in rounds (`policy.network`): a real connection each, to a port as the
-kernel gives it away, a few small messages for the latency and some megabytes for the bandwidth. At last all
-of them reduce together, over gloo and, where every node has a device, over NCCL.
+meet. Then they try each other out in rounds (connections.py): each pair makes a real connection, to a port
+that the kernel chose, and sends a few small messages for the latency and some megabytes for the bandwidth.
+Finally all nodes reduce together, over gloo and, if every node has a device, over NCCL.
 
 Guarantee: bounded; every wait has a deadline, and a node that does not come or answer is named, or counted.
-Whoever connects must know the token that the store gave out; nothing that comes in is unpickled.
+Whoever connects must know the token from the store; nothing received is unpickled.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TIMEOUT = 10.0
 _VENDORS = {"0x10de": "gpu", "0x15b3": "adapter"}
 """NVIDIA's devices; Mellanox' adapters."""
 _CLASSES = ("0x03", "0x02")
-"""Displays and 3D controllers; networks. What else such a vendor makes (bridges, audio) is left out."""
+"""Displays and 3D controllers; networks. Other things from these vendors (bridges, audio) are left out."""
 _STATE = re.compile(r"\d+: (\w+)")
 _RATE = re.compile(r"([\d.]+) Gb/sec")
 _GPU = re.compile(r"^(GPU \d+)\b")
@@ -73,7 +73,7 @@ _LINK = re.compile(r"^\s+Link (\d+): ([A-Za-z][A-Za-z \-]*?)(?: Count)?:\s*(\d+)
 
 
 def check_links(sysfs: Path = SYSFS) -> list[CheckResult]:
-    """InfiniBand ports, NVLink, and the lanes of GPUs and adapters; nothing where there are none."""
+    """InfiniBand ports, NVLink, and the lanes of GPUs and adapters; nothing if there are none."""
     return [
         *judge_ports_of(ports(sysfs)),
         *judge_slots(slots(sysfs)),
@@ -119,7 +119,7 @@ def slots(sysfs: Path = SYSFS) -> list[Slot]:
 
 
 def nvlink() -> dict[str, dict[str, int]]:
-    """Device → counter of its links → value, as `nvidia-smi` tells; the kernel shows none of them."""
+    """Device → counter of its links → value, from `nvidia-smi`; the kernel shows none of them."""
     if shutil.which("nvidia-smi") is None:
         return {}
     answer = ask(["nvidia-smi", "nvlink", "-e"], TIMEOUT)
@@ -150,17 +150,17 @@ def _number(path: Path) -> int | None:
 
 
 JOIN = 60.0
-"""Seconds in which all nodes must have come: schedulers do not start them at the same moment."""
+"""Seconds within which all nodes must come: schedulers do not start them at the same moment."""
 ROUND = 5.0
-"""Seconds that two nodes have for each other."""
+"""Seconds that two nodes have for their trial."""
 RESOLVE = 10.0
 REDUCE = 60.0
-"""Seconds for a group of all nodes to come about and reduce: NCCL starts slowly."""
+"""Seconds for a group of all nodes to form and reduce: NCCL starts slowly."""
 ECHOES = 20
 BUDGET = 0.1
 """Seconds for which bytes are sent in each direction."""
 FIRST, MOST = 256 * 1024, 64 * 1024 * 1024
-"""Bytes that are sent to see how fast it is, and at most."""
+"""Bytes sent for a first look at the speed, and at most."""
 ELEMENTS = 1024 * 1024
 TOKEN = 16
 NETWORK = Path("/sys/class/net")
@@ -177,7 +177,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     host: str
-    """What its machine is called."""
+    """The host name of its machine."""
     address: str
     port: int
     devices: int = 0
@@ -201,7 +201,7 @@ def local_checks(
     *,
     names: bool = True,
 ) -> list[CheckResult]:
-    """Interfaces that are named for gloo and NCCL, a port to be had, and (`names`) this node's own name."""
+    """The interfaces named for gloo and NCCL, whether a port can be had, and (`names`) this node's name."""
     found = [
         _look_at_interface(variable, name, network)
         for variable in VARIABLES
@@ -220,7 +220,7 @@ def local_checks(
 
 
 def _exact_names(value: str) -> list[str]:
-    """NCCL takes beginnings of names, and `^` for all but some; only a whole name can be looked for."""
+    """NCCL also accepts beginnings of names, and `^` for all but some; we can only look for whole names."""
     if value.startswith("^"):
         return []
     return [name.removeprefix("=").partition(":")[0] for name in value.split(",") if name]
@@ -247,7 +247,7 @@ def _port_range(path: Path) -> tuple[int, int]:
 
 
 def resolve(names: Sequence[str], timeout: float = RESOLVE) -> dict[str, str]:
-    """Names that have no address, and why; all at the same time, because a dead name server answers late."""
+    """Names without an address, and why. All are looked up at once: a dead name server answers late."""
     deadline = time.monotonic() + timeout
     asking = [(name, Bounded(partial(_address, name), "resolve")) for name in dict.fromkeys(names)]
     found: dict[str, str] = {}
@@ -278,14 +278,14 @@ def address_of(interface: str) -> str:
 
 
 def interface_used(towards: str, environ: Mapping[str, str] = os.environ) -> Interface:
-    """The one that gloo is told to use; else the one from which the others' meeting point is reached."""
+    """The interface that gloo is told to use; else the one through which the meeting point is reached."""
     for variable in VARIABLES:
         for name in _exact_names(environ.get(variable, "")):
             if address := address_of(name):
                 return Interface(name, address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
-            asked.connect((towards, 9))  # sends nothing: the kernel only says which way it would go
+            asked.connect((towards, 9))  # sends nothing: the kernel only says which interface it would use
             address = str(asked.getsockname()[0])
         except OSError:
             address = "127.0.0.1"
@@ -300,7 +300,7 @@ def interface_used(towards: str, environ: Mapping[str, str] = os.environ) -> Int
 
 
 class Listener:
-    """Takes connections of others while this node is busy, and hands over the one that it waits for."""
+    """Accepts others' connections while this node is busy, and hands over the one that it waits for."""
 
     def __init__(self, address: str, token: bytes) -> None:
         self._token = token
@@ -336,7 +336,7 @@ class Listener:
             self._changed.notify_all()
 
     def take(self, number: int, rank: int, timeout: float) -> socket.socket:
-        """The connection of a node for a round; TimeoutError if it does not come."""
+        """The connection from a node for a round; TimeoutError if it does not come."""
         with self._changed:
             if not self._changed.wait_for(lambda: (number, rank) in self._arrived, timeout):
                 raise TimeoutError("it did not come")
@@ -344,7 +344,7 @@ class Listener:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes who waits in `accept`, which holds it open else
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`, which would keep it open
         self._server.close()
         with self._changed:
             self._closed = True
@@ -374,8 +374,8 @@ def _swallow(connection: socket.socket, size: int) -> None:
 
 
 def _lead(connection: socket.socket) -> tuple[float, float]:
-    """Of the one who has connected: (seconds one way, bytes a second in the slower direction)."""
-    _receive(connection, 1)  # the other one has time now
+    """The side that connected: (seconds one way, bytes per second in the slower direction)."""
+    _receive(connection, 1)  # now the other side has time
     times = []
     for _ in range(ECHOES):
         began = time.perf_counter()
@@ -419,7 +419,7 @@ def _send(connection: socket.socket, size: int) -> None:
 
 
 def _follow(connection: socket.socket) -> tuple[float, float]:
-    """Of the one who was connected to; learns what the other one has found."""
+    """The side that was connected to; it learns what the other has found."""
     connection.sendall(b"g")
     for _ in range(ECHOES):
         connection.sendall(_receive(connection, 8))
@@ -456,7 +456,7 @@ def _meet(
         else:
             connection = listener.take(number, other, 2 * ROUND)
         with connection:
-            connection.settimeout(2 * ROUND)  # the other one may still be busy with the round before
+            connection.settimeout(2 * ROUND)  # the other may still be busy with the round before
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if rank < other:
                 connection.sendall(_HELLO.pack(token, number, rank))
@@ -475,10 +475,10 @@ RING_WAIT = 5.0
 
 
 def try_ring(store: Store, rank: int, count: int, name: str, token: bytes, towards: str) -> Pair:
-    """Each node tries the next one out, all at the same time: as long for a thousand nodes as for two.
+    """Each node tries out the next one, all at the same time: a thousand nodes take as long as two.
 
-    `store`: in which they tell each other where they listen; `towards`: an address of the network that is
-    used. What went wrong is part of the answer.
+    `store`: where the nodes tell each other where they listen; `towards`: an address in the network to use.
+    What went wrong is part of the answer.
     """
     interface = interface_used(towards)
     after, before = (rank + 1) % count, (rank - 1) % count
@@ -493,18 +493,18 @@ def try_ring(store: Store, rank: int, count: int, name: str, token: bytes, towar
                 a=name, b=f"node {after}", problem=f"it did not say where it listens in {RING_WAIT:g} s"
             )
         found = _reach(mine, theirs, rank, token)
-        serving.ended(max(0.0, deadline - time.monotonic()))  # the one before may still be at it
+        serving.ended(max(0.0, deadline - time.monotonic()))  # the previous node may still be at it
         return found
 
 
 def read_soon(store: Store, key: str, timeout: float) -> bytes | None:
-    """What is under a key of the store, if it is there soon enough."""
+    """The value of a key in the store, if it is there soon enough."""
     found: bytes | None = _read(store, key, time.monotonic() + timeout, bytes)
     return found
 
 
 def ring_pairs(store: Store, count: int, timeout: float) -> list[Pair]:
-    """What all nodes of a ring have found, of those that have said it in time."""
+    """What the nodes of a ring have found, as far as they reported it in time."""
     deadline = time.monotonic() + timeout
     decode = partial(msgspec.json.decode, type=Pair)
     told = [_read(store, f"ring/pair/{rank}", deadline, decode) for rank in range(count)]
@@ -534,7 +534,7 @@ def _reach(mine: Node, theirs: Node, rank: int, token: bytes) -> Pair:
 
 
 def probe_network(endpoint: str, count: int, name: str, *, join: float = JOIN) -> list[CheckResult]:
-    """What this node finds together with the others; the first one also says what all of them found."""
+    """What this node finds out together with the others; the first node also says what all of them found."""
     host, _, port = endpoint.rpartition(":")
     try:
         store = _store(host, int(port), join)
@@ -574,7 +574,7 @@ def probe_network(endpoint: str, count: int, name: str, *, join: float = JOIN) -
         whole = len(every) == count * (count - 1) and not any(one.problem for one in every)
         store.set("probe/whole", "1" if whole else "0")
     backends = ["gloo", *(["nccl"] if all(one.devices for one in came) else [])]
-    # One word for all: a reduction that some leave out hangs the others.
+    # One decision for all: if some left the reduction out, the others would hang.
     if _read(store, "probe/whole", time.monotonic() + 6 * ROUND, bytes) == b"1":
         results += [all_reduce(store, backend, rank, count) for backend in backends]
     else:
@@ -584,17 +584,17 @@ def probe_network(endpoint: str, count: int, name: str, *, join: float = JOIN) -
 
 
 def network_seconds(nodes: int) -> float:
-    """Within which `probe_network` ends, whatever happens: it grows with the nodes, not with their pairs."""
+    """The seconds within which `probe_network` ends, whatever happens: linear in nodes, not in pairs."""
     return JOIN + 3 * ROUND * (round_count(nodes) + 2) + RESOLVE * 2 + 8 * ROUND + REDUCE * 2 + 60.0
 
 
 def _once(results: Sequence[CheckResult]) -> list[CheckResult]:
-    """The last word under each name."""
+    """Only the last result under each name."""
     return list({one.name: one for one in results}.values())
 
 
 def _store(host: str, port: int, timeout: float) -> Store:
-    """The store in which they meet; whoever has the address hosts it, and of several there the first."""
+    """The store in which the nodes meet; hosted where the address is, by the first process there."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore
@@ -605,7 +605,7 @@ def _store(host: str, port: int, timeout: float) -> Store:
         )
 
     if _is_here(host):
-        with contextlib.suppress(RuntimeError, OSError):  # another one on this machine was first
+        with contextlib.suppress(RuntimeError, OSError):  # another process on this machine was first
             return opened(hosts=True)
     return opened(hosts=False)
 
@@ -626,7 +626,7 @@ def _devices() -> int:
 
 
 def _all_nodes(store: Store, count: int, timeout: float) -> list[Node | None]:
-    """What each of them told, None of one that did not come in time; all wait for the same moment."""
+    """What each node reported, None for one that did not come in time; all wait until the same moment."""
     deadline = time.monotonic() + timeout
     return [
         _read(store, f"probe/node/{number}", deadline, partial(msgspec.json.decode, type=Node))
@@ -656,7 +656,7 @@ def _read(store: Store, key: str, deadline: float, decode: Callable[[bytes], Any
 
 
 def _leave(store: Store, count: int) -> None:
-    """Stay until the others are done with the store, for a while: this may be the node that hosts it."""
+    """Stay for a while, until the others are done with the store: this may be the node that hosts it."""
     with contextlib.suppress(RuntimeError):
         if store.add("probe/left", 1) == count:
             store.set("probe/all_left", "1")
@@ -664,7 +664,7 @@ def _leave(store: Store, count: int) -> None:
 
 
 def all_reduce(store: Store, backend: str, rank: int, count: int) -> CheckResult:
-    """A sum of all nodes, whose every element is known; its time is that of the second one."""
+    """A sum over all nodes, with every element known; the time is that of a second one."""
     began = time.monotonic()
     reducing = Bounded(partial(_reduce, store, backend, rank, count), f"all-reduce-{backend}")
     size = ELEMENTS * 4
@@ -700,7 +700,7 @@ def _reduce(store: Store, backend: str, rank: int, count: int) -> tuple[float, s
                 if not bool((tensor == count * (count + 1) / 2).all()):
                     return 0.0, f"a WRONG sum: {float(tensor[0])} instead of {count * (count + 1) / 2}"
             return seconds, ""
-    except Exception as error:  # noqa: BLE001 - a network that is ill may fail in any way
+    except Exception as error:  # noqa: BLE001 - a sick network may fail in any way
         return 0.0, f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 

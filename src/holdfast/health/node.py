@@ -1,6 +1,6 @@
-"""What a node gives a process: memory, files, threads, a clock that agrees, storage that keeps what it takes.
+"""What a node gives a process: memory, files, threads, a clock that agrees, storage that keeps its data.
 
-Each function looks at one thing and raises OSError where it cannot; nothing is judged here.
+Each function looks at one thing, and raises OSError if it cannot. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from holdfast.health.judgements import (
 )
 from holdfast.process import proc
 
-# What a directory is mounted from: whether it is there at all, and what is known of such file systems.
+# What a directory is mounted from: whether that is there at all, and which kind of file system it is.
 #
-# Rests on the kernel's table of mounts, and on the one of what should be mounted. Whoever asks bounds the
-# wait: even the name of a path on a dead file system may not be looked up in time.
+# Read from the kernel's table of mounts, and from the table of what should be mounted. The caller bounds the
+# wait: on a dead file system even looking up a name may hang.
 
 
 MOUNTS = Path("/proc/self/mountinfo")
 PLANNED = Path("/etc/fstab")
 _OWN = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs"})
-"""What a file system has in it by itself."""
+"""What an empty file system contains."""
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
     point: str
     kind: str
-    """As the kernel has it: ext4, nfs4, lustre, gpfs …"""
+    """As the kernel calls it: ext4, nfs4, lustre, gpfs …"""
     source: str = ""
     options: list[str] = []
 
 
 def mounts(table: Path = MOUNTS) -> list[Mount]:
-    """Everything that is mounted, in the order in which it was; none if the kernel does not tell."""
+    """Everything that is mounted, in the order of mounting; nothing if the kernel does not tell."""
     found = []
     for line in _lines(table):
         left, _, right = line.partition(" - ")
@@ -70,10 +70,10 @@ def mounts(table: Path = MOUNTS) -> list[Mount]:
 
 
 def mount_of(path: Path, table: Path = MOUNTS) -> Mount | None:
-    """What a path lies on; None if that is not known. The path need not be there."""
+    """The mount that a path lies on; None if that is not known. The path need not exist."""
     where = os.path.realpath(path)  # a loop of links is no error to it
     over = [one for one in mounts(table) if _is_below(where, one.point)]
-    # The longest counts, and of the same the last: it covers what was mounted there before.
+    # The longest mount point counts, and of equal ones the last: it hides what was mounted there before.
     return max(enumerate(over), key=lambda one: (len(one[1].point), one[0]))[1] if over else None
 
 
@@ -133,28 +133,28 @@ def _is_empty(point: Path) -> bool:
 
 
 def _plain(text: str) -> str:
-    """A name as the kernel's tables write it: blanks are octal there."""
+    """A name from the kernel's tables, where blanks are written in octal."""
     return _OCTAL.sub(lambda found: chr(int(found[1], 8)), text)
 
 
-# Trying a directory's storage: does it take what is written, keep it, move it and give it back?
+# Trying a directory's storage: does it accept what is written, keep it, move it and give it back?
 #
-# Guarantee: nothing is left behind, also where a step of it fails, as long as the storage lets a file be
-# removed at all; and no file of anybody else is touched. What hangs is the caller's to leave (`trials.py`).
+# Guarantee: nothing is left behind, even if a step fails, as long as the storage lets a file be removed at
+# all; and nobody else's file is touched. It is for the caller to walk away from a hang (`trials.py`).
 
 
 SMALL = 64 * 1024
-"""Enough for a network file system to have to send it, too little to be a load."""
+"""Bytes: enough that a network file system has to send them, too few to be a load."""
 PREFIX = ".holdfast-probe."
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """What came of the trial."""
 
     problem: str = ""
-    """Empty if it takes and gives back what is written."""
+    """Empty if the storage accepts and returns what is written."""
     errno: int | None = None
-    """Of the system's error that it met."""
+    """Number of the system error, if there was one."""
     seconds: float = 0.0
     slowest: str = ""
     """The step that took longest."""
@@ -165,7 +165,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def try_storage(directory: Path, size: int = SMALL) -> Tried:
-    """Write, fsync, rename, fsync the directory, read back from the disk and not from memory, compare."""
+    """Write, fsync, rename, fsync the directory, read back (from the disk, not from memory) and compare."""
     path = directory / f"{PREFIX}{os.getpid()}.{secrets.token_hex(4)}"
     moved = path.with_suffix(".moved")
     data = secrets.token_bytes(size)
@@ -218,7 +218,7 @@ def _fsync_dir(directory: Path) -> None:
     try:
         fsync_dir(directory)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do that
             raise
 
 
@@ -238,7 +238,7 @@ def nearest(path: Path) -> Path:
 
 
 def check_storage(directory: str | os.PathLike[str], what: str = "", size: int = SMALL) -> CheckResult:
-    """Try a directory out. One that is not there yet is not made: then its parent must allow making it."""
+    """Try a directory out. If it does not exist yet, it is not made, but its parent must allow making it."""
     directory = Path(directory).absolute()
     what = what or str(directory)
     if directory.is_dir():
@@ -256,10 +256,10 @@ def check_storage(directory: str | os.PathLike[str], what: str = "", size: int =
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
-"""Says which of them this process is in."""
+"""Says which cgroups this process is in."""
 SHARED = Path("/dev/shm")
 _NO_LIMIT = 1 << 60
-"""What version 1 of cgroups writes for no limit is a number about that large."""
+"""Version 1 of cgroups writes a number about this large for "no limit"."""
 
 
 def check_memory(cgroups: Path = CGROUPS, own: Path = OWN) -> CheckResult:
@@ -275,9 +275,9 @@ class MemoryLimit(NamedTuple):
 
     limit: int
     used: int
-    """Without what the kernel would give up."""
+    """Bytes in use, without what the kernel would give up."""
     group: str
-    """Whose limit it is, as a path below the root of what is mounted."""
+    """The cgroup with this limit, as a path below the mounted root."""
 
 
 def cgroup_memory(cgroups: Path = CGROUPS, own: Path = OWN) -> MemoryLimit | None:
@@ -295,7 +295,7 @@ def cgroup_memory(cgroups: Path = CGROUPS, own: Path = OWN) -> MemoryLimit | Non
 
 
 def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[tuple[int, Path]]:
-    """(cgroups' version, directory) of the cgroups that this process is in: a limit above it holds too."""
+    """(cgroups' version, directory) of the cgroups that this process is in: a limit further up holds too."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -316,16 +316,16 @@ def _groups(controller: str, cgroups: Path, own: Path) -> Iterator[tuple[int, Pa
 
 
 def _reclaimable(group: Path) -> int:
-    """Bytes of files that the kernel keeps in memory and gives up when somebody needs it.
+    """Bytes of files that the kernel keeps in memory and gives up when memory is needed.
 
-    Most of what a job that reads its data again and again seems to use is that.
+    In a job that reads its data again and again, they are most of the memory that seems to be in use.
     """
     try:
         pairs = (line.split() for line in (group / "memory.stat").read_text().splitlines())
         told = {name: int(value) for name, value in pairs}
     except (OSError, ValueError):
         return 0
-    # Version 1 has both, and only the second counts what is below the group.
+    # Version 1 has both, and only the second includes the groups below.
     return sum(told.get(f"total_{name}", told.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
@@ -361,14 +361,14 @@ def check_open_files() -> CheckResult:
 
 
 def check_threads(cgroups: Path = CGROUPS, own: Path = OWN) -> CheckResult:
-    """The tightest of the limits of its cgroups and of its user, where each counts."""
+    """The tightest of the limits of this process's cgroups and of its user."""
     found: list[tuple[int, int, str]] = []
     for _, place in _groups("pids", cgroups, own):
         limit, used = _number(place / "pids.max"), _number(place / "pids.current")
         if limit is not None and used is not None:
             found.append((limit, used, "this container or job"))
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # root is not held to it
+    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # it does not apply to root
         found.append((soft, proc.threads_of(os.geteuid()), "this user"))
     if not found:
         return judge_threads(0, None, "")
@@ -381,6 +381,6 @@ def check_load() -> CheckResult:
 
 
 def check_node(directories: Sequence[tuple[str, Path]] = ()) -> list[CheckResult]:
-    """All of it, for use alone; `directories`: name → where space is needed."""
+    """All of these checks, for use on its own. `directories`: name → where space is needed."""
     found = [check_memory(), check_shared_memory(), check_open_files(), check_threads(), check_load()]
     return found + [check_space(path, what) for what, path in directories]

@@ -1,12 +1,12 @@
 """A liveness ping: do all ranks still answer, and if not, which ones do not?
 
 Guarantee: `ping` returns when every rank has answered, or raises PingFailedError with the ranks that did not,
-within its timeout and three seconds more (and 1.5 ms for each rank): one in which a call that is late may
-still say who is missing, and two, after a reduction that failed, to learn where and to take it back.
+within its timeout plus three seconds (and 1.5 ms for each rank): one in which a late call may still say who
+is missing, and two, after a failed reduction, to learn where it failed and to take it back.
 
-It waits in no collective of training: the ranks leave marks in the store first, and only when all have does
-the backend get its turn, with a reduction of one number in a group of its own. So a rank that is gone is
-found without a collective that would hang or bring its group down.
+It never waits in a collective of training: the ranks first leave marks in the store, and only when all have
+done so is the backend tried, with a reduction of one number in a separate group. So a lost rank is found
+without a collective that would hang or bring its group down.
 
 Usable alone:
 
@@ -14,8 +14,8 @@ Usable alone:
 ping = holdfast.LivenessPing(timeout=10.0)   # on every rank, after init_process_group
 ping()                                       # on every rank, as often as wanted
 ```
-The marks are in one key a rank, which holds the number of its last ping, so the store does not grow with
-pings that everybody answers.
+Each rank's mark is one key, which holds the number of its last ping, so the store does not grow with pings
+that everybody answers.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ log = logging.getLogger("holdfast.health")
 POLL = 0.002
 SLOWEST_POLL = 0.05
 GROUP_TIMEOUT = timedelta(minutes=30)
-"""Of the ping's own group: far beyond a ping's, because NCCL's watchdog ends the process when it passes."""
+"""Timeout of the ping's own group: far beyond a ping's, because NCCL's watchdog then ends the process."""
 
 FIRST = 300.0
 """Seconds for a communicator to be made."""
 NAMING = 2000
-"""Marks that are looked at in a second, at the least, to name who is missing."""
+"""How many marks are looked at per second, at least, to name who is missing."""
 GRACE = 1.0
-"""Seconds that a call has beyond its deadline to say what it knows."""
+"""Seconds beyond its deadline that a call has to say what it knows."""
 AFTERWARDS = 2.0
-"""Seconds to learn where a reduction failed, and to take it back."""
+"""Seconds to learn where a reduction failed and to take it back."""
 CLOSING = 10.0
 """Seconds for the ping's group to be given back."""
 LAST = 0.5
@@ -60,13 +60,13 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     seconds: float
     waited: float
-    """Seconds of it until all marks were there: how far the ranks were apart."""
+    """Seconds until all marks were there: how far apart the ranks were."""
     backend: str
-    """What the reduction went over; empty without one."""
+    """The backend of the reduction; empty if there was none."""
 
 
 class LivenessPing:
-    """One rank's part. Every rank makes as many pings as the others, in the same order."""
+    """Belongs to one rank. Every rank makes as many pings as the others, in the same order."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class LivenessPing:
         backend: str | None = "",
         device: Any = None,
     ) -> None:
-        """Without arguments for the default group: its store, its ranks, and its backend.
+        """Without arguments, it uses the default group: its store, its ranks and its backend.
 
-        With `store`, `rank` and `world_size` it needs no group. `backend` None leaves the reduction out.
-        All ranks construct it together, unless the reduction is left out.
+        With `store`, `rank` and `world_size` it needs no group. `backend=None` leaves the reduction out;
+        otherwise all ranks must construct it together.
         """
         if timeout <= 0:
             raise UsageError(f"the timeout of a liveness ping must be above 0, not {timeout:g}")
@@ -107,7 +107,7 @@ class LivenessPing:
         import torch.distributed as dist
 
         name, cuda = str(backend or dist.get_backend()), torch.cuda.is_available()
-        if ":" in name or name == "undefined":  # one backend for each kind of device: the ping needs one
+        if ":" in name or name == "undefined":  # one backend per kind of device: the ping needs a single one
             name = "nccl" if cuda else "gloo"
         self._group = dist.new_group(backend=name, timeout=GROUP_TIMEOUT)
         self._backend = name
@@ -116,7 +116,7 @@ class LivenessPing:
             self._device = "cpu" if on_host else torch.device("cuda", torch.cuda.current_device())
 
     def _connect(self) -> None:
-        """Communicators are made by the first collective, which takes seconds: not within a ping's time."""
+        """Make the communicator now: the first collective does that, and takes longer than a ping may."""
         if self._backend in ("", "gloo"):
             return
         began = time.monotonic()
@@ -128,14 +128,14 @@ class LivenessPing:
         return self.ping()
 
     def ping(self) -> Pong:
-        """On all ranks. Returns when all have answered; PingFailedError names those that have not."""
+        """Call it on all ranks. Returns when all have answered; PingFailedError names those that have not."""
         began = time.monotonic()
         self._number += 1
         if self.world_size == 1:
             return Pong(number=self._number, seconds=0.0, waited=0.0, backend="")
         deadline = began + self.timeout
         seen: set[int] = set()
-        marks = deadline - min(1.0, 0.1 * self.timeout)  # what is left is for naming who is missing
+        marks = deadline - min(1.0, 0.1 * self.timeout)  # the rest is for naming who is missing
         problem = self._bounded(lambda: self._await_marks(marks, seen), deadline)
         if problem or len(seen) < self.world_size:
             raise self._failed(seen, began, problem)
@@ -154,16 +154,16 @@ class LivenessPing:
     # --- marks in the store ---------------------------------------------------------------------------------
 
     def _await_marks(self, deadline: float, seen: set[int]) -> None:
-        """Leave this rank's mark, and wait until all are there, or say in `seen` which ones are.
+        """Leave this rank's mark, and wait until all marks are there, or put those that are into `seen`.
 
-        Who arrives last says so for all: then the others need one look each, and not one for each rank.
+        Whoever arrives last says so for all: so the others need one look each, and not one for every rank.
         """
         store, number = self._store, self._number
         store.set(f"mark/{self.rank}", str(number))
         arrived = int(store.add("count", 1))
         complete = f"all/{number}"
         if self.rank == 0 and number > 2:
-            # Whoever is in this ping has left the one before; nobody looks for the one before that.
+            # Whoever is in this ping has left the one before; nobody reads the key of the one before that.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 store.delete_key(f"all/{number - 2}")
         if arrived >= number * self.world_size:
@@ -174,9 +174,9 @@ class LivenessPing:
             seen |= self._name(number) | {self.rank}
 
     def _name(self, number: int) -> set[int]:
-        """Who has come as far as this ping. One rank looks at all marks, and the others read what it found.
+        """The ranks that have reached this ping. One rank looks at all marks; the others read what it found.
 
-        Who hosts the store may be rank 0: it goes last, or nobody else could learn who is missing.
+        Rank 0 may host the store: it leaves last, or nobody else could learn who is missing.
         """
         store, told = self._store, f"found/{number}"
         chosen = bytes(store.compare_set(f"looks/{number}", "", str(self.rank))).decode()
@@ -204,7 +204,7 @@ class LivenessPing:
         return True
 
     def _marked(self, kind: str) -> set[int]:
-        """The ranks that have come as far as this ping."""
+        """The ranks that have reached this ping, by their marks."""
         found = set()
         for rank in range(self.world_size):
             key = f"{kind}/{rank}"
@@ -215,7 +215,7 @@ class LivenessPing:
     # --- the backend ----------------------------------------------------------------------------------------
 
     def _reduce(self, deadline: float) -> None:
-        """One number, in the ping's own group. Looked at, not waited for: a wait may never end."""
+        """Reduce one number in the ping's own group. It is polled, not waited for: a wait may never end."""
         import torch
         import torch.distributed as dist
 
@@ -238,7 +238,7 @@ class LivenessPing:
         self._store.set(f"reduced/{self.rank}", str(self._number))
 
     def _bounded(self, call: Callable[[], None], deadline: float) -> str:
-        """In a thread that may be left behind; why it failed, empty if it did not.
+        """Call it in a thread that may be left behind. Returns why it failed, or nothing.
 
         A store whose host is stopped never answers some calls, and a sick device never ends its work.
         """
@@ -248,7 +248,7 @@ class LivenessPing:
             return "no answer at all"
         try:
             called.result()
-        except Exception as error:  # noqa: BLE001 - told to whoever pinged, whatever it is
+        except Exception as error:  # noqa: BLE001 - whoever pinged gets it, whatever it is
             return str(error).partition("\n")[0][:300] or type(error).__name__
         return ""
 
@@ -272,7 +272,7 @@ class LivenessPing:
         return _with(PingFailedError(text), missing, took)
 
     def _failed_backend(self, problem: str, began: float) -> PingFailedError:
-        """All ranks are alive, and what they reach each other by does not work."""
+        """All ranks are alive, but the backend between them does not work."""
         took = time.monotonic() - began
         looking = Bounded(lambda: self._marked("reduced"), "ping")
         missing: list[int] = []
@@ -289,13 +289,13 @@ class LivenessPing:
         return _with(PingFailedError(text), missing, took)
 
     def _abort(self, seconds: float) -> None:
-        """Take back the reduction that hangs, so that it does not hold this process up at its end."""
+        """Abort the hanging reduction, so that it does not hold up this process when it ends."""
         abort = getattr(self._group, "abort", None)
         if self._backend == "nccl" and abort is not None:
             Bounded(abort, "ping-abort").ended(seconds)
 
     def close(self) -> None:
-        """Give the ping's group back, on all ranks alike; not waited for much longer than it takes."""
+        """Give the ping's group back, on all ranks alike; waits for that no longer than CLOSING."""
         if self._group is None:
             return
         import torch.distributed as dist
@@ -320,7 +320,7 @@ class LivenessPing:
 
 
 def _default_store() -> tuple[Any, int, int]:
-    """The default group's store, through a client of our own where there can be one."""
+    """The default group's store, through a client of our own if there can be one."""
     import torch.distributed as dist
     from torch.distributed import PrefixStore
 
@@ -333,12 +333,12 @@ def _default_store() -> tuple[Any, int, int]:
         )
     default = default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
-    number = int(default.add(f"holdfast/pings/{rank}", 1))  # every rank makes its pings in the same order
+    number = int(default.add(f"holdfast/pings/{rank}", 1))  # all ranks make their pings in the same order
     return PrefixStore(f"holdfast/ping/{number}", own_client(default)), rank, world
 
 
 def own_client(store: Any) -> Any:
-    """A client beside the given one: a call that hangs holds its client up for everybody else."""
+    """A second client of the given store: a call that hangs blocks its client for everybody else."""
     clone = getattr(store, "clone", None)
     if clone is None:
         return store

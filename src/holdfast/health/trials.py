@@ -1,8 +1,8 @@
-"""Running checks, each with a deadline of its own; and a site's own check.
+"""Running checks, each with its own deadline; and a site's own check.
 
 Guarantee: never longer than the longest deadline, and never an error raised. A check that hangs (a dead
-mount, a sick driver) cannot be interrupted, so it is left behind in its daemon thread and counts as what it
-says a hang means; one that raises could not look, which is `unknown`.
+mount, a sick driver) cannot be interrupted, so it is left behind in its daemon thread, and its result is what
+the check says a hang means. One that raises could not look, which is `unknown`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Check:
     look: Callable[[], Looked]
     deadline: float = 5.0
     hung: Status = Status.UNKNOWN
-    """What it means if it does not end in time."""
+    """The status if it does not end in time."""
     fix: str = ""
-    """What to do about that."""
+    """What to do about a hang."""
 
 
 def run_checks(checks: Sequence[Check]) -> list[CheckResult]:
-    """In the order in which they are given, whichever ends first."""
+    """Run all checks at once. Results come in the order given, whichever ends first."""
     running = [_Running(check) for check in checks]
     return [result for one in running for result in one.results()]
 
@@ -52,7 +52,7 @@ class _Running:
         try:
             looked = self._check.look()
             found = [looked] if isinstance(looked, CheckResult) else list(looked)
-        except Exception as error:  # noqa: BLE001 - a machine that is ill may fail in any way
+        except Exception as error:  # noqa: BLE001 - a sick machine may fail in any way
             text = f"could not be looked at: {type(error).__name__}: {error}"[:300]
             found = [CheckResult(name=self._check.name, status=Status.UNKNOWN, found=text)]
         took = time.monotonic() - began
@@ -75,10 +75,10 @@ class _Running:
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a program that was asked."""
+    """The answer of a program that was asked."""
 
     code: int | None = None
-    """None if it is not there, or did not end in time."""
+    """Its exit code; None if the program is missing or did not end in time."""
     out: str = ""
     err: str = ""
     missing: bool = False
@@ -86,7 +86,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ask(command: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None) -> Answer:
-    """Run a program for what it says. One that cannot even be killed is left behind, and not waited for."""
+    """Run a program for its output. One that cannot even be killed is left behind and not waited for."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
@@ -96,7 +96,7 @@ def ask(command: Sequence[str], timeout: float, environ: Mapping[str, str] | Non
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired as expired:
-        process.terminate()  # first: srun then ends what it started elsewhere
+        process.terminate()  # before a kill: so srun ends what it started elsewhere
         return Answer(
             hung=True,
             out=(_end(process) or expired.output or b"").decode(errors="replace"),
@@ -106,7 +106,7 @@ def ask(command: Sequence[str], timeout: float, environ: Mapping[str, str] | Non
 
 
 def _end(process: subprocess.Popen[bytes]) -> bytes:
-    """What it had said by then. One that hangs in the kernel is not waited for."""
+    """End it, and return what it had said by then. One that hangs in the kernel is not waited for."""
     for patience in (1.0, 0.5):
         try:
             return process.communicate(timeout=patience)[0] or b""
@@ -121,22 +121,22 @@ def _end(process: subprocess.Popen[bytes]) -> bytes:
 
 # A site's own check of a node: a command of theirs, `health.command`, and what its end means.
 #
-# Guarantee: it ends within its time limit and whatever it started with it, however much it prints; only its
-# last words are kept. Its exit code is the whole answer: 0 is fit, 3 could not tell, all else is unfit.
+# Guarantee: it ends within its time limit, together with whatever it started, however much it prints; only
+# its last words are kept. Its exit code is the whole answer: 0 is fit, 3 could not tell, all else is unfit.
 
 
 NAME = "health.command"
 WORDS = 600
-"""Bytes of what it said last that are kept."""
+"""How many bytes of its last words are kept."""
 POLL = 0.05
 MARGIN = 10.0
-"""Seconds beyond its limit in which it is ended and read."""
+"""Seconds beyond its limit for ending it and reading the rest."""
 
 Wrap = Callable[[Sequence[str]], list[str]]
 
 
 def site_check(command: str, timeout: float, wrap: Wrap | None = None) -> Check:
-    """The check as the others are run. `wrap`: makes a command line of one that dies with who starts it."""
+    """The site's check, to be run like the others. `wrap`: makes a command die with whoever starts it."""
     return Check(
         name=NAME,
         look=lambda: run_site_command(command, timeout, wrap),
@@ -147,7 +147,7 @@ def site_check(command: str, timeout: float, wrap: Wrap | None = None) -> Check:
 
 
 def run_site_command(command: str, timeout: float, wrap: Wrap | None = None) -> CheckResult:
-    """Run it in a shell, in the directory and environment of whoever asks, and say what came of it."""
+    """Run it in a shell, in the caller's directory and environment, and say what came of it."""
     argv: Sequence[str] = ["/bin/sh", "-c", command]
     began = time.monotonic()
     process = subprocess.Popen(
@@ -171,7 +171,7 @@ def run_site_command(command: str, timeout: float, wrap: Wrap | None = None) -> 
 
 
 def _listen(pid: int, fd: int, deadline: float) -> tuple[bytes, bool]:
-    """Its last words, and whether it ended in time; a child of it that keeps on talking is not waited for."""
+    """Its last words, and whether it ended in time; a child of it that goes on printing is not waited for."""
     os.set_blocking(fd, False)
     words, open_ = b"", True
     while True:
@@ -185,6 +185,6 @@ def _listen(pid: int, fd: int, deadline: float) -> tuple[bytes, bool]:
                 if data and left > 0:
                     continue
         elif not open_ and not ended:
-            time.sleep(wait)  # it has closed its output and works on; its end can only be looked for
+            time.sleep(wait)  # it has closed its output but still runs; all we can do is look for its end
         if ended or left <= 0:
             return words, ended

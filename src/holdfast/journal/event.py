@@ -22,11 +22,11 @@ class Event(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults=True)
     """Base of all events."""
 
     def render(self) -> Rendered:
-        """What it says, for people; the terminal and the report both show this."""
+        """What the event says, for people; the terminal and the report both show this."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it is shown")
 
     def save_line(self) -> str | None:
-        """What `holdfast run` prints of it as an event of a save; None if it is none. See `SaveLines`."""
+        """What `holdfast run` prints if this is an event of a save; None if it is not. See `SaveLines`."""
         return None
 
 
@@ -43,12 +43,12 @@ class Unknown(msgspec.Struct, frozen=True):
 
 
 def event_name(body: Event | Unknown) -> str:
-    """The tag a body has in the file."""
+    """The tag that a body has in the file."""
     if isinstance(body, Unknown):
         return body.event
     return str(body.__struct_config__.tag)
 
 
 def because(evidence: Iterable[str]) -> list[str]:
-    """What something rests on, as details of what is rendered."""
+    """The evidence, as details below a rendered line."""
     return [f"because {printable(item)}" for item in evidence]

@@ -80,7 +80,7 @@ EVENT_NAMES: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in
 """Every tag this release writes."""
 
 TIMES = (-1e9, 1e11)
-"""What `at` can be: a clock that was never set, up to the year 5138. What else it says no clock has said."""
+"""What `at` can be, from a clock that was never set to the year 5138; no clock shows anything else."""
 
 
 class Line(msgspec.Struct, kw_only=True):
@@ -128,8 +128,8 @@ def parse_line(raw: bytes) -> Line | None:
 
 
 def condense(lines: Iterable[Line]) -> list[Line]:
-    """The lines worth a person's time: every rank does the same steps, and starts again alike, so only those
-    of rank 0 are kept, and its neighbouring batches of steps are joined into one."""
+    """The lines worth a person's time. Every rank does the same steps and starts again in the same way, so
+    only rank 0's lines are kept, and its neighbouring batches of steps are joined into one."""
     joined: list[Line] = []
     for line in lines:
         if line.who != REPORTER and isinstance(line.body, StepsDone | FunctionRestarted):

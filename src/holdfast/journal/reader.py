@@ -1,8 +1,8 @@
 """Reads a run's journal while it is being written: all of it, or only the ends of its files.
 
-All writers' files are merged by time; the lines of one file always keep their order, also when the clock
-was set back. A torn last line is left for the next look; a line that cannot be read is counted and skipped,
-never fatal: the journal explains failures, so it must survive them.
+All writers' files are merged by time; the lines of one file always keep their order, even when the clock was
+set back. A torn last line is left for the next look; a line that cannot be read is counted and skipped, never
+fatal: the journal explains failures, so it must survive them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class JournalReader:
     """Follows every file of one journal directory; each `poll` returns what is new, oldest first."""
 
     def __init__(self, directory: Path, *, since: int = 0, writers: frozenset[str] | None = None) -> None:
-        """`since`: files of attempts with a lower number are not read. `writers`: nor those of others."""
+        """Skips attempts numbered below `since`, and, if `writers` is given, the files of all others."""
         self._directory = directory
         self._since = since
         self._writers = writers
@@ -46,13 +46,13 @@ class JournalReader:
         self.unreadable = 0
         """Lines met so far that are not journal lines."""
         self.unopened: dict[str, str] = {}
-        """Files that could not be read at the last look, and why; the directory itself as an empty name."""
+        """Files that could not be read at the last look, and why; an empty name is the directory itself."""
 
     def poll(self) -> list[Line]:
         return [line for line, _ in self.poll_raw()]
 
     def poll_raw(self) -> list[tuple[Line, bytes]]:
-        """As `poll`, each line with its bytes in the file (which may hold fields of a newer release)."""
+        """Like `poll`, each line with its bytes in the file (they may hold fields of a newer release)."""
         found: list[tuple[float, Line, bytes]] = []
         for path in self._files():
             number = path.name.partition("-")[0]
@@ -91,7 +91,7 @@ class JournalReader:
             if not newline and len(rest) < MAX_LINE_BYTES:
                 return
             if not newline:
-                whole = rest  # longer than any line: give it up rather than read it again at every look
+                whole = rest  # longer than any line: give up on it rather than read it again at every look
             self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
             for raw in whole.split(b"\n"):
                 if not raw.strip():
@@ -117,7 +117,7 @@ def writer_of(name: str) -> str:
 
 
 def _read_from(path: Path, offset: int) -> bytes:
-    """The next bytes of a regular file; one that is none is refused (a pipe would block for ever)."""
+    """The next bytes of a regular file; anything else is refused (a pipe would block for ever)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:  # gone since it was listed
@@ -142,7 +142,7 @@ def read_tail(path: Path, limit: int) -> list[Line]:
     except OSError:
         return []
     if info.st_size > limit:
-        del parts[0]  # cut by where we began
+        del parts[0]  # cut off where we began
     return [line for raw in parts if (line := parse_line(raw)) is not None]
 
 
@@ -169,7 +169,7 @@ class Batch(NamedTuple):
 
 
 def tails(journal: Path, files: list[str], attempt: int, who: str) -> list[Line]:
-    """The last lines that those whose name begins with `who` journalled in an attempt, oldest first."""
+    """The last lines of an attempt by writers whose name begins with `who`, oldest first."""
     start = f"{attempt:06d}-{who}-"
     lines = [
         line
@@ -190,16 +190,16 @@ def batches(journal: Path, files: list[str], attempt: int) -> list[Batch]:
 
 
 def last_step(journal: Path, files: list[str], attempt: int) -> int | None:
-    """The last step that an attempt is known to have done."""
+    """The last step that an attempt is known to have completed."""
     found = batches(journal, files, attempt)
     return found[-1].last if found else None
 
 
 def unfinished_save(journal: Path, files: list[str], attempt: int, *, background: bool = False) -> str | None:
-    """The checkpoint whose save the ranks of an attempt had begun last and had not ended, if there is one.
+    """The checkpoint of the last save that the ranks of an attempt began, if they did not end that save.
 
-    A save in the background counts only if `background` asks for such a one: its writer may still commit it
-    after its rank has ended.
+    A save in the background counts only if `background` is set: its writer may still commit it after its rank
+    has ended.
     """
     newest: SaveStarted | None = None
     for line in tails(journal, files, attempt, REPORTER):
@@ -208,7 +208,7 @@ def unfinished_save(journal: Path, files: list[str], attempt: int, *, background
             newest = body if body.background is background else None
         elif newest is None:
             continue
-        # One that failed may have failed before it had an id.
+        # A failed save may have failed before it had an id.
         elif (isinstance(body, SaveCommitted | SaveSkipped) and body.checkpoint == newest.checkpoint) or (
             isinstance(body, SaveFailed) and body.step == newest.step
         ):
@@ -223,7 +223,7 @@ def last_loss(found: list[Batch]) -> float | str | None:
 
 
 def rate(found: list[Batch]) -> float | None:
-    """Steps a second, saves and other work between them included, where two batches or more tell."""
+    """Steps per second, including saves and other work between them; None with fewer than two batches."""
     recent = [batch for batch in found if found[-1].at - batch.at <= RATE_WINDOW]
     done, elapsed = sum(len(batch.seconds) for batch in recent[1:]), recent[-1].at - recent[0].at
     if not done or elapsed <= 0:

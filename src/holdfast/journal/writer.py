@@ -3,11 +3,10 @@
 Guarantee: each event is one `write(2)` of one whole line to a file that no other process writes, so
 lines never interleave, a reader may follow at any time, and a crash can tear only the last line.
 
-A journal that cannot be written must not end a healthy run: the first failure is logged, the file is
-opened afresh for each later event, and the number of lost ones is written as soon as writing works. Nor must
-it hold one up: where the file system does not answer, writing goes on beside whoever writes, a bounded number
-of events waits for that, and what does not fit counts as lost. A value that JSON cannot carry is written as
-its text.
+A journal that cannot be written must not end a healthy run: the first failure is logged, the file is opened
+afresh for each later event, and the number of lost events is written as soon as writing works. Nor must it
+hold up a run: where the file system does not answer, a thread does the writing, a bounded number of events
+waits for it, and what does not fit counts as lost. A value that JSON cannot carry is written as its text.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class JournalWriter:
         self._aside = Aside("journal", MOST_WAITING)
         self._stalled = False
         self._lock = threading.Lock()
-        """Of the count of lost events; the file is for the thread of `_aside` alone."""
+        """Guards the count of lost events; the file belongs to the thread of `_aside` alone."""
         self._fd: int | None = None
         self._prefix = b""
         self._seq = 0
@@ -69,11 +68,11 @@ class JournalWriter:
 
     @property
     def lost(self) -> int:
-        """Events that could not be written, and are not told of in the journal yet."""
+        """Events that could not be written and that the journal does not mention yet."""
         return self._lost
 
     def write(self, event: Event) -> None:
-        """Append one event. Never raises for a file-system error, nor waits for long (see the guarantee)."""
+        """Append one event. Never raises for a file-system error, and never waits long (see above)."""
         try:
             body, at = self._encode(event), time.time()
         except (TypeError, ValueError, RecursionError) as error:
@@ -120,7 +119,7 @@ class JournalWriter:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        # What is there may end in a torn line (a full disk cut it): end it, so that the next stays whole.
+        # The file may end in a torn line (cut by a full disk): end that line, so that the next stays whole.
         self._prefix = b"\n" if os.fstat(self._fd).st_size else b""
 
     def _append(self, body: bytes, at: float) -> None:

@@ -1,8 +1,7 @@
 """Reads a run and shows it: the report and the status. Changes nothing.
 
 For one HTML file that needs nothing else, and for `holdfast status`, from the journal and the records.
-Promises: the cost does not grow with the length of the run where it need not; what is unknown is said to
-be.
+Promises: cost grows with the length of the run only where it must; what is unknown is said to be.
 Never: decide; show what comes from outside as anything but text.
 """
 

@@ -1,7 +1,7 @@
 """Pictures as inline SVG: the loss over the steps, and seconds of a step by rank and section.
 
 A run that resumes exactly draws the same curve again, on top of the lost part. So every attempt also has a
-lane under the axis, which shows where it began, what it kept and what was done again.
+lane under the axis, which shows where it began, what was kept of it and what was done again.
 
 Pure: numbers in, markup out. Everything that colour shows is also shown by a label, a dash or a shape. All
 text is escaped here; nothing else goes into the markup but numbers.
@@ -21,14 +21,14 @@ from holdfast.journal import Line
 from holdfast.journal.events import StragglersReported
 from holdfast.train.stragglers import COMPUTE, INPUT, OTHER
 
-# The losses of a run, one series an attempt. Pure: journal lines in, numbers out.
+# The losses of a run, one series per attempt. Pure: journal lines in, numbers out.
 
 
 @dataclass(frozen=True)
 class LossPoint:
     step: int
     loss: float
-    """May be NaN or infinite: then it was recorded so."""
+    """May be NaN or infinite, if it was recorded so."""
     at: float
 
 
@@ -56,22 +56,22 @@ def losses_by_attempt(lines: list[Line]) -> list[AttemptLosses]:
     return series
 
 
-# Seconds of a step by rank and section as inline SVG: where which rank loses time, at a look.
+# Seconds of a step by rank and section as inline SVG: shows at a glance where each rank loses time.
 #
-# A cell is the darker the more it takes beyond the median of its column, as a part of a step. Waiting is
-# shown and not coloured: who waits is not slow. More ranks than fit are shown by node, each cell as its worst
-# rank's.
+# A cell is darker the more it takes beyond the median of its column, as a fraction of a step. Waiting is
+# shown but not coloured: a rank that waits is not slow. If there are too many ranks, rows are nodes, each
+# with the values of its worst rank.
 #
-# Pure: an event in, markup out. Every cell says its number too, as text or on pointing at it. All text is
+# Pure: an event in, markup out. Every cell also says its number, as text or when pointed at. All text is
 # escaped here; nothing else goes into the markup but numbers.
 
 
 MOST_RANKS = 64
-"""Rows for ranks; more of them are put together by node."""
+"""Most rows for ranks; more ranks are grouped by node."""
 MOST_NODES = 256
 ROW, HEAD = 24, 34
 SHADES = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Parts of a step above the median at which a cell gets darker."""
+"""Fractions of a step above the median at which a cell gets darker."""
 WAITING = "waiting"
 
 
@@ -79,12 +79,12 @@ WAITING = "waiting"
 class Row:
     label: str
     name: str
-    """In full, for those who point at it."""
+    """In full, shown when pointed at."""
     seconds: list[float]
 
 
 def columns(event: StragglersReported) -> list[str]:
-    """The sections in the order of a step, those that the script has named between the others."""
+    """The sections in the order of a step, with those that the script has named between the others."""
     named = sorted(name for name in event.sections if name not in (INPUT, COMPUTE, OTHER))
     return [name for name in (INPUT, COMPUTE, *named, OTHER) if name in event.sections]
 
@@ -171,7 +171,7 @@ def _by_node(values: Sequence[list[float]], nodes: Sequence[str]) -> list[Row]:
     for node in sorted(slowest[:MOST_NODES]):
         ranks = members[node]
         worst = [max(column) for column in zip(*ranks, strict=True)]
-        worst[-1] = min(mine[-1] for mine in ranks)  # who waits least is the one that is late
+        worst[-1] = min(mine[-1] for mine in ranks)  # the rank that waits least is the late one
         shown = printable(node) or "(no name)"
         rows.append(Row(shown, f"node {shown}, the worst of {len(ranks)} rows", worst))
     return rows
@@ -186,17 +186,17 @@ def _shade(over: float, step: float) -> int:
 
 
 SERIES = 6
-"""Attempt colours in the style sheet; after so many they repeat, and the labels still tell."""
+"""Attempt colours in the style sheet; after so many they repeat, but labels still tell attempts apart."""
 MAX_BROKEN = 12
-"""Values that are not finite and get a mark of their own, an attempt."""
+"""Most values per attempt that are not finite and get a mark of their own."""
 MAX_LANES = 10
 LANE = 18
 USUAL_LANES = 3
-"""Lanes that fit into the given height; more make the drawing higher."""
+"""Lanes that fit into the given height; more lanes make the drawing taller."""
 MOST_NAMED = 20
-"""Incidents, attempts and checkpoints that the description names one by one."""
+"""Most incidents, attempts and checkpoints that the description names one by one."""
 MANY_SERIES = 40
-"""Attempts above which each is drawn with fewer points: all together they are still a few thousand."""
+"""With more attempts than this, each is drawn with fewer points, so that all together have a few thousand."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Chart:
 
 
 def _drawable(value: float) -> float:
-    """A loss that exploded, within what differences of floats can express."""
+    """A loss, even an exploded one, within the range in which differences of floats stay finite."""
     return min(max(value, -1e300), 1e300)
 
 
@@ -252,7 +252,7 @@ class _Frame:
         return self.left + share * (self.right - self.left)
 
     def lane(self, attempt: int) -> float | None:
-        """Where an attempt's lane lies; None for the oldest of very many."""
+        """Where an attempt's lane is; None for the oldest of very many."""
         index = self.lanes.get(attempt)
         return None if index is None else self.bottom + 40 + LANE * index
 
@@ -276,7 +276,7 @@ def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def thin(points: Sequence[tuple[int, float]], buckets: int) -> list[tuple[int, float]]:
-    """At most about two points a bucket, the lowest and the highest, so that a spike stays visible."""
+    """At most about two points per bucket, the lowest and the highest, so that a spike stays visible."""
     if len(points) <= 2 * buckets:
         return list(points)
     kept: list[tuple[int, float]] = [points[0]]
@@ -361,7 +361,7 @@ def _axes(frame: _Frame) -> list[str]:
 
 
 def _short(tick: float) -> str:
-    """A value of the axis, short enough for the room beside it."""
+    """A value on the axis, short enough for the room beside it."""
     text = f"{tick:.6g}"
     return text if len(text) <= 8 else f"{tick:.2g}"
 
@@ -416,7 +416,7 @@ def _series(series: list[AttemptLosses], frame: _Frame) -> list[str]:
             )
         dashed.append("</g>")
         labels += [opening, *_label(one, index, frame, taken), "</g>"]
-    return solid + dashed + labels  # dashes over the lines that repeat them, names over everything
+    return solid + dashed + labels  # dashes above the lines that repeat them, names above everything
 
 
 def _label(series: AttemptLosses, index: int, frame: _Frame, taken: list[tuple[float, float]]) -> list[str]:
@@ -428,7 +428,7 @@ def _label(series: AttemptLosses, index: int, frame: _Frame, taken: list[tuple[f
     above = max(y - 10, 12)
     while any(abs(x - other_x) < 80 and abs(above - other_y) < 14 for other_x, other_y in taken):
         above -= 14
-    # No room; of very many attempts the last have no lane to be found in either.
+    # No room; with very many attempts the oldest have no lane to find them by either.
     if above < 12 or frame.lane(series.attempt) is None:
         return [_shape(index, x, y)]
     taken.append((x, above))
@@ -453,7 +453,7 @@ def _shape(index: int, x: float, y: float) -> str:
 
 @dataclass(frozen=True)
 class _Badge:
-    """One incident, or several that are too near to each other for a badge each."""
+    """One incident, or several that are too close together for a badge each."""
 
     faults: tuple[Fault, ...]
     first: float
@@ -479,7 +479,7 @@ def _badge(faults: tuple[Fault, ...], frame: _Frame) -> _Badge:
 
 
 def badges(faults: Iterable[Fault], frame: _Frame) -> list[_Badge]:
-    """In the order of the steps, none over another: neighbours that would touch become one."""
+    """In the order of steps, without overlap: neighbours that would touch become one badge."""
     placed: list[_Badge] = []
     for fault in sorted(faults, key=lambda fault: (fault.step, fault.incident)):
         newest = _badge((fault,), frame)
@@ -518,8 +518,8 @@ def _faults(faults: list[Fault], frame: _Frame) -> list[str]:
 
 
 def _lanes(chart: Chart, frame: _Frame) -> list[str]:
-    """One lane an attempt: solid what it kept, dashed what was done again, dots for commits, crosses for
-    checkpoints that were later refused."""
+    """One lane per attempt: solid for what was kept of it, dashed for what was done again, dots for commits,
+    crosses for checkpoints that were later refused."""
     parts: list[str] = []
     for index, one in enumerate(chart.series):
         y = frame.lane(one.attempt)

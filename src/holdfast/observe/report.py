@@ -237,11 +237,12 @@ def table(caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[str], c
     )
 
 
-# The report's part on incidents: every failure, the newest and the costliest in full, and what was none.
+# The report's part on incidents: every failure, the newest and the costliest in full, and what was no
+# failure.
 
 
 IN_FULL = 50
-"""Incidents with all their evidence; of more, the others are a line each, folded away."""
+"""Most incidents shown with all their evidence; any others are one line each, folded away."""
 MOST_OTHERS = 100
 
 
@@ -258,7 +259,7 @@ def _failures(incidents: list[Incident], began: float) -> str:
         return ""
     full = {incident.number for incident in incidents[-IN_FULL:]}
     costliest = max(incidents, key=lambda incident: incident.seconds_lost)
-    full.add(costliest.number)  # the first screen leads there
+    full.add(costliest.number)  # the first screen links to it
     heads = [("#", ""), ("What happened", ""), ("Evidence", ""), ("Decision", ""), ("Time lost", "num")]
     caption = "Each fault, from its detection until the run was back where it had been."
     made = table(caption, heads, [_row(incident, began) for incident in incidents if incident.number in full])
@@ -322,7 +323,7 @@ def _remarks(remarks: Sequence[Remark], began: float) -> str:
 
 
 BAD = ("suspect", "condemned", "abandoned")
-"""Standings that matter more than that a checkpoint was once resumed from."""
+"""Standings that matter more than the fact that a checkpoint was once resumed from."""
 _SHOWN = (StepRejected, Verdict, ProbationEnded, StandingChanged, ThroughputLow, DataSkipped)
 MOST_ROWS = 500
 
@@ -333,7 +334,7 @@ def standings(lines: list[Line]) -> dict[str, StandingChanged]:
 
 
 def standing(change: StandingChanged) -> str:
-    """What is known of a checkpoint, for its row."""
+    """A checkpoint's standing, for its row."""
     bad = change.standing in BAD
     mark, style = ("✕", "bad") if bad else ("✓", "good")
     why = "; ".join(change.evidence)
@@ -430,15 +431,15 @@ def straggler_part(lines: Sequence[Line]) -> str:
     )
 
 
-# The report's first screen: how the run stands or ended, and its worst incident, each by the five answers.
+# The report's first screen: how the run is or ended, and its worst incident, each by the five answers.
 #
-# Everything that it says comes from the accounts and the remarks; here it only becomes markup.
+# Everything it says comes from the accounts and the remarks; here it only becomes markup.
 
 
 WHYS = 3
-"""Reasons that stand open; more are folded away."""
+"""Most reasons that are shown unfolded; more are folded away."""
 MOST_ALSO = 4
-"""Other things that are named one by one."""
+"""Most other things that are named one by one."""
 _ASKED = {"who": "Who", "what": "What", "why": "Why", "done": "Done", "cost": "Cost", "next": "Next"}
 
 
@@ -487,7 +488,7 @@ def first_screen(
 
 
 def state_of(life: Sequence[Attempt], any_line: bool) -> str:
-    """One word for how the run stands."""
+    """One word for the state of the run."""
     newest = life[-1] if life else None
     if newest is None:
         return "Not started" if any_line else "Nothing"
@@ -496,7 +497,7 @@ def state_of(life: Sequence[Attempt], any_line: bool) -> str:
     if newest.ended is not None:
         return {"failed": "Failed", "stopped": "Stopped", "lost": "Lost"}.get(newest.ended.outcome, "Ended")
     if newest.account is not None and newest.account.ends:
-        return "Failed"  # told by a node that nobody decided for
+        return "Failed"  # reported by a node for which nobody decided
     return "Running"
 
 
@@ -509,7 +510,7 @@ def _lead(
     stopped: Remark | None,
     state: str,
 ) -> str:
-    """How it stands in one sentence, and what is to be done if something is."""
+    """The state of the run in one sentence, and what to do if there is something to do."""
     if not lines:
         return '<p class="lead">The journal is empty.</p>'
     began, last = min(line.at for line in lines), max(line.at for line in lines)
@@ -551,7 +552,7 @@ def _answers(incident: Incident) -> list[tuple[str, str]]:
 
 
 def _whole(case: Sequence[Incident]) -> list[tuple[str, str]]:
-    """Of incidents of which the last one names the cause: its answers, and the cost of all."""
+    """For several incidents of which the last names the cause: its answers, and the cost of all."""
     told = _answers(case[-1])
     if len(case) == 1:
         return told
@@ -566,7 +567,7 @@ def _card(heading: str, badge: str, answers: Sequence[tuple[str, str]]) -> str:
 
 
 def answer_list(told: Sequence[tuple[str, str]]) -> str:
-    """Each question once, as a person would ask it; the later ones of many answers are folded away."""
+    """Each question once, as a person would ask it; of many answers, the later ones are folded away."""
     grouped: list[tuple[str, list[str]]] = []
     for question, answer in told:
         if question or not grouped:
@@ -575,7 +576,7 @@ def answer_list(told: Sequence[tuple[str, str]]) -> str:
     rows = []
     for question, answers in grouped:
         open_, folded = answers[:WHYS], answers[WHYS:]
-        if len(folded) == 1:  # a line to open it would take as much room
+        if len(folded) == 1:  # a line to unfold it would take as much room
             open_, folded = answers, []
         said = "".join(f"<p>{text(one)}</p>" for one in open_)
         if folded:
@@ -587,7 +588,7 @@ def answer_list(told: Sequence[tuple[str, str]]) -> str:
 
 
 def _also(rest: Sequence[Remark]) -> str:
-    """What else it met, a line each."""
+    """What else the run met, one line each."""
     if not rest:
         return ""
     costly = sorted(rest, key=lambda one: (one.seconds, one.count), reverse=True)
@@ -628,7 +629,7 @@ def _figures(
 
 MAX_TIMELINE = 5000
 MANY_TIMELINE = 1000
-"""Events that are shown of a run with very many incidents, whose other parts are long already."""
+"""Most events shown for a run with very many incidents, whose other parts are long already."""
 MAX_DECISIONS = 200
 MAX_CHECKPOINTS = 500
 
@@ -642,7 +643,7 @@ PARTS = {
 }
 
 MARK = "Holdfast report</title>"
-"""By which an earlier report is known."""
+"""By which an earlier report is recognised."""
 
 
 def write_report(
@@ -656,7 +657,7 @@ def write_report(
 ) -> None:
     """Write the report of a run. `reference` is a curve of (step, loss) to compare with; `facts` are extra
     rows for the summary. The file is replaced in one step; raises OSError if it cannot be written, UsageError
-    if something is there that is no earlier report; `overwrite`: any regular file may be replaced."""
+    if something else than an earlier report is there; `overwrite`: any regular file may be replaced."""
     check_output(Path(destination), mark=MARK, overwrite=overwrite)
     page = report_html(lines, title=title, reference=reference, facts=facts)
     replace_atomic(Path(destination).absolute(), page.encode("utf-8", "backslashreplace"))

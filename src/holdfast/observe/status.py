@@ -1,11 +1,11 @@
-"""How a run is now, from its records and the ends of its journals, in values and in words. Reads only.
+"""How a run is doing, from its records and the ends of its journals, in values and in words. Reads only.
 
-Guarantee: it always answers for a directory that holds a run. What is missing, torn, damaged or of another
+Guarantee: it always answers for a directory that holds a run. What is missing, torn, damaged or from another
 release is left out and named under `problems`. The cost does not grow with the length of the journal: only
 the last bytes of the newest attempts' files are read.
 
-What is decisive (who lives, which attempt, how it ended, what was decided) comes from the durable records;
-the journal adds what changes every second.
+The decisive facts (who is alive, which attempt, how it ended, what was decided) come from the durable
+records; the journal adds what changes every second.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# An attempt's stop on request, from the ends of its journals: who asked, how far it is, what came of it.
+# An attempt's stop on request, from the ends of its journals: who asked, how far it has come, how it ended.
 
 
 class StopState(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,16 +78,16 @@ class StopState(msgspec.Struct, frozen=True, kw_only=True):
     ends_at: float | None = None
     """The hard deadline, in seconds since 1970; None if there is none."""
     step: int | None = None
-    """After which all ranks stop, once that is agreed on."""
+    """The step after which all ranks stop, once that is agreed on."""
     checkpoint: str | None = None
-    """What holds the state of that step: None until it is safe, empty if there was nothing to save."""
+    """The checkpoint with the state of that step: None until it is safe; "" if there was nothing to save."""
     already: bool = False
     forced: str = ""
-    """Why it ended without saving; empty if it did not."""
+    """Why the attempt ended without saving; empty if it did not."""
 
 
 def stop_of(journal: Path, files: list[str], attempt: int) -> StopState | None:
-    """How the stop of an attempt stands, by whoever asked for it first; None if nobody did."""
+    """How far the stop of an attempt has come, by its first request; None if nobody asked for one."""
     lines = sorted(
         (line for who in ("agent", REPORTER) for line in tails(journal, files, attempt, who)),
         key=lambda line: line.at,
@@ -116,7 +116,7 @@ def stop_of(journal: Path, files: list[str], attempt: int) -> StopState | None:
 
 
 def stop_progress(stop: StopState, now: float) -> str:
-    """Of a stop that is under way: `asked by SIGTERM to rank 1 on n, 42 s left`."""
+    """For a stop that is under way: `asked by SIGTERM to rank 1 on n, 42 s left`."""
     parts = [f"asked by {stop.asked_by}"]
     if stop.ends_at is not None:
         parts.append(f"{duration(max(0.0, stop.ends_at - now))} left")
@@ -128,7 +128,7 @@ def stop_progress(stop: StopState, now: float) -> str:
 
 
 def stop_outcome(code: int, stop: StopState | None) -> str:
-    """Of one that is over."""
+    """The same for a stop that is over."""
     known = code in (ExitCode.STOPPED, ExitCode.STOPPED_UNSAVED)
     if not known or stop is None:
         told = f"{MEANINGS[ExitCode(code)][0].rstrip('.')} (exit code {code}); " if known else ""
@@ -142,7 +142,7 @@ def stop_outcome(code: int, stop: StopState | None) -> str:
     return f"{what}; asked by {stop.asked_by}; launch it again to resume (exit code {code})"
 
 
-# Tables for terminals, made of what the other modules here work out.
+# Tables for terminals, made from what other modules work out.
 
 
 def incident_table(incidents: list[Incident]) -> Table:
@@ -180,7 +180,7 @@ def cost(incident: Incident) -> str:
 
 
 FROM_SIGNALS = 128
-"""Exit codes above it are those of releases that ended with a signal's number."""
+"""Exit codes above this come from releases that ended with a signal's number."""
 
 ALIVE = ("new", *LIVE, "finished")
 """States for which `holdfast status` exits with 0."""
@@ -199,23 +199,23 @@ class LastIncident(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     at: float | None = None
     account: Account | None = None
-    """The answers to who, what, why, what was done and what to do, where the launcher gave them."""
+    """The answers to who, what, why, what was done and what to do, if the launcher gave them."""
 
 
 class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
     used: int
     """Restarts since the last progress, or since an operator reset the budget."""
     max_restarts: int | None = None
-    """None if it is not recorded: there was no launcher, or it was of an older release."""
+    """None if it is not recorded: there was no launcher, or one of an older release."""
     left: int | None = None
 
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that a lower rung's replay is to condemn or to acquit."""
+    """A checkpoint that the replay from a lower rung will condemn or acquit."""
 
     checkpoint: str
     until: int
-    """The step at which it failed."""
+    """The step at which the attempt failed."""
     evidence: list[str]
 
 
@@ -228,14 +228,14 @@ class Status(msgspec.Struct, kw_only=True):
     state: str = "new"
     """new, starting, running, stopping, restarting, paused, finished, failed, stopped or lost."""
     detail: str = ""
-    """Of the state, in words."""
+    """Details of the state, in words."""
     exit_code: int | None = None
-    """What the run ended with, where it is known to have ended."""
+    """The code that the run ended with, if it is known to have ended."""
     attempt: int = 0
     started: float | None = None
     world_size: int | None = None
     nodes: dict[str, list[int]] = {}
-    """Node → its ranks, where a launcher started them."""
+    """Node → its ranks, if a launcher started them."""
     lease: LeaseState | None = None
     step: int | None = None
     step_at: float | None = None
@@ -243,7 +243,7 @@ class Status(msgspec.Struct, kw_only=True):
     loss: float | str | None = None
     save: LastSave | None = None
     local_save: LastSave | None = None
-    """In the local tier, which the nodes themselves hold."""
+    """The last save in the local tier, which the nodes themselves hold."""
     incident: LastIncident | None = None
     budget: BudgetState | None = None
     paused: Request | None = None
@@ -252,7 +252,7 @@ class Status(msgspec.Struct, kw_only=True):
     exclusions: list[Exclusion] = []
     suspects: list[Suspect] = []
     stop: StopState | None = None
-    """Of the newest attempt, where somebody asked for one."""
+    """The newest attempt's stop, if somebody asked for one."""
     problems: list[str] = []
 
     @property
@@ -319,7 +319,7 @@ def status_of(control: ControlDirectory) -> Status:
 
 
 def _why_not_begun(control: ControlDirectory) -> str:
-    """Of a run without an attempt: the node that was kept out last, and why."""
+    """For a run without an attempt: the node that was last kept out, and why."""
     out = [one for one in remarks_of(read_journal(control.journal)) if one.kind == "unfit"]
     return f"no attempt has begun: {out[-1].what}" if out else ""
 
@@ -327,7 +327,7 @@ def _why_not_begun(control: ControlDirectory) -> str:
 def _state(
     newest: _Newest, held: Claim | None, lease: LeaseState | None, controls: Controls
 ) -> tuple[str, str, int | None]:
-    """Pure: the state, in words, and the code that the run ended with if it did."""
+    """Pure: the state, details in words, and the code that the run ended with if it did."""
     live = held is not None and lease is not None and lease.alive and not held.owner.startswith(COMMANDS)
     another = held is not None and newest.record is not None and held.owner != newest.record.launch
     if live and (newest.number == 0 or another):
@@ -385,7 +385,7 @@ def _stopped_by(code: int) -> str:
 
 
 def _take_stop(status: Status, control: ControlDirectory, files: list[str]) -> None:
-    """What asked the newest attempt to stop, and how far that is."""
+    """What asked the newest attempt to stop, and how far the stop has come."""
     status.stop = stop = stop_of(control.journal, files, status.attempt)
     if stop is not None and status.state in ("running", "starting"):
         status.state, status.detail = "stopping", stop_progress(stop, status.at)
@@ -394,7 +394,7 @@ def _take_stop(status: Status, control: ControlDirectory, files: list[str]) -> N
 
 
 def _take_steps(status: Status, control: ControlDirectory, files: list[str], head: HeadRecord | None) -> None:
-    """The step, the rate and the loss of the newest attempt; the step it came from while it has none."""
+    """The step, rate and loss of the newest attempt; as long as it has none, the step it came from."""
     newest = batches(control.journal, files, status.attempt)
     if not newest:
         status.step = head.step if head is not None else None
@@ -408,7 +408,7 @@ def _take_steps(status: Status, control: ControlDirectory, files: list[str], hea
 
 
 def _last_save(control: ControlDirectory, numbers: list[int]) -> LastSave | None:
-    """The newest commit of the newest attempt that made any, by its names alone: there may be very many."""
+    """The newest commit of the newest attempt that made any, by the names alone: there may be very many."""
     for nth in reversed(numbers):
         folder = control.attempt(nth) / "commits"
         done = sorted(name for name in list_names(folder) if name.endswith(".done"))
@@ -423,7 +423,7 @@ def _last_save(control: ControlDirectory, numbers: list[int]) -> LastSave | None
 def _last_local_save(control: ControlDirectory) -> LastSave | None:
     """The newest checkpoint that the nodes themselves hold, as recorded."""
     for name in tier.names(control):
-        with contextlib.suppress(FileNotFoundError):  # a live run forgets what no node holds any more
+        with contextlib.suppress(FileNotFoundError):  # a live run forgets what no node still holds
             at = (tier.folder(control, name) / MANIFEST).stat().st_mtime
             return LastSave(checkpoint=str(name), step=name.step, at=at)
     return None
@@ -434,7 +434,7 @@ def _known(control: ControlDirectory, number: int) -> dict[str, Any]:
 
 
 def _root(failures: list[FailureRecord], known: Mapping[str, Any]) -> FailureRecord | None:
-    """The worker's end that an incident came from; as far as records of an older release tell."""
+    """The worker's end that caused an incident, as far as records of an older release tell."""
     if known.get("root_rank") is not None:
         return next((failure for failure in failures if failure.rank == known["root_rank"]), None)
     failed = [failure for failure in failures if not failure.left]
@@ -515,7 +515,7 @@ STYLES = {
     "restarting": "yellow",
 }
 MAX_NODES = 8
-"""Nodes that are named; there may be very many."""
+"""Most nodes that are named; there may be very many."""
 
 
 class Row(NamedTuple):
@@ -525,7 +525,7 @@ class Row(NamedTuple):
 
 
 def status_rows(status: Status) -> list[Row]:
-    """What a person wants to know, one thing a line."""
+    """What a person wants to know, one thing per line."""
     rows = [Row("run", f"{status.run} in {printable(status.run_dir)}"), _state_words(status)]
     if status.nodes or status.world_size is not None:
         rows.append(Row("ranks", _ranks(status)))

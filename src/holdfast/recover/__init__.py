@@ -2,7 +2,7 @@
 
 For an operator at 3 am: looks, asks, starts the run again, and watches it until its probation is over.
 Promises: it says what it did and what it would do; nothing is drained without being asked.
-Never: start a run that lives; hide why it does not start one.
+Never: start a run that is alive; hide why it does not start one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command that starts a run again, and acting on it: draining nodes, asking the scheduler, running it.
 
-Guarantee: nothing here is called without a person's word (`--yes`, or an answer). A node is kept out of the
-run durably before the scheduler is asked to drain it, so that the run does without it whatever comes of that.
+Guarantee: nothing here is called without a person's word (`--yes`, or an answer). A node is durably excluded
+from the run before the scheduler is asked to drain it, so that the run does without it in any case.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def command_of(
     nodes: int | None,
     environ: Mapping[str, str] = os.environ,
 ) -> Command | None:
-    """What was given on the command line, else what the last launch left; None if neither is known.
+    """The command given on the command line, else that of the last launch; None if neither is known.
 
-    `nodes`: how many would take part, where that is known.
+    `nodes`: how many would take part, if that is known.
     """
     if given:
         per_node, wanted = _asked(given)
@@ -59,9 +59,9 @@ def command_of(
 def settings_of(
     started: LaunchRecord | None, given: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """What the command would run with, as far as its flags, their file and the environment here say.
+    """The settings that the command would run with, by its flags, their file and the environment here.
 
-    A command that cannot be read is refused when it starts; until then the defaults count.
+    A command whose settings cannot be read is refused when it starts; until then the defaults count.
     """
     argv: Sequence[str] = given or (started.argv if started is not None else [])
     directory = Path(started.directory) if started is not None and not given else Path.cwd()
@@ -76,7 +76,7 @@ def settings_of(
 
 
 def parse_words(argv: Sequence[str], flag: str) -> list[str]:
-    """Every value that a flag was given."""
+    """All values that a flag was given."""
     found: list[str] = []
     for at, word in enumerate(argv):
         if word.startswith(f"{flag}="):
@@ -87,7 +87,7 @@ def parse_words(argv: Sequence[str], flag: str) -> list[str]:
 
 
 def _asked(argv: Sequence[str]) -> tuple[int, int]:
-    """(workers per node, nodes) as the flags of `holdfast run` or torchrun say; 0 where they do not."""
+    """(workers per node, nodes) as the flags of `holdfast run` or torchrun say; 0 if they do not."""
     values: dict[str, str] = {}
     for at, word in enumerate(argv):
         name, equals, value = word.partition("=")
@@ -104,7 +104,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def drain(control: ControlDirectory, drains: Sequence[Drain], by: str) -> list[Action]:
-    """Take nodes out of the run, and out of service where there is a scheduler."""
+    """Take nodes out of the run and, if there is a scheduler, out of service."""
     done: list[Action] = []
     for one in drains:
         reason = f"holdfast recover: {one.reason}"
@@ -120,10 +120,10 @@ def drain(control: ControlDirectory, drains: Sequence[Drain], by: str) -> list[A
 
 
 class Started:
-    """The command, as a child in a process group of its own: the terminal's signals reach it once, by us."""
+    """The command, as a child in its own process group: the terminal's signals reach it once, through us."""
 
     def __init__(self, command: Command, *, to_stderr: bool, extra: Mapping[str, str] | None = None) -> None:
-        """`to_stderr`: what it prints must not mix with what we print; `extra`: variables that it gets."""
+        """`to_stderr`: its output must not mix with ours; `extra`: additional variables for it."""
         out = sys.stderr.fileno() if to_stderr else None
         try:
             self._process = subprocess.Popen(
@@ -140,12 +140,12 @@ class Started:
             ) from error
 
     def poll(self) -> int | None:
-        """Its exit code as a shell has it; None while it runs."""
+        """Its exit code as a shell would show it; None while it runs."""
         code = self._process.poll()
         return None if code is None else code if code >= 0 else 128 - code
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, or so long."""
+        """Wait until it has ended, at most so many seconds."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -153,7 +153,7 @@ class Started:
 
     @contextmanager
     def passing_on(self) -> Iterator[None]:
-        """Within, what is sent to this process goes to the command."""
+        """Within this context, signals sent to this process go on to the command."""
 
         def hand_on(number: int, frame: object) -> None:
             del frame
@@ -167,9 +167,9 @@ class Started:
                 signal.signal(number, handler)
 
 
-# What the scheduler adds to the runbook: nodes that are free, nodes taken out of service, where to start.
+# What the scheduler adds to the runbook: nodes that are free, nodes to take out of service, where to start.
 #
-# Quiet where there is no Slurm; every question to it has a deadline, and no answer is "not known".
+# Quiet where there is no Slurm; every question to it has a deadline, and no answer means "not known".
 
 
 _FREE = re.compile(r"\bIDLE\b")
@@ -178,9 +178,9 @@ _FREE = re.compile(r"\bIDLE\b")
 def offered_nodes(
     started: LaunchRecord | None, without: Collection[str], environ: Mapping[str, str] = os.environ
 ) -> Offer | None:
-    """The nodes that could be had now; None where there is no scheduler, or no answer.
+    """The nodes that could be had now; None if there is no scheduler, or no answer.
 
-    Inside of a job these are its own nodes; else those of the last launch's partition that are idle.
+    Inside a job these are its own nodes; otherwise the idle nodes of the last launch's partition.
     """
     job = current_job(environ)
     if job is not None:
@@ -198,7 +198,7 @@ def offered_nodes(
 
 
 def drain_by_scheduler(node: str, reason: str) -> Action | None:
-    """Have Slurm start nothing more on a node; None where it knows no such node."""
+    """Have Slurm start nothing more on a node; None if it knows no such node."""
     known = node_records([node]).get(node)
     if known is None:
         return None
@@ -210,7 +210,7 @@ def drain_by_scheduler(node: str, reason: str) -> Action | None:
 
 
 def must_be_submitted(started: LaunchRecord | None, environ: Mapping[str, str] = os.environ) -> str:
-    """How to start a run that lives in Slurm, if this is not inside of a job; empty if it may start here."""
+    """How to start a run that belongs in Slurm, if this is not inside a job; empty if it may start here."""
     if started is None or not started.job or current_job(environ) is not None:
         return ""
     return (

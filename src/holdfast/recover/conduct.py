@@ -1,10 +1,10 @@
-"""The whole runbook: examine, then what may be done, then watching the resume until its probation is over.
+"""The whole runbook: examine, then do what may be done, then watch the resume until its probation is over.
 
-Guarantee: without `run`, `yes` or a person's answer nothing is changed but for the record's own file. A run
-that is held by somebody, has no rung, no storage or no nodes is never started, whatever was answered; only a
+Guarantee: without `run`, `yes` or a person's answer, nothing but the record's own file is changed. A run that
+somebody holds, or that has no rung, no storage or no nodes, is never started, whatever was answered; only a
 stop that recovery decided on can be overruled.
 
-What a run had left before its resume, and whether the resume is right until its probation is over.
+It compares what a run had left before its resume with what it does until its probation is over.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ from holdfast.train import measured_before
 
 # --- the runbook --------------------------------------------------------------------------------------------
 
-# What a run had left by the time it was resumed, for judging the resume by. Reads only.
+# What a run had left by the time it was resumed, to judge the resume by. Reads only.
 
 
 COUNTED = 6
-"""Checkpoints whose counts and distances are compared."""
+"""How many checkpoints have their counts and distances compared."""
 
 
 def manifest_of(control: ControlDirectory, root: Path, name: CheckpointName) -> Manifest | None:
-    """A checkpoint's manifest, from the root or as the local tier recorded it; None if there is none."""
+    """A checkpoint's manifest, from the root or from the local tier's record; None if there is none."""
     for place in (root / str(name), control.path / "local" / str(name)):
         try:
             return manifests.read(place)[0]
@@ -103,9 +103,9 @@ def before_resume(
     world: int | None,
     mtbf_hours: float = 0.0,
 ) -> BeforeResume:
-    """As it was up to attempt number `attempts`; `checkpoint` is what is resumed from, empty for nothing.
+    """The run as it was up to attempt `attempts`; `checkpoint` is what is resumed from, empty for nothing.
 
-    `mtbf_hours`: as given by somebody; 0 takes what was measured.
+    `mtbf_hours`: as somebody gave it; 0 takes the measured value.
     """
     numbers = [number for number in attempt_numbers(control) if number <= attempts]
     name = parse_name(checkpoint) if checkpoint else None
@@ -115,7 +115,7 @@ def before_resume(
         return BeforeResume(checkpoint=checkpoint, starts=world, mtbf=mtbf.seconds, mtbf_source=mtbf.source)
     manifest = manifest_of(control, root, name)
     records = [one for one in read_timeline(control).on_line if one.step <= name.step]
-    if all(one.id != name.id for one in records):  # pinned, off the line: what was saved before it is not it
+    if all(one.id != name.id for one in records):  # off the lineage: another has its step
         records = [one for one in records if one.step < name.step]
     recent = sorted(records, key=lambda one: one.step)[-COUNTED:]
     losses, digests = _done_after(control, name, numbers)
@@ -139,9 +139,9 @@ def before_resume(
 def _done_after(
     control: ControlDirectory, name: CheckpointName, numbers: Sequence[int]
 ) -> tuple[dict[int, float], dict[int, str]]:
-    """Losses and sample digests of the steps after a checkpoint, as attempts that went on from it did them.
+    """Losses and sample digests of the steps after a checkpoint, from the attempts that went on from it.
 
-    An attempt that saved something suspect or condemned after it is no measure.
+    An attempt that saved something suspect or condemned after it is no reference.
     """
     book = StandingBook(control)
     comparable = []
@@ -165,7 +165,7 @@ def _done_after(
 
 
 def _rates(control: ControlDirectory, root: Path, records: Sequence[CommitRecord], count: str) -> list[float]:
-    """How many samples or tokens a step had, between each two checkpoints; the first from a fresh start."""
+    """How many samples or tokens a step had, between successive checkpoints; the first from a fresh start."""
     points: list[tuple[int, int, str]] = []
     for record in records:
         manifest = manifest_of(control, root, CheckpointName(record.step, record.id))
@@ -174,7 +174,7 @@ def _rates(control: ControlDirectory, root: Path, records: Sequence[CommitRecord
     origin = read_timeline(control).origin
     if len(points) < COUNTED and origin is not None and origin.checkpoint is None and not origin.source:
         points.insert(0, (0, 0, points[0][2] if points else ""))
-    return [  # an older release counted rank 0's alone: that and the job's make no rate
+    return [  # an older release counted only rank 0's: they cannot be compared with the job's
         (b - a) / (after - step)
         for (step, a, whose), (after, b, then) in itertools.pairwise(points)
         if after > step and whose == then
@@ -182,13 +182,13 @@ def _rates(control: ControlDirectory, root: Path, records: Sequence[CommitRecord
 
 
 def _interval(steps: Sequence[int]) -> int:
-    """Steps between saves, as most of them had it; the first one's distance from the start if it is alone."""
+    """The most frequent number of steps between saves; for a single save, its distance from the start."""
     gaps = [after - step for step, after in itertools.pairwise(steps)] or [*steps[:1]]
     return statistics.mode(gaps) if gaps else 0
 
 
 class ResumeWatch:
-    """One resume: that of the first attempt after number `after` in which a rank resumes."""
+    """Watches one resume: that of the first attempt after number `after` in which a rank resumes."""
 
     def __init__(
         self,
@@ -200,9 +200,9 @@ class ResumeWatch:
         band: float = BAND,
         mtbf_hours: float = 0.0,
     ) -> None:
-        """`expected`: the checkpoint that was foretold, empty for a fresh start; None takes what is used.
+        """`expected`: the checkpoint that was predicted, empty for a fresh start; None accepts any.
 
-        `band`: by how much longer a step may take than before; `mtbf_hours`: as given, 0 if it was not.
+        `band`: how much longer a step may take than before; `mtbf_hours`: as given, 0 if it was not.
         """
         self._control = control
         self._root = root
@@ -217,10 +217,10 @@ class ResumeWatch:
         self._world: int | None = None
         self._resumed: Resumed | None = None
         self.over = False
-        """Whether there is nothing more to wait for: probation has ended, or the attempt."""
+        """Whether there is nothing more to wait for: probation or the attempt has ended."""
 
     def poll(self) -> None:
-        """Take in what is new."""
+        """Take in new journal lines."""
         for line in self._reader.poll():
             self._take(line)
 
@@ -242,7 +242,7 @@ class ResumeWatch:
                 pass
 
     def points(self) -> list[Point]:
-        """Whether the resume was correct, as far as that is known by now."""
+        """Whether the resume was correct, as far as is known by now."""
         return judge(self._before(), self._since(), band=self._band)
 
     def _before(self) -> BeforeResume:
@@ -311,7 +311,7 @@ class ResumeWatch:
     def _rates(
         self, saves: dict[int, str], finished: RunFinished | None
     ) -> tuple[float | None, float | None]:
-        """Samples and tokens of a step, from what was loaded to the newest count."""
+        """Samples and tokens per step, from what was loaded to the newest count."""
         assert self._resumed is not None
         start = parse_name(self._resumed.checkpoint or "")
         base = manifest_of(self._control, self._root, start) if start is not None else None
@@ -331,17 +331,17 @@ class ResumeWatch:
         return None, None
 
 
-# The runbook for a directory of checkpoints that no run keeps a record of, such as plain DCP.
+# The runbook for a directory of checkpoints of which no run keeps a record, such as plain DCP.
 #
-# What stopped the training, on which nodes, and what speaks against a checkpoint is not recorded there, and
-# is said to be not known. Storage, the checkpoints themselves and the command are looked at as for any run.
+# What stopped the training, on which nodes, and what speaks against a checkpoint are not recorded there, and
+# are reported as not known. Storage, the checkpoints themselves and the command are examined as for any run.
 
 
 RESUME_FROM = "HOLDFAST_CHECKPOINT_RESUME_FROM"
 
 
 def recover_plain_root(root: Path, wishes: Wishes, show: Show, reading: Callable[[], Reading]) -> Report:
-    """Go through what the runbook can say of it; the report's `exit_code` is what to end with."""
+    """Go through what the runbook can say about it; the report's `exit_code` is the code to end with."""
     check_record(wishes)
     with reading() as shown:
         report = _examined_plain(root, wishes, shown)
@@ -390,7 +390,7 @@ def _examined_plain(root: Path, wishes: Wishes, shown: Reading) -> Report:
 
 
 def _storage(place: Place, alarm: list[str]) -> Finding:
-    """What cannot be written can be resumed from all the same: the run saves to a root of its own."""
+    """A root that cannot be written can still be resumed from: the run saves to a root of its own."""
     if place.problem and not place.hangs:
         text = "can be read; a run that starts from it needs a root of its own"
         told = [f"{place.path}: {place.problem}", *(f"cannot be used: {name}" for name in alarm)]
@@ -415,7 +415,7 @@ def _start_plain(report: Report, wishes: Wishes, show: Show) -> None:
     report.started = True
     report.actions.append(Action(what="start from this checkpoint", done=True))
     with started.passing_on():
-        while (code := started.poll()) is None:  # as long as it lives: it is its own bound
+        while (code := started.poll()) is None:  # for as long as it is alive: it bounds itself
             started.wait(LOOK)
     report.ended_with = report.exit_code = code
     report.answer = f"started, and ended with code {code}"
@@ -434,18 +434,18 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     run: bool = False
     yes: bool = False
     watch: bool | None = None
-    """None: what is started here is watched."""
+    """None: watch if something is started here."""
     timeout: float = 3600.0
     """Seconds for which a resume is watched."""
     wait: float = 600.0
-    """Seconds for which nodes are waited for, where there are too few to start."""
+    """Seconds to wait for nodes, if there are too few to start."""
     band: float = BAND
-    """By how much longer a step may take than before the stop."""
+    """How much longer a step may take than before the stop."""
     mtbf_hours: float = 0.0
-    """Hours between failures, as somebody knows it; 0 takes the setting, or what was measured."""
+    """Hours between failures, if somebody knows them; 0 takes the setting, or the measured value."""
     record: Path | None = None
     overwrite: bool = False
-    """Of the record: a file that is no earlier one may be replaced."""
+    """Whether the record may replace a file that is not an earlier record."""
     root: Path | None = None
     remote: str | None = None
     ranks: int | None = None
@@ -457,11 +457,11 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
 
 Show = Callable[[Row], None]
 Ask = Callable[[str], bool | None]
-"""A question to a person; None if there is none to ask."""
+"""Asks a person a question; None if nobody can be asked."""
 
 
 class Reading(Protocol):
-    """Shows how far the reading of checkpoints has come, while it is open."""
+    """While open, shows how far the reading of checkpoints has come."""
 
     advance: Progress | None
 
@@ -473,8 +473,8 @@ class Reading(Protocol):
 def recover_run(
     control: ControlDirectory, wishes: Wishes, show: Show, ask: Ask, reading: Callable[[], Reading]
 ) -> Report:
-    """Go through the runbook; the report's `exit_code` is what to end with."""
-    check_record(wishes)  # before anything is started for which there would be no record
+    """Go through the runbook; the report's `exit_code` is the code to end with."""
+    check_record(wishes)  # nothing may be started that could not be recorded
     report = _examined(control, wishes, show, reading)
     _drain(control, report, wishes, show, ask)
     show(Row("", "", report.answer))
@@ -511,8 +511,8 @@ def _examined(
 def _wait(
     control: ControlDirectory, report: Report, wishes: Wishes, show: Show, reading: Callable[[], Reading]
 ) -> Report:
-    """Until there are nodes enough, or the deadline has come; then everything is looked at anew, because
-    somebody may have started the run meanwhile, or the storage may be gone."""
+    """Wait for enough nodes, or until the deadline; then examine everything anew, because meanwhile somebody
+    may have started the run, or the storage may be gone."""
     show(Row("wait", "yellow", f"for nodes, at most {wishes.wait:g} s (--wait)"))
     began = time.monotonic()
     deadline = began + wishes.wait
@@ -552,7 +552,7 @@ def _drain(control: ControlDirectory, report: Report, wishes: Wishes, show: Show
 
 
 def _may_start(report: Report, wishes: Wishes, show: Show, ask: Ask) -> bool:
-    """Whether the command may be run; asks a person where a person's word counts."""
+    """Whether the command may be run; asks a person if that person's word can decide it."""
     refused = why_not_started(
         report.findings, report.answer, known=report.command is not None, submit=report.submit
     )
@@ -584,7 +584,7 @@ def _start(control: ControlDirectory, report: Report, wishes: Wishes, show: Show
     deadline = time.monotonic() + wishes.timeout
     watching = wishes.watch is not False
     with started.passing_on():
-        while (code := started.poll()) is None:  # as long as the run lives: it is its own bound
+        while (code := started.poll()) is None:  # for as long as the run is alive: it bounds itself
             started.wait(LOOK)
             if not watching:
                 continue
@@ -603,7 +603,7 @@ def _start(control: ControlDirectory, report: Report, wishes: Wishes, show: Show
 
 
 def _judge(report: Report, watch: ResumeWatch, show: Show) -> None:
-    """Say whether the resume was correct, unless the very same was said before."""
+    """Say whether the resume was correct, unless exactly that was said before."""
     points = watch.points()
     said = [(one.point, one.verdict) for one in report.check]
     report.check, report.correct = points, is_correct(points)
@@ -623,7 +623,7 @@ def _judge(report: Report, watch: ResumeWatch, show: Show) -> None:
 
 
 def _watch_live(control: ControlDirectory, report: Report, wishes: Wishes, show: Show) -> None:
-    """Judge the resume of the attempt that runs now, started by whomever."""
+    """Judge the resume of the attempt that is running now, whoever started it."""
     newest = max(attempt_numbers(control), default=0)
     watch = ResumeWatch(
         control,
@@ -645,12 +645,12 @@ def _watch_live(control: ControlDirectory, report: Report, wishes: Wishes, show:
 
 
 def _mtbf_hours(control: ControlDirectory, wishes: Wishes) -> float:
-    """As given here, else as the run's own settings have it; 0 if neither has."""
+    """The value given here, else that of the run's own settings; 0 if neither has one."""
     return wishes.mtbf_hours or settings_of(launch_to_repeat(control), wishes.command).checkpoint.mtbf_hours
 
 
 def check_record(wishes: Wishes) -> None:
-    """Refuse now what the record could not be written to later."""
+    """Refuse now a place to which the record could not be written later."""
     if wishes.record is not None:
         check_output(wishes.record, mark=MARK, overwrite=wishes.overwrite)
 

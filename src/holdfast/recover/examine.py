@@ -64,14 +64,14 @@ from holdfast.recover.action import command_of, settings_of
 from holdfast.recover.facts import cluster_of, facts_of, recent_lines, suspected
 from holdfast.recover.ticket import Command, Moment, Report
 
-# Trying the directories that a run lies in, before anything is read from them.
+# Trying the directories that hold a run, before anything is read from them.
 #
-# Guarantee: never longer than its deadline. A file system whose server is gone makes whoever only looks at it
-# wait for ever; what is on it can then neither be read nor chosen, and that is said instead.
+# Guarantee: never longer than its deadline. A file system whose server is gone makes whoever merely looks at
+# it wait for ever; what is on it can then be neither read nor chosen, and the report says so.
 
 
 SECONDS = 60.0
-"""That a file system has to answer: an fsync may wait behind a checkpoint that is being written."""
+"""Seconds that a file system has to answer: an fsync may wait behind a checkpoint that is being written."""
 
 T = TypeVar("T")
 
@@ -85,12 +85,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it carries the mark of a checkpoint root; None if that could not be seen."""
     hangs: bool = False
     problem: str = ""
-    """Why it does not take and give back what is written; empty if it does, or is not there."""
+    """Why it does not accept and return what is written; empty if it does, or is not there."""
     free: int | None = None
 
 
 def try_places(*paths: Path) -> list[Place]:
-    """Each of them, at the same time."""
+    """Try all of them at the same time."""
     deadline = time.monotonic() + SECONDS
     trying = [(path, Bounded(partial(_try, path), "place")) for path in paths]
     return [
@@ -119,7 +119,7 @@ def _hangs() -> str:
 
 
 def looked_at(path: Path, look: Callable[[], T]) -> T:
-    """What looking at a path tells; ControlError if its file system hangs."""
+    """The result of looking at a path; ControlError if its file system hangs."""
     looking = Bounded(look, "place")
     if looking.ended(SECONDS):
         return looking.result()
@@ -129,9 +129,9 @@ def looked_at(path: Path, look: Callable[[], T]) -> T:
 def storage_facts(
     memory: Place, root: Place, found: Resolution | None, *, begun: bool = False
 ) -> list[StorageFacts]:
-    """As the runbook judges it: the checkpoints' place, unless nobody ever began with one, and the run's.
+    """Facts for the runbook: about the run's directory and, if it ever existed, the checkpoints' place.
 
-    `begun`: a rank has begun, so the root was there, and marked.
+    `begun`: a rank has begun, so the root existed and was marked.
     """
     own = StorageFacts(
         place=str(memory.path),
@@ -156,13 +156,14 @@ def storage_facts(
 
 
 MOMENTS = 60
-"""Lines of the journal in a record: those before the end tell most."""
+"""Journal lines in a record: those before the end tell most."""
 ATTEMPTS = 3
-"""Whose journals are read."""
+"""How many attempts have their journals read."""
 
 
 def open_run(path: Path) -> ControlDirectory | None:
-    """The run in a directory, None if only checkpoints lie there; says precisely what is there instead."""
+    """The run in a directory, None if only checkpoints lie there; otherwise an error says precisely what is
+    there instead."""
     return looked_at(path, lambda: _opened(path))
 
 
@@ -197,7 +198,7 @@ def examine(
     starts_here: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Every stage, in the order of the runbook. `starts_here`: the command is to be run on this machine."""
+    """Go through every stage, in the runbook's order. `starts_here`: the command will run on this machine."""
     status = status_of(control)
     lines = recent_lines(control, attempt_numbers(control)[-ATTEMPTS:])
     facts = facts_of(control, status, lines)
@@ -267,10 +268,10 @@ def _staffed(
     *,
     starts_here: bool,
 ) -> _Staffed:
-    """Which nodes there are, which of them are to be drained, and whether the rest suffices.
+    """Which nodes there are, which of them should be drained, and whether the rest suffices.
 
-    This machine counts where the command would be run on it: always for a run of one node, unless its
-    scheduler says where it runs. A login node from which others are looked at is no node of theirs.
+    This machine counts if the command would be run on it: always for a run on one node, unless its scheduler
+    says where it runs. A login node from which a run is examined is not one of the run's nodes.
     """
     named = settings_of(started, given).launch.node_name
     here = "" if scheduler.must_be_submitted(started) and not given else node_name(named)
@@ -285,7 +286,7 @@ def _staffed(
 
 
 def capacity_now(control: ControlDirectory, given: Sequence[str]) -> Finding:
-    """Whether there are nodes enough to start it here by now."""
+    """Whether there are now enough nodes to start it here."""
     lines = recent_lines(control, attempt_numbers(control)[-ATTEMPTS:])
     started = launch_to_repeat(control, node=node_name())
     return _staffed(control, lines, started, given, starts_here=True).capacity
@@ -297,7 +298,7 @@ def _begun(control: ControlDirectory) -> bool:
 
 
 def _shared(found: Resolution) -> bool | None:
-    """Whether the data position of the chosen checkpoint is a global one, as its manifest has it."""
+    """Whether the data position of the chosen checkpoint is global, according to its manifest."""
     if found.path is None or found.tier != "global":
         return None
     try:
@@ -316,7 +317,7 @@ def _command_finding(control: ControlDirectory, found: Command | None, submit: s
 
 
 def _starts_something_else(control: ControlDirectory, command: Command) -> str:
-    """Why the command would not start this run; empty if it would, as far as that is known."""
+    """Why the command would not start this run; empty if it would, as far as is known."""
     directory, run_dir = Path(command.directory), command.run_dir
     try:
         if not looked_at(directory, directory.is_dir):
@@ -344,7 +345,7 @@ def _answer(report: Report, status: Status) -> str:
 
 
 def timeline(lines: list[Line]) -> list[Moment]:
-    """What the journal tells of the last attempts, a line each."""
+    """What the journal says about the last attempts, one line per event."""
     return [
         Moment(at=line.at, attempt=line.attempt, who=printable(line.who), text=line.body.render().text)
         for line in condense(line for line in lines if not isinstance(line.body, SaveStarted))[-MOMENTS:]
@@ -355,7 +356,7 @@ def timeline(lines: list[Line]) -> list[Moment]:
 
 
 def rung_findings(found: Resolution | None) -> list[Finding]:
-    """Where candidates are, what verifying them showed, and which one is used; None if they lie on a hang."""
+    """Where candidates are, what verifying them showed, and which one is used. None: their storage hangs."""
     if found is None:
         text = "not looked at: what they lie on hangs"
         return [Finding(stage=Stage.LOCATE, mark=Mark.UNKNOWN, text=text)]
@@ -387,7 +388,7 @@ def _verified(
 ) -> Finding:
     how = "every byte that was read matches" if digests_read else "names and sizes fit; digests were not read"
     used = first_of(rungs, USED)
-    if used is not None and used.reasons and not run:  # what was looked at where there are no digests
+    if used is not None and used.reasons and not run:  # what was looked at, as there are no digests
         how = used.reasons[0]
     return Finding(
         stage=Stage.VERIFY,
@@ -415,7 +416,7 @@ def _chosen(found: Resolution, bad: Sequence[RungOutlook]) -> Finding:
     used = next(row for row in found.candidates if row.name == found.chosen)
     told = f", {size(used.bytes)}" if used.bytes else ""
     below = [f"if its nodes hold it no longer: {found.without_local}"] if used.verdict == LOCAL else []
-    why = [line for line in found.why if not line.startswith("not ")]  # those have been told as verified
+    why = [line for line in found.why if not line.startswith("not ")]  # those are reported as verified
     why += [f"passed over: {', '.join(row.name for row in bad)}"] if bad else []
     return Finding(
         stage=Stage.RUNG,

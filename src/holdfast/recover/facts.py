@@ -1,6 +1,6 @@
-"""What the records and the journal say of a run's end, as the runbook's judgements take it. Reads only.
+"""What the records and the journal say of a run's end, in the form the runbook's judgements need. Reads only.
 
-Like the status it always answers: what cannot be read is left out and named under `problems`.
+Like the status, this always answers: what cannot be read is left out and named under `problems`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from holdfast.record import (
 
 
 TAIL_BYTES = 1024 * 1024
-"""Of each writer's file: many thousand steps."""
+"""Bytes read from each writer's file: many thousand steps."""
 FILES = 64
-"""Writers of one attempt whose files are read: rank 0, the agents of the first nodes, operators."""
+"""Most writers of an attempt whose files are read: rank 0, the agents of the first nodes, operators."""
 _NAME = re.compile(r"([0-9]{6,})-(.*)-[0-9]+\.jsonl")
 
 
@@ -76,7 +76,7 @@ class StepTold(NamedTuple):
     seconds: float
     loss: float | None
     samples: str
-    """The digest of its sample ids; empty if it had none."""
+    """The digest of the step's sample ids; empty if it had none."""
 
 
 def steps_told(lines: Iterable[Line]) -> Iterator[StepTold]:
@@ -91,20 +91,20 @@ def steps_told(lines: Iterable[Line]) -> Iterator[StepTold]:
 
 
 def _importance(name: str) -> tuple[bool, str]:
-    """Ranks but the first say little that others do not, and may be very many."""
+    """Ranks other than the first say little that others do not, and there may be very many."""
     return ("-rank-" in name and "-rank-0-" not in name, name)
 
 
 SHOWN = 8
-"""Failures, grounds and notes told one by one."""
+"""Most failures, grounds and notes listed one by one."""
 REMEMBERED = 5
-"""Attempts whose nodes are taken to be there still."""
+"""The nodes of so many last attempts are assumed to be still there."""
 
 T = TypeVar("T")
 
 
 def facts_of(control: ControlDirectory, status: Status, lines: list[Line]) -> Facts:
-    """`lines`: of the newest attempt at least."""
+    """`lines`: those of the newest attempt at least."""
     number = status.attempt
     problems = list(status.problems)
 
@@ -154,7 +154,7 @@ def facts_of(control: ControlDirectory, status: Status, lines: list[Line]) -> Fa
 
 
 def _stop(stop: StopState | None, lines: list[Line]) -> StopFacts | None:
-    """As the status has it, and why any rank was ended, which it tells of rank 0 alone."""
+    """As in the status, with the reason why any rank was ended; the status has that for rank 0 alone."""
     if stop is None:
         return None
     forced = [line.body.why for line in lines if isinstance(line.body, StopForced)]
@@ -167,7 +167,7 @@ def _stop(stop: StopState | None, lines: list[Line]) -> StopFacts | None:
 
 
 def _notes(lines: list[Line]) -> list[str]:
-    """What else was journalled that may have to do with the end, the last few of each kind."""
+    """What else in the journal may have to do with the end, the last few of each kind."""
     kinds = (HealthFailed, PingFailed, StorageAlarm, SaveFailed, LeaseLost)
     found = [line.body.render().text for line in lines if isinstance(line.body, kinds)]
     ended = [
@@ -179,9 +179,9 @@ def _notes(lines: list[Line]) -> list[str]:
 
 
 def suspected(control: ControlDirectory, lines: list[Line], forgiven: int) -> list[Suspected]:
-    """Nodes and devices that attempts without progress speak against, and failed health checks.
+    """Nodes and devices accused by attempts without progress, or by failed health checks.
 
-    What was said of a node before somebody readmitted it no longer counts.
+    Accusations from before a node was readmitted no longer count.
     """
     newest = max(attempt_numbers(control), default=0)
     readmitted = {
@@ -217,9 +217,9 @@ def _readmitted_at(readmitted: Mapping[str, float], node: str, device: str = "")
 
 
 def cluster_of(control: ControlDirectory, started: LaunchRecord | None, here: str = "") -> Cluster:
-    """The nodes that took part of late, what is kept out, and how many are needed.
+    """The nodes that recently took part, what is excluded, and how many nodes are needed.
 
-    `here`: the node that the command would start on, which can take the place of one that is out.
+    `here`: the node that the command would start on, which can replace an excluded one.
     """
     numbers = attempt_numbers(control)[-REMEMBERED:]
     records = [read_record(control.attempt(one) / "attempt.json", AttemptRecord) for one in numbers]

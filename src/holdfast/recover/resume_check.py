@@ -1,12 +1,11 @@
 """Whether a resume was correct, point by point: what was expected, what was found, and whether they agree.
 
 Guarantee: pure, and it never guesses. A point is `correct` or `not correct` only by values that both sides
-recorded; where one is missing it is `not known`, and says what is missing. Steps that were done before the
-stop and again after it are the strongest evidence there is: the same samples must come again, and the loss
-they gave.
+recorded; where one is missing it is `not known`, and says what is missing. Steps done before the stop and
+again after it are the strongest evidence: the same samples must come again, and give the same loss.
 
-A replayed loss need not be the same to the last digit (other devices, other kernels); it counts as another
-one when it is off by more than a tenth in most of the replayed steps.
+A replayed loss need not be the same to the last digit (other devices, other kernels); it counts as different
+if it is off by more than a tenth in most of the replayed steps.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ COMPARED = 64
 """Steps after the resume whose losses are compared with the window before it."""
 THROUGHPUT = "throughput"
 LATE = 2
-"""So many intervals without a save are no delay of one that is being written any more."""
+"""After so many intervals without a save, one that is merely slow to be written explains it no longer."""
 BAND = 0.1
-"""By how much longer a step may take than before, unless somebody states another band."""
+"""How much longer a step may take than before, unless somebody states another band."""
 TOLERANCE = 0.1
-"""By how much the samples or tokens of a step may differ from the range seen before: epochs end unevenly."""
+"""How far the samples or tokens of a step may be off the range seen before: epochs end unevenly."""
 
 
 class Agreement(StrEnum):
@@ -53,19 +52,19 @@ class BeforeResume(msgspec.Struct, frozen=True, kw_only=True):
     """Empty for a fresh start."""
     step: int = 0
     window: Sequence[float | None] = ()
-    """Losses before the save."""
+    """Losses of the steps before the save."""
     step_seconds: Sequence[float] = ()
     losses: Mapping[int, float] = {}
-    """By step, of steps after the checkpoint that were done before the stop."""
+    """By step, the losses of steps after the checkpoint that were done before the stop."""
     digests: Mapping[int, str] = {}
-    """Of the samples of these steps."""
+    """By step, the digests of the samples of these steps."""
     samples_per_step: Sequence[float] = ()
     tokens_per_step: Sequence[float] = ()
-    """Between two checkpoints each, oldest first."""
+    """Between successive checkpoints, oldest first."""
     interval: int = 0
     """Steps between saves; 0 if not known."""
     world: int | None = None
-    """Ranks that saved it, and those that start; None if not known."""
+    """How many ranks saved it, and how many start; None if not known."""
     starts: int | None = None
     mtbf: float | None = None
     """Seconds between failures, as measured or given; None if not known."""
@@ -77,20 +76,20 @@ class BeforeResume(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SinceResume(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal tells since the resume."""
+    """What the journal says since the resume."""
 
     resumed: bool = False
     checkpoint: str = ""
     """What was resumed from; empty for a fresh start."""
     step: int = 0
     first: int = 0
-    """The first step that was done; 0 if none."""
+    """The first step done; 0 if there was none."""
     losses: Sequence[float | None] = ()
     seconds: Sequence[float] = ()
     digests: Mapping[int, str] = {}
     samples_per_step: float | None = None
     tokens_per_step: float | None = None
-    """From the resume to the newest count that is known."""
+    """From the resume to the newest known count."""
     saves: Sequence[int] = ()
     interval: int = 0
     """Steps between saves, if the run said so itself."""
@@ -98,7 +97,7 @@ class SinceResume(msgspec.Struct, frozen=True, kw_only=True):
     """passed, breached or unsettled; empty while it goes on, or if there is none."""
     evidence: Sequence[str] = ()
     skipped: bool = False
-    """Whether data was left out on purpose since: then other samples are right."""
+    """Whether data has been left out on purpose since: then different samples are right."""
 
     @property
     def last(self) -> int:
@@ -106,7 +105,7 @@ class SinceResume(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(before: BeforeResume, since: SinceResume, *, band: float = BAND) -> list[Point]:
-    """Every point, in the order of the runbook. `band`: by how much longer a step may take than before."""
+    """Every point, in the order of the runbook. `band`: how much longer a step may take than before."""
     if not since.resumed:
         expected = before.checkpoint or "a fresh start"
         return [
@@ -124,10 +123,10 @@ def judge(before: BeforeResume, since: SinceResume, *, band: float = BAND) -> li
 
 
 def is_correct(points: Sequence[Point]) -> bool | None:
-    """False if any point is wrong; None if nothing was found that could have shown it.
+    """False if any point is wrong; None if nothing was found that could have shown correctness.
 
-    Throughput does not count: slow steps accuse a node, never what was resumed. Nor does the right rung alone
-    make a resume correct: the loss, the samples or probation must say so.
+    Throughput does not count: slow steps accuse a node, never what was resumed from. The right rung alone
+    does not make a resume correct: the loss, the samples or probation must say so.
     """
     verdicts = {point.point: point.verdict for point in points if point.point != THROUGHPUT}
     if Agreement.NOT_CORRECT in verdicts.values():
@@ -215,8 +214,8 @@ def _samples(before: BeforeResume, since: SinceResume) -> Point:
 
 
 def _counted(name: str, rates: Sequence[float], since: float | None, before: BeforeResume) -> Point:
-    """Of the whole job. At another number of ranks a step has as many as before, or as many for each rank;
-    which of the two is meant only the script knows, and anything else may be meant too."""
+    """Counts of the whole job. With a different number of ranks, a step may have as many as before, or as
+    many per rank; only the script knows which is meant, if either is."""
     known = [one for one in rates if one > 0]
     if not known:
         return _point(name, None, f"no {name} were counted before", _rate(since))
@@ -251,7 +250,7 @@ def _throughput(before: BeforeResume, since: SinceResume, band: float) -> Point:
     expected = f"{then:.3g} s a step, at most {band:.0%} more"
     if len(since.seconds) < FAR_OFF + 1:
         return _point(THROUGHPUT, None, expected, f"only {len(since.seconds)} steps since")
-    now = statistics.median(since.seconds[1:])  # the first one warms up
+    now = statistics.median(since.seconds[1:])  # the first step warms up
     off = f", {abs(now / then - 1):.0%} {'more' if now > then else 'less'}" if then > 0 else ""
     return _point(THROUGHPUT, now <= then * (1 + band), expected, _median(since.seconds) + off)
 
@@ -261,7 +260,7 @@ def _median(seconds: Sequence[float]) -> str:
 
 
 def _cadence(before: BeforeResume, since: SinceResume) -> Point:
-    """Whether saves come, as often as they should, and more often than failures do."""
+    """Whether saves happen, as often as they should, and more often than failures."""
     interval = since.interval or before.interval
     if not interval:
         return _point("cadence", None, "no interval between saves is known", _saves(since))

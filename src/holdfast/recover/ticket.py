@@ -69,7 +69,7 @@ def verdict(report: Report) -> str:
 
 
 MARK = "# Recovery "
-"""By which an earlier record is known."""
+"""By which an earlier record is recognised."""
 
 
 def markdown(report: Report) -> str:
@@ -163,7 +163,7 @@ def _timeline(report: Report) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Text that cannot end a table's cell, nor become mark-up of its own."""
+    """Text that can neither end a table's cell nor act as mark-up."""
     shown = printable(text, 2000).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
     return shown.replace("`", "'").replace("*", "\\*").replace("_", "\\_")
 
@@ -177,15 +177,15 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     argv: list[str]
     directory: str
     source: str
-    """Where it is known from: `launch` (what the last launch left), `given` (on the command line)."""
+    """How it is known: `launch` (what the last launch left) or `given` (on the command line)."""
     world: int | None = None
     """How many ranks it would start; None if not known."""
     nodes: int = 1
-    """On so many nodes it has to be run."""
+    """The number of nodes it has to be run on."""
     run_dir: str = ""
-    """The run that it starts, where that is known."""
+    """The run that it starts, if that is known."""
     missing: list[str] = []
-    """Variables that were set for the last launch and are not here."""
+    """Variables that were set for the last launch but are not set here."""
 
     def shown(self) -> str:
         return f"cd {shlex.quote(self.directory)} && {shlex.join(self.argv)}"
@@ -213,7 +213,7 @@ class Report(msgspec.Struct, kw_only=True):
     run: str
     run_dir: str
     state: str
-    """As `holdfast status` has it, before anything was done."""
+    """As `holdfast status` said before anything was done."""
     cause: str
     """infrastructure, job, data, checkpoint, preemption, operator, unknown or nobody."""
     findings: list[Finding]
@@ -228,7 +228,7 @@ class Report(msgspec.Struct, kw_only=True):
     actions: list[Action] = []
     started: bool = False
     ended_with: int | None = None
-    """What the command ended with, where it was run and has ended."""
+    """The code that the command ended with, if it was run and has ended."""
     check: list[Point] = []
     """Whether the resume was correct; empty unless one was watched."""
     correct: bool | None = None

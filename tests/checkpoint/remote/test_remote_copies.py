@@ -495,8 +495,8 @@ def test_a_copy_that_is_deleted_after_it_was_listed_is_no_fault(
     [
         ("memory://x", "gone with its process"),
         ("https://host/x", "set AWS_ENDPOINT_URL"),
-        ("s3://", "give a URL as s3://bucket/prefix"),
-        ("some/path", "give a URL as s3://bucket/prefix"),
+        ("s3://", "give a URL such as s3://bucket/prefix"),
+        ("some/path", "give a URL such as s3://bucket/prefix"),
         ("file://rel/x", "three slashes"),
         ("nothing://x/y", "Protocol not known"),
         ("s3://key@bucket/x", "credentials come from the environment"),

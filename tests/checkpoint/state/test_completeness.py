@@ -246,11 +246,11 @@ def test_a_change_since_the_save_is_told_and_no_change_is_not(tmp_path: Path) ->
     again.track(model=nn.Linear(1, 1))
     for _ in again.steps([1], until=2):
         pass
-    assert warnings_of(tmp_path / "run") == ["since this checkpoint was saved: the settings are others"]
+    assert warnings_of(tmp_path / "run") == ["since this checkpoint was saved: the settings have changed"]
     same = Versions(holdfast="1", torch="2", python="3", code="c", config="d")
     assert changes_since(same, same) == []
     other = Versions(holdfast="1", torch="2.1", python="3", code="e", config="")
-    assert changes_since(same, other) == ["torch 2 → 2.1", "the main script is another"]
+    assert changes_since(same, other) == ["torch 2 → 2.1", "the main script has changed"]
 
 
 def test_tensors_that_wrap_others_come_back_by_what_they_are_made_of(tmp_path: Path) -> None:
