@@ -20,10 +20,9 @@ from holdfast.launch.nodes import Announcement, Leadership
 from holdfast.launch.scheduler import Scheduler
 from holdfast.launch.terminal import SavesTold
 from holdfast.launch.workers import Keeper, Orphans, Starter
-from holdfast.policy import Exclusion as Decided
-from holdfast.policy import is_repeated
+from holdfast.policy import Exclusion, is_repeated
 from holdfast.process import Seen, named, seen, take, watch
-from holdfast.record import ControlDirectory, Exclusion, LaunchInfo, excluded, record_launch
+from holdfast.record import ControlDirectory, LaunchInfo, excluded, record_launch
 
 # Signals that ask the launcher to stop.
 #
@@ -187,7 +186,7 @@ class LaunchContext:
     """Where this agent was started, and is."""
     earlier_launches: list[str] = field(default_factory=list)
     """Ids under which these agents met before the store's host was lost."""
-    learned_exclusions: list[Decided] = field(default_factory=list)
+    learned_exclusions: list[Exclusion] = field(default_factory=list)
     """What decisions of this launch excluded: known here before the record of it can be read everywhere."""
 
     @property
@@ -213,7 +212,7 @@ class LaunchContext:
         fresh = [one for one in self.learned_exclusions if (one.node, one.device) not in known]
         # Once its record can be read here, the records alone count: somebody may readmit what was excluded.
         self.learned_exclusions = fresh
-        return found + [Exclusion(node=one.node, device=one.device, reason=one.reason) for one in fresh]
+        return [*found, *fresh]
 
     def excluded_nodes(self) -> list[str]:
         """Whole nodes that are kept out, for whoever chooses the nodes of the next start."""
@@ -231,9 +230,7 @@ class LaunchContext:
             command_line=self.command_line,
             directory=self.directory,
             lease_ttl=self.settings.control.lease_ttl,
-            avoid=told.avoid,
-            rerun=told.rerun,
-            trial=told.trial,
+            orders=told.orders,
             restarts_left=told.restarts_left,
             device=told.arrangement.devices_of_ranks(node, {0: local_rank}).get(0, ""),
             monitor=str(self.monitor.path),

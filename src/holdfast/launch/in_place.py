@@ -122,8 +122,8 @@ class Consent:
         self._begin_next(len(restart.following))
         self._recovery.tell(incident)
         told = attempt.told
-        new = {"attempt": told.attempt, "epoch": told.epoch, "avoid": told.avoid}
-        launch = new | {"rerun": told.rerun, "trial": told.trial, "restarts_left": told.restarts_left}
+        new = {"attempt": told.attempt, "epoch": told.epoch}
+        launch = new | {"orders": told.orders, "restarts_left": told.restarts_left}
         return Granted(launch=msgspec.to_builtins(launch), reason=decision.reason)
 
     def hand_over(self, kept: InProcess) -> None:

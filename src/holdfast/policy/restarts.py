@@ -147,7 +147,7 @@ def decide(
 
 def after(failed: PastAttempt, decision: Decision) -> PastAttempt:
     """A failed iteration with what was decided about it: what the next decision looks back on."""
-    return msgspec.structs.replace(failed, action=decision.action, avoid=decision.avoid)
+    return msgspec.structs.replace(failed, action=decision.action, decided=decision.findings())
 
 
 # Which process trains under which rank in the next iteration of an in-process restart. Pure.

@@ -68,9 +68,9 @@ if TYPE_CHECKING:
         INCIDENT,
         LAUNCHER_ENDED,
         avoided,
+        failed_attempt,
         keep_incident,
         last_decision,
-        own_measure,
         past_attempts,
         refused_launch,
         rung_of,
@@ -145,7 +145,7 @@ if TYPE_CHECKING:
     )
     from holdfast.record.operator import (
         Controls,
-        Exclusion,
+        ExclusionRecord,
         Pin,
         Request,
         Skip,

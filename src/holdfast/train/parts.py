@@ -535,7 +535,7 @@ class Parts:
             group,
             member,
             tracked=self.tracked,
-            avoid=member.told.avoid,
+            avoid=member.told.orders.avoid,
             insist=not is_restart(member),
             meter=self.meter,
             feed=self.feed,

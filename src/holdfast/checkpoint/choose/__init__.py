@@ -37,7 +37,13 @@ if TYPE_CHECKING:
         run_of_root,
     )
     from holdfast.checkpoint.choose.resume import Proposal, ResumeDecision, Resumer, open_at_start
-    from holdfast.checkpoint.choose.suspicion import situation_of, still_open, write_down, write_findings
+    from holdfast.checkpoint.choose.suspicion import (
+        next_orders,
+        situation_of,
+        still_open,
+        write_down,
+        write_findings,
+    )
     from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 else:
     __getattr__ = offers(__name__)
