@@ -422,7 +422,7 @@ class Rejecting(Driver):
             assert decision.exit_code in codes
         self.suspects |= set(decision.suspect)
         self.suspects -= set(decision.acquit)
-        times = [one for one in self.history if one.suspect and one.highest_step >= self.highest]
+        times = [one for one in self.history if one.decided.suspect and one.highest_step >= self.highest]
         assert len(times) <= MAX_LOWER_RUNGS
 
 
