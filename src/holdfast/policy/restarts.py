@@ -120,20 +120,14 @@ def failed_iteration(
         number=iteration + 1,
         launch=launch,
         outcome="failed",
-        cause=found.cause,
-        exit_code=found.exit_code,
-        message=found.message,
         highest_step=committed,
-        culprit_node=found.culprit_node,
-        alike=found.alike,
-        same_ranks=found.same_ranks,
-        root_rank=found.root_rank,
         seconds=seconds,
         at=at,
         nodes=list(nodes),
         node_count=len(nodes),
         world_size=len(order),
         placement=" ".join(map(str, order)),
+        **msgspec.structs.asdict(found),
     )
 
 
