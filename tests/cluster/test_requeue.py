@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cluster import requeue, scontrol, time_limit
+from holdfast.cluster import requeue, slurm, time_limit
 from holdfast.cluster.requeue import last_stop, requeue_at_the_end
 from holdfast.cluster.slurm import job_found
 from holdfast.cluster.time_limit import TimeLimit
@@ -477,7 +477,7 @@ def test_a_requeue_that_slurm_did_not_answer_counts(
     fake_scontrol: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy controller may have done it all the same: uncounted, such a job would come back for ever."""
-    monkeypatch.setattr(scontrol, "requeue", functools.partial(scontrol.requeue, timeout=0.3))
+    monkeypatch.setattr(slurm, "requeue", functools.partial(slurm.requeue, timeout=0.3))
     fake_scontrol.program('[ "$1" != requeue ] || exec sleep 60')
     run = a_run(tmp_path / "run", ASKED)
     asked = requeue_at_the_end(JOB, "auto", 31, run, [])

@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.cluster import requeue, scontrol
-from holdfast.cluster.scontrol import JobRecord, parse_job, parse_nodes
-from holdfast.cluster.slurm import MOST, SlurmJob, current_job, expand
+from holdfast.cluster import requeue, slurm
+from holdfast.cluster.slurm import MOST, JobRecord, SlurmJob, current_job, expand, parse_job, parse_nodes
 from holdfast.config.settings import Settings
 from holdfast.journal.events import SaveCommitted
 from holdfast.journal.reader import read_journal
@@ -145,16 +144,16 @@ def test_the_controllers_record_names_the_task(asked: str, label: str, state: st
     record = parse_job(OF_AN_ARRAY, asked)
     assert record is not None
     assert record.state == state
-    named = scontrol.as_named(SlurmJob(job_id=record.job_id or 0), record)
+    named = slurm.as_named(SlurmJob(job_id=record.job_id or 0), record)
     assert named.label == label
 
 
 def test_a_record_of_another_job_names_nothing() -> None:
     job = SlurmJob(job_id=1240)
-    assert scontrol.as_named(job, parse_job(OF_AN_ARRAY, "1240")) == job
-    assert scontrol.as_named(job, None) == job
+    assert slurm.as_named(job, parse_job(OF_AN_ARRAY, "1240")) == job
+    assert slurm.as_named(job, None) == job
     plain = SlurmJob(job_id=1, array_job_id=1, array_task_id=3)
-    assert scontrol.as_named(plain, parse_job(RUNNING, "1")).label == "1"
+    assert slurm.as_named(plain, parse_job(RUNNING, "1")).label == "1"
 
 
 def test_the_job_itself_is_queued_again_and_not_the_task_it_was_submitted_from(
@@ -297,10 +296,10 @@ def test_without_scontrol_everything_is_unknown_and_nothing_fails(
 ) -> None:
     """Works without Slurm's commands, as in a container: quietly."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert scontrol.job_record("1") is None
-    assert scontrol.node_records(["n1"]) == {}
-    assert scontrol.partition_nodes("low") is None
-    assert not scontrol.drain("n1", "why").ok
+    assert slurm.job_record("1") is None
+    assert slurm.node_records(["n1"]) == {}
+    assert slurm.partition_nodes("low") is None
+    assert not slurm.drain("n1", "why").ok
     assert not requeue.may_requeue(JOB, "auto", 0)
     asked = requeue.requeue_after_stop(JOB, "auto", AT_THE_LIMIT, exclude=[], stalled=0)
     assert not asked.asked
@@ -364,8 +363,8 @@ def test_slurm_is_not_asked_about_a_job_that_does_not_come_back_anyway(fake_scon
 def test_a_scontrol_that_hangs_is_ended_at_its_deadline_with_all_it_started(fake_scontrol: Fake) -> None:
     fake_scontrol.program(f'echo $$ >"{fake_scontrol.home}/pid"; sleep 60')
     began = time.monotonic()
-    assert scontrol.job_record("1", timeout=0.3) is None
-    assert not scontrol.requeue("1", timeout=0.3).ok
+    assert slurm.job_record("1", timeout=0.3) is None
+    assert not slurm.requeue("1", timeout=0.3).ok
     assert time.monotonic() - began < 10
     pid = int((fake_scontrol.home / "pid").read_text())
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 5, "the hanging scontrol is gone")
@@ -377,22 +376,22 @@ def test_a_scontrol_that_cannot_even_be_killed_is_not_waited_for(
 ) -> None:
     """A file server that is gone may keep it in the kernel."""
     fake_scontrol.program(f'echo $$ >"{fake_scontrol.home}/pid"; exec sleep 60')
-    monkeypatch.setattr(scontrol, "END", 0.2)
+    monkeypatch.setattr(slurm, "END", 0.2)
     killpg = os.killpg
     monkeypatch.setattr(os, "killpg", lambda pid, number: None)
     began = time.monotonic()
-    assert scontrol.call("show", "job", "1", timeout=0.5).late
+    assert slurm.call("show", "job", "1", timeout=0.5).late
     assert time.monotonic() - began < 20
     killpg(int((fake_scontrol.home / "pid").read_text()), signal.SIGKILL)
 
 
 def test_an_answer_with_a_failing_code_or_with_noise_beside_it(fake_scontrol: Fake) -> None:
     fake_scontrol.program('echo "JobId=9 JobState=FAILED" >&2')
-    record = scontrol.job_record("1")
+    record = slurm.job_record("1")
     assert record is not None
     assert record.state == "RUNNING"
     fake_scontrol.program("echo JobId=9 JobState=FAILED; exit 1")
-    assert scontrol.job_record("1") is None
+    assert slurm.job_record("1") is None
 
 
 def test_times_do_not_depend_on_the_zone_of_the_machine(
@@ -401,7 +400,7 @@ def test_times_do_not_depend_on_the_zone_of_the_machine(
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     fake_scontrol.program(f'echo "$TZ $SLURM_TIME_FORMAT" >"{fake_scontrol.home}/zone"')
-    record = scontrol.job_record("1")
+    record = slurm.job_record("1")
     assert record is not None
     assert record.ends_at == STARTED + 300
     assert (fake_scontrol.home / "zone").read_text() == "UTC standard\n"
@@ -410,13 +409,13 @@ def test_times_do_not_depend_on_the_zone_of_the_machine(
 def test_a_signal_to_the_job_does_not_end_a_question_that_is_under_way(fake_scontrol: Fake) -> None:
     """Queueing a job again ends it: the process that asks gets SIGTERM before it is done."""
     fake_scontrol.program("kill -TERM $$; kill -USR1 $$; kill -INT $$; kill -HUP $$")
-    assert scontrol.requeue("1", {"ExcNodeList": "n1"}).ok
+    assert slurm.requeue("1", {"ExcNodeList": "n1"}).ok
     assert fake_scontrol.calls == ["requeue 1", "update JobId=1 ExcNodeList=n1"]
-    assert scontrol.job_record("1") is not None
+    assert slurm.job_record("1") is not None
 
 
 def test_a_comment_stays_on_one_line(fake_scontrol: Fake) -> None:
-    assert scontrol.set_comment("1", "a\nJobState=FAILED\x1b[0m " + "x" * 5000).ok
+    assert slurm.set_comment("1", "a\nJobState=FAILED\x1b[0m " + "x" * 5000).ok
     assert len(fake_scontrol.calls) == 1
     assert fake_scontrol.calls[0].startswith("update JobId=1 Comment=a JobState=FAILED [0m xxx")
     assert len(fake_scontrol.calls[0]) < 1100
@@ -482,20 +481,20 @@ def test_a_script_can_ask_for_itself(
 
 REAL = """
 import json, sys, time
-from holdfast.cluster import scontrol
+from holdfast.cluster import slurm
 from holdfast.cluster.requeue import may_requeue
 from holdfast.cluster.slurm import SlurmJob
 job, held, now = sys.argv[1], sys.argv[2], time.time()
-drained = scontrol.drain("n4", "holdfast: GPU 3 has\\nbad memory")
-record = scontrol.job_record(job)
-nodes = scontrol.node_records(["n1", "n4"])
+drained = slurm.drain("n4", "holdfast: GPU 3 has\\nbad memory")
+record = slurm.job_record(job)
+nodes = slurm.node_records(["n1", "n4"])
 print(json.dumps({
     "left": record.ends_at - now, "state": record.state, "nodes": record.nodes, "comment": record.comment,
     "restarts": record.restarts, "exclude": record.exclude, "partition": record.partition,
     "may": [may_requeue(SlurmJob(job_id=int(one)), "auto", 0) for one in (job, held)],
     "drained": drained.ok, "usable": {name: node.usable for name, node in nodes.items()},
-    "reason": nodes["n4"].reason, "all": scontrol.partition_nodes("low,high"),
-    "missing": [scontrol.job_record("99999"), scontrol.partition_nodes("none"), scontrol.drain("no", "x").ok],
+    "reason": nodes["n4"].reason, "all": slurm.partition_nodes("low,high"),
+    "missing": [slurm.job_record("99999"), slurm.partition_nodes("none"), slurm.drain("no", "x").ok],
 }))
 """
 

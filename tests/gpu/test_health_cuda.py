@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.health.gpu import check_compute
-from holdfast.health.gpu_facts import ask_gpus, ask_nvidia_smi, names_of, read_kernel_log
+from holdfast.health.gpu import ask_gpus, ask_nvidia_smi, check_compute, names_of, read_kernel_log
 from holdfast.health.judgements import Status
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -75,7 +75,7 @@ def test_a_sick_gpu_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.
     for name, value in nvidia_smi(tmp_path / "bin", [{}], remapped={"GPU-aaaa": ("No", "Yes")}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("holdfast.health.gpu_facts._installed", lambda _: False)
+    monkeypatch.setattr("holdfast.health.gpu._installed", lambda _: False)
     shown = command("doctor", tmp_path, "--quick")
     assert shown.code == 2
     assert "gpu 0 memory errors: drain the node and have the device replaced" in shown.out

@@ -19,8 +19,8 @@ import holdfast
 from holdfast.checkpoint.choose import resume
 from holdfast.health import gpu, node
 from holdfast.health.examination import Place, quick_checks
-from holdfast.health.gpu_facts import Gpu, Gpus, ask_nvidia_smi, names_of, normal_bus, read_kernel_log
-from holdfast.health.gpu_facts import judged as judged_log
+from holdfast.health.gpu import Gpu, Gpus, ask_nvidia_smi, names_of, normal_bus, read_kernel_log
+from holdfast.health.gpu import judged as judged_log
 from holdfast.health.judgements import (
     EXIT_CODES,
     CheckResult,
@@ -511,7 +511,7 @@ def test_the_page_names_only_extras_that_exist() -> None:
 def with_smi(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("holdfast.health.gpu_facts._installed", lambda _: False)
+    monkeypatch.setattr("holdfast.health.gpu._installed", lambda _: False)
 
 
 def by_name(found: list[CheckResult]) -> dict[str, CheckResult]:

@@ -253,7 +253,7 @@ def test_a_rise_of_uncorrectable_errors_is_evidence(tmp_path: Path, monkeypatch:
     uncorrected = "ecc.errors.uncorrected.volatile.total"
     for name, value in nvidia_smi(tmp_path / "bin", [{uncorrected: "2"}, SECOND]).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("holdfast.health.gpu_facts._installed", lambda _: False)
+    monkeypatch.setattr("holdfast.health.gpu._installed", lambda _: False)
     gate = Gate(settings, control, say=print, kernel_log=tmp_path / "kmsg")
     assert gate.why_unfit() == ""
     gate.begin("here")
@@ -278,7 +278,7 @@ def test_a_device_that_fell_off_the_bus_is_named_though_nobody_lists_it_any_more
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     for name, value in nvidia_smi(tmp_path / "bin", [{}, SECOND]).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("holdfast.health.gpu_facts._installed", lambda _: False)
+    monkeypatch.setattr("holdfast.health.gpu._installed", lambda _: False)
     gate = Gate(settings, control, say=print, kernel_log=log)
     gate.why_unfit()
     gate.begin("here")
@@ -301,7 +301,7 @@ def test_an_excluded_device_does_not_keep_its_node_out(
     broken = {"GPU-bbbb": ("No", "Yes")}
     for name, value in nvidia_smi(tmp_path / "bin", [{}, SECOND], remapped=broken).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("holdfast.health.gpu_facts._installed", lambda _: False)
+    monkeypatch.setattr("holdfast.health.gpu._installed", lambda _: False)
     gate = Gate(settings, control, say=print)
     assert "gpu 1 memory errors" in gate.why_unfit()
     exclude(control, "here", "1", "its memory is bad", "recovery", 1)

@@ -23,9 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from holdfast.config.settings import LaunchSettings, Settings
 from holdfast.errors import ExitCode
 from holdfast.journal import events
+from holdfast.launch.command import parse
 from holdfast.launch.incident import inquest as evidence
 from holdfast.launch.nodes import attempt as attempts
-from holdfast.launch.options import parse
 from holdfast.policy.budgets import MAX_FAILED_LAUNCHES
 from holdfast.policy.diagnosis import diagnose
 from holdfast.policy.evidence import KERNEL_OOM, Evidence, MemoryKill
@@ -494,7 +494,7 @@ def test_the_default_run_directory_is_one_scripts_only(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_command_line_runs(argv: list[str], found: str) -> None:
-    from holdfast.launch.options import script_of
+    from holdfast.launch.command import script_of
 
     assert script_of(argv, "/here") == found
 
@@ -744,7 +744,7 @@ def test_a_wrong_command_line_is_refused_before_anything_is_made(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from holdfast.errors import HoldfastError
-    from holdfast.launch.options import parse
+    from holdfast.launch.command import parse
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises((HoldfastError, SystemExit)) as caught:
@@ -760,7 +760,7 @@ def test_a_wrong_command_line_is_refused_before_anything_is_made(
 def test_flags_become_settings_and_the_script_keeps_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.launch.options import make_parser, parse
+    from holdfast.launch.command import make_parser, parse
 
     monkeypatch.chdir(tmp_path)
     plain = parse([STEP, "--log", "x", "--config", "mine", "--", "--run-dir"])
@@ -805,7 +805,7 @@ def test_the_shutdown_timeout_is_what_torchruns_help_says(
     from torch.distributed.run import get_args_parser
 
     from holdfast.errors import UsageError
-    from holdfast.launch.options import parse
+    from holdfast.launch.command import parse
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
@@ -837,7 +837,7 @@ def test_what_ft_launcher_calls_a_thing_that_exists_here_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from holdfast.errors import UsageError
-    from holdfast.launch.options import parse
+    from holdfast.launch.command import parse
 
     monkeypatch.chdir(tmp_path)
     former = (
@@ -871,7 +871,7 @@ def test_what_ft_launcher_calls_a_thing_that_exists_here_is_taken(
 def test_keys_of_the_rendezvous_that_torch_knows_and_nothing_here_reads_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.launch.options import parse
+    from holdfast.launch.command import parse
 
     monkeypatch.chdir(tmp_path)
     told = parse(["--rdzv-conf", "join_timeout=5,store_type=tcp, keep_alive_interval=3,is_host=True", STEP])

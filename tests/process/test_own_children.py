@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.save import handoff as writer
-from holdfast.health import gpu_facts
+from holdfast.health import gpu
 from holdfast.launch.workers.preload import Preload, PreloadedParent
 from holdfast.process.companion import own_child
 from kit.harness import REPO
@@ -39,7 +39,6 @@ CHILDREN = {
     "drill/faults.py": "holdfast",
     "health/examination.py": "holdfast",
     "health/gpu.py": "holdfast.health.gpu",
-    "health/gpu_facts.py": "holdfast.health.gpu",
     "restart/keeper_process.py": "holdfast.restart.keeper_process",
     "launch/workers/orphans.py": "holdfast.launch.workers.orphans",
 }
@@ -114,7 +113,7 @@ def test_a_writer_as_a_trainer_starts_it(planted: Path) -> None:
 
 
 def test_a_health_child_as_the_gate_starts_it(planted: Path) -> None:
-    assert gpu_facts._ask_child("nvml", 60.0).problem
+    assert gpu._ask_child("nvml", 60.0).problem
     assert not planted.exists(), planted.read_text()
 
 

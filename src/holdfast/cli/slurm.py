@@ -29,11 +29,11 @@ def info(as_json: JSON = False) -> None:
     """
     import time
 
-    from holdfast.cluster import current_job, scontrol
+    from holdfast.cluster import current_job, slurm
 
     job = current_job()
-    record = scontrol.job_record(job.label) if job is not None else None
-    job = scontrol.as_named(job, record) if job is not None else None
+    record = slurm.job_record(job.label) if job is not None else None
+    job = slurm.as_named(job, record) if job is not None else None
     found = _document(job, record, time.time())
     if as_json:
         from holdfast.cli.output import print_json

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.cluster import scontrol
+    from holdfast.cluster import slurm
     from holdfast.cluster.batch import Layout, render
     from holdfast.cluster.devices import (
         VISIBLE,
@@ -32,15 +32,18 @@ if TYPE_CHECKING:
         requeue_at_the_end,
         requeue_by_decision,
     )
-    from holdfast.cluster.scontrol import (
+    from holdfast.cluster.slurm import (
         JobRecord,
+        SlurmJob,
+        current_job,
         drain,
         identified,
+        job_found,
         job_record,
+        node_name,
         node_records,
         partition_nodes,
     )
-    from holdfast.cluster.slurm import SlurmJob, current_job, job_found, node_name
     from holdfast.cluster.time_limit import TimeLimit
 else:
     __getattr__ = offers(__name__)

@@ -15,9 +15,8 @@ from pathlib import Path
 import msgspec
 
 from holdfast.base import Bounded
-from holdfast.cluster import scontrol
-from holdfast.cluster.scontrol import JobRecord
-from holdfast.cluster.slurm import SlurmJob
+from holdfast.cluster import slurm
+from holdfast.cluster.slurm import JobRecord, SlurmJob
 from holdfast.errors import ExitCode, HoldfastError, StorageError
 from holdfast.journal import JournalWriter, Line, read_journal
 from holdfast.journal.events import JobFound, RequeueAsked, SaveCommitted, StopAsked
@@ -60,7 +59,7 @@ def may_requeue(job: SlurmJob, setting: str, stalled: int) -> bool:
     """
     if not by_decision(setting, "", JobFacts(allowed=True), stalled).ask:
         return False  # whatever Slurm would say
-    return by_decision(setting, "", facts_of(job, scontrol.job_record(job.label)), stalled).ask
+    return by_decision(setting, "", facts_of(job, slurm.job_record(job.label)), stalled).ask
 
 
 def requeue_after_stop(
@@ -73,7 +72,7 @@ def requeue_after_stop(
     unseen = after_stop(setting, request, JobFacts(allowed=True, preempted=True), stalled)
     if not unseen.ask:
         return Asked(asked=False, reason=unseen.reason)  # whatever Slurm would say
-    record = scontrol.job_record(job.label)
+    record = slurm.job_record(job.label)
     return _ask(job, record, after_stop(setting, request, facts_of(job, record), stalled), exclude)
 
 
@@ -81,7 +80,7 @@ def requeue_by_decision(
     job: SlurmJob, setting: str, reason: str, *, exclude: Sequence[str], stalled: int = 0
 ) -> Asked:
     """After recovery decided on `requeue` (exit code 27); its own budget has counted already."""
-    record = scontrol.job_record(job.label)
+    record = slurm.job_record(job.label)
     return _ask(job, record, by_decision(setting, reason, facts_of(job, record), stalled), exclude)
 
 
@@ -114,15 +113,15 @@ def _is_preempted(record: JobRecord) -> bool:
 def _ask(job: SlurmJob, record: JobRecord | None, verdict: RequeueRuling, exclude: Sequence[str]) -> Asked:
     if not verdict.ask or record is None:
         return Asked(asked=False, reason=verdict.reason)
-    job = scontrol.as_named(job, record)
+    job = slurm.as_named(job, record)
     named, left_out = nodes_to_exclude(job, record, exclude) if exclude else ([], "")
     reason = "; ".join(filter(None, (verdict.reason, left_out)))
     text = comment(record.comment, reason, named)
     # A job that is ending takes its comment only once it waits again.
-    changes = {} if scontrol.set_comment(job.label, text).ok else {"Comment": text}
+    changes = {} if slurm.set_comment(job.label, text).ok else {"Comment": text}
     if named:
         changes["ExcNodeList"] = ",".join([*record.exclude, *named])
-    done = scontrol.requeue(job.label, changes)
+    done = slurm.requeue(job.label, changes)
     if not done.ok:
         said = "it is not known whether Slurm did" if done.late else "Slurm refused"
         return Asked(asked=False, reason=f"{reason}; {said}: {done.text}", refused=True, unsure=done.late)
@@ -133,7 +132,7 @@ def _ask(job: SlurmJob, record: JobRecord | None, verdict: RequeueRuling, exclud
 
 def nodes_to_exclude(job: SlurmJob, record: JobRecord, exclude: Sequence[str]) -> tuple[list[str], str]:
     """Those that Slurm may be told to do without, and what to say of the others."""
-    known = scontrol.partition_nodes(record.partition) if record.partition else None
+    known = slurm.partition_nodes(record.partition) if record.partition else None
     there = set(known or job.nodes)
     fresh = sorted(there.intersection(exclude) - set(record.exclude))
     wanted = sorted(set(record.require).intersection(fresh))

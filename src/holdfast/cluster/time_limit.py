@@ -16,10 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from holdfast.cluster import scontrol
+from holdfast.cluster import slurm
 from holdfast.cluster.requeue import facts_of
-from holdfast.cluster.scontrol import JobRecord
-from holdfast.cluster.slurm import SlurmJob
+from holdfast.cluster.slurm import JobRecord, SlurmJob
 from holdfast.policy import Grace, Source, StopRequest, grace_of
 
 log = logging.getLogger("holdfast")
@@ -145,10 +144,10 @@ class TimeLimit:
             if self._closed.is_set():
                 return
             asked_at = self._asked_at
-            record = scontrol.job_record(self.job.label)
+            record = slurm.job_record(self.job.label)
             # A job that is queued again already shows its next life's times.
             if record is not None and record.state.startswith("RUNNING"):
-                self.job = scontrol.as_named(self.job, record)
+                self.job = slurm.as_named(self.job, record)
                 known = None if record.endless else self._ends_at
                 self._starts_at, self._ends_at = record.starts_at, record.ends_at or known
                 if self._asked_at == asked_at:
@@ -163,8 +162,8 @@ class TimeLimit:
         """Once, and again with a later question where Slurm did not say."""
         if self._kill_wait is not None or self._answers >= TRIES:
             return
-        self._kill_wait = scontrol.kill_wait()
-        grace_time = scontrol.grace_time(record.partition) if record.partition else None
+        self._kill_wait = slurm.kill_wait()
+        grace_time = slurm.grace_time(record.partition) if record.partition else None
         self.grace = grace_of(self._kill_wait, grace_time, record.partition)
         if self.grace is not None and self._on_grace is not None:
             try:
@@ -179,7 +178,7 @@ class TimeLimit:
         if self._killed_at is not None or facts is None or not (facts.ending or facts.queued_again):
             return
         if self._kill_wait is None:
-            self._kill_wait = scontrol.kill_wait()
+            self._kill_wait = slurm.kill_wait()
         if self._kill_wait is not None:
             self._killed_at = since + self._kill_wait
             if self._on_ending is not None:

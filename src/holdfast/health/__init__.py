@@ -32,8 +32,16 @@ if TYPE_CHECKING:
         quick_checks,
         site_checks,
     )
-    from holdfast.health.gpu import check_compute, check_gpus, judge_gpus
-    from holdfast.health.gpu_facts import Gpus, ask_gpus, names_of, present, read_kernel_log
+    from holdfast.health.gpu import (
+        Gpus,
+        ask_gpus,
+        check_compute,
+        check_gpus,
+        judge_gpus,
+        names_of,
+        present,
+        read_kernel_log,
+    )
     from holdfast.health.judgements import (
         EXIT_CODES,
         SPACE_CRITICAL,

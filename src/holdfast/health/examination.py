@@ -17,8 +17,7 @@ from holdfast.config import Settings
 from holdfast.errors import UsageError
 from holdfast.health import node
 from holdfast.health.connections import judge_file_system
-from holdfast.health.gpu import check_compute, check_gpus
-from holdfast.health.gpu_facts import check_kernel_log, present
+from holdfast.health.gpu import check_compute, check_gpus, check_kernel_log, present
 from holdfast.health.judgements import (
     UNCORRECTED_LIMIT,
     CheckResult,

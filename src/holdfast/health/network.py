@@ -49,7 +49,7 @@ from holdfast.health.connections import (
     partner,
     round_count,
 )
-from holdfast.health.gpu_facts import normal_bus
+from holdfast.health.gpu import normal_bus
 from holdfast.health.judgements import CheckResult
 from holdfast.health.trials import ask
 

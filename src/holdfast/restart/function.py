@@ -27,7 +27,7 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.base import current
-from holdfast.cluster import scontrol
+from holdfast.cluster import slurm
 from holdfast.config import Effective, sources
 from holdfast.errors import ConfigError, UsageError
 from holdfast.policy import Sizes, first_barrier, impossible
@@ -166,7 +166,7 @@ def _scheduler(environ: Mapping[str, str]) -> list[str]:
     if said is not None:
         kills, source = said.strip() != "0", f"{KILL_ALL} = {said} (environment)"
     else:  # one rank asks: thousands at once would hold up the controller
-        kills = task == "0" and scontrol.kills_on_bad_exit() is True
+        kills = task == "0" and slurm.kills_on_bad_exit() is True
         source = "KillOnBadExit = 1 (slurm.conf)"
     if not kills:
         return []

@@ -27,11 +27,11 @@ from holdfast.checkpoint.choose.ladder import (
     Look,
     Rung,
     RungOutlook,
+    situation_of,
     walk_down,
 )
 from holdfast.checkpoint.choose.resolver import Resolution, resolve_resume
 from holdfast.checkpoint.choose.resume import Resumer
-from holdfast.checkpoint.choose.suspicion import situation_of
 from holdfast.checkpoint.copies import tier
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.manifest import MANIFEST, CheckpointName, CheckpointRoot, derive_id

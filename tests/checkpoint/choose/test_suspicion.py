@@ -12,8 +12,14 @@ from torch.distributed import HashStore
 
 from holdfast.account.words import incident_text
 from holdfast.checkpoint import retention
-from holdfast.checkpoint.choose.ladder import highest_committed_step, take_inventory
-from holdfast.checkpoint.choose.suspicion import doubtful_with, still_open, write_down, write_findings
+from holdfast.checkpoint.choose.ladder import (
+    doubtful_with,
+    highest_committed_step,
+    still_open,
+    take_inventory,
+    write_down,
+    write_findings,
+)
 from holdfast.checkpoint.format.manifest import MANIFEST, CheckpointName, CheckpointRoot, derive_id
 from holdfast.config.settings import LaunchSettings, RunSettings, Settings
 from holdfast.journal import events

@@ -21,9 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.copies import clean as local_clean
-from holdfast.checkpoint.copies.clean import Found, Rules, judge, look, remove
-from holdfast.checkpoint.copies.tier import LocalTier, places_under
+from holdfast.checkpoint.copies import tier as local_clean
+from holdfast.checkpoint.copies.tier import Found, LocalTier, Rules, judge, look, places_under, remove
 from holdfast.checkpoint.format.manifest import CheckpointName
 from holdfast.errors import UsageError
 from holdfast.record.attempts import HeadRecord
@@ -302,10 +301,10 @@ def test_a_removal_that_is_cut_leaves_nothing_that_looks_like_a_place(old: Local
     code = (
         "import os, shutil\n"
         "from pathlib import Path\n"
-        "from holdfast.checkpoint.copies import clean\n"
+        "from holdfast.checkpoint.copies import tier\n"
         "shutil.rmtree = lambda path, **others: os._exit(9)\n"
-        f"(found,) = clean.look(Path({str(old.path.parent)!r}))\n"
-        "clean.remove(found, clean.Rules(0.0))\n"
+        f"(found,) = tier.look(Path({str(old.path.parent)!r}))\n"
+        "tier.remove(found, tier.Rules(0.0))\n"
     )
     assert finish([sys.executable, "-c", code], cwd=tmp_path).code == 9
     assert places_under(old.path.parent) == []

@@ -28,7 +28,6 @@ from holdfast.checkpoint.remote.copies import (
     pull,
     split_copy_url,
 )
-from holdfast.checkpoint.remote.s3 import S3Store, open_bucket
 from holdfast.checkpoint.remote.store import (
     PART,
     BadCopyError,
@@ -37,6 +36,8 @@ from holdfast.checkpoint.remote.store import (
     LocalCopyError,
     RemoteError,
     RemoteRefusedError,
+    S3Store,
+    open_bucket,
     part_size,
 )
 from holdfast.errors import ConfigError, LeaseLostError, UsageError
@@ -170,14 +171,14 @@ def test_bytes_that_s3_does_not_confirm_are_read_back(
     s3: Place, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With KMS keys an ETag is not an MD5."""
-    from holdfast.checkpoint.remote import s3 as remote_s3
+    from holdfast.checkpoint.remote import store as remote_store
 
-    etag = remote_s3._etag
+    etag = remote_store._etag
     monkeypatch.setattr(
-        remote_s3, "_etag", lambda answer: etag(answer)[::-1] if "Parts" not in answer else ""
+        remote_store, "_etag", lambda answer: etag(answer)[::-1] if "Parts" not in answer else ""
     )
     remote = s3()
-    monkeypatch.setattr(remote_s3, "IN_FLIGHT", 2)
+    monkeypatch.setattr(remote_store, "IN_FLIGHT", 2)
     with contextlib.suppress(RemoteError):
         remote.push(local)  # parts with wrong tags cannot be completed; single objects are read back
     monkeypatch.setattr(remote_store, "PART", 2**20)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint.format.manifest import CheckpointName
-from holdfast.checkpoint.remote import s3, store
+from holdfast.checkpoint.remote import store
 from holdfast.checkpoint.remote.copies import Remote, open_store
 from holdfast.checkpoint.remote.store import (
     BadCopyError,
@@ -41,7 +41,7 @@ def flaky(server: S3Server) -> Iterator[Proxy]:
 def connection(flaky: Proxy) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", flaky.endpoint)
-        fs = s3.open_bucket({})
+        fs = store.open_bucket({})
         fs.connect()
         return fs
 
@@ -54,7 +54,7 @@ def remote(
     bucket = f"bucket-{os.urandom(4).hex()}"
     server.client().create_bucket(Bucket=bucket)
     flaky.requests.clear()
-    yield Remote(s3.S3Store(f"s3://{bucket}/runs", connection, bucket, "runs"), QUICK)
+    yield Remote(store.S3Store(f"s3://{bucket}/runs", connection, bucket, "runs"), QUICK)
     flaky.fault = flaky.lose = lambda head: None
     flaky.alter = lambda head, body: body
 

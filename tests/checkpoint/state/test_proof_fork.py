@@ -19,8 +19,7 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format.manifest import Proof
 from holdfast.checkpoint.save import snapshot
 from holdfast.checkpoint.state import proof
-from holdfast.checkpoint.state.proof import Report, Subject
-from holdfast.checkpoint.state.proof_fork import Mappings
+from holdfast.checkpoint.state.proof import Mappings, Report, Subject
 from holdfast.launch.workers import orphans
 from holdfast.process import MemoryMapping, proc
 from kit.harness import wait_until

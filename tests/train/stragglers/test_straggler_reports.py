@@ -24,8 +24,7 @@ from holdfast.record.group import join_group
 from holdfast.record.launches import LaunchInfo
 from holdfast.record.lease import Fence, claim
 from holdfast.train.membership import Membership
-from holdfast.train.stragglers.detector import make_stragglers
-from holdfast.train.stragglers.reports import Actions, Stragglers
+from holdfast.train.stragglers.reports import Actions, Stragglers, make_stragglers
 from holdfast.train.stragglers.scores import COMPUTE, Kind, Named, StragglerFinding
 from kit.ranks.together import LIMIT, together
 

@@ -28,8 +28,7 @@ from holdfast.record.launches import LaunchInfo
 from holdfast.record.lease import Fence, claim
 from holdfast.record.operator import excluded
 from holdfast.train.membership import Membership
-from holdfast.train.stragglers.detector import make_stragglers
-from holdfast.train.stragglers.reports import Actions, Stragglers, other_detector
+from holdfast.train.stragglers.reports import Actions, Stragglers, make_stragglers, other_detector
 from holdfast.train.stragglers.scores import COMPUTE, INPUT, OTHER, Kind, Named
 from kit.harness import REPO, Result, finish
 from kit.harness import holdfast as command_of

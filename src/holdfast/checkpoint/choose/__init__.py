@@ -25,7 +25,12 @@ if TYPE_CHECKING:
         first_of,
         highest_committed_step,
         look_at,
+        next_orders,
+        situation_of,
+        still_open,
         take_pinned,
+        write_down,
+        write_findings,
     )
     from holdfast.checkpoint.choose.load import LoadedState
     from holdfast.checkpoint.choose.plain import is_plain_root
@@ -37,13 +42,6 @@ if TYPE_CHECKING:
         run_of_root,
     )
     from holdfast.checkpoint.choose.resume import Proposal, ResumeDecision, Resumer, open_at_start
-    from holdfast.checkpoint.choose.suspicion import (
-        next_orders,
-        situation_of,
-        still_open,
-        write_down,
-        write_findings,
-    )
     from holdfast.checkpoint.choose.verifying_reader import VerifyingReader
 else:
     __getattr__ = offers(__name__)

@@ -14,7 +14,6 @@ from holdfast.base.fronts import offers
 if TYPE_CHECKING:
     from holdfast.checkpoint.copies import receipt, tier
     from holdfast.checkpoint.copies.assembled import AssembledShards, Hello, PlaceMap, make_map
-    from holdfast.checkpoint.copies.clean import Cleaning, CleaningRuling, Found, Rules, judge, look, remove
     from holdfast.checkpoint.copies.inspection import (
         TIERS,
         CopyInspection,
@@ -29,7 +28,20 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.copies.room import LocalRoom
     from holdfast.checkpoint.copies.rules import Assembly, Replication, duties, replicate
     from holdfast.checkpoint.copies.slots import LocalSlots, Refusal, Slot
-    from holdfast.checkpoint.copies.tier import CopyFile, CopyRecord, LocalTier, Where, read_recorded
+    from holdfast.checkpoint.copies.tier import (
+        Cleaning,
+        CleaningRuling,
+        CopyFile,
+        CopyRecord,
+        Found,
+        LocalTier,
+        Rules,
+        Where,
+        judge,
+        look,
+        read_recorded,
+        remove,
+    )
     from holdfast.checkpoint.copies.wire import AnnouncedChunk, AnnouncedFile, Announcement
 else:
     __getattr__ = offers(__name__)

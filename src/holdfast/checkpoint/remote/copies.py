@@ -111,7 +111,7 @@ def open_store(url: str) -> Store:
 
         options = dict(fsspec.config.conf.get(scheme, {}))
         if scheme in ("s3", "s3a"):
-            from holdfast.checkpoint.remote.s3 import S3Store, open_bucket
+            from holdfast.checkpoint.remote.store import S3Store, open_bucket
 
             return S3Store(shown, open_bucket(options), parsed.netloc, parsed.path.strip("/"))
         from holdfast.checkpoint.remote.store import FsspecStore

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
-    from holdfast.train.stragglers.detector import (
+    from holdfast.train.stragglers.reports import (
         StragglerDetector,
+        Stragglers,
         make_stragglers,
         refuse_straggler_settings,
     )
-    from holdfast.train.stragglers.reports import Stragglers
     from holdfast.train.stragglers.scores import COMPUTE, INPUT, OTHER
 else:
     __getattr__ = offers(__name__)
