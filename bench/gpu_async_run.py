@@ -79,8 +79,7 @@ def measure(way: str, where: Path, model: nn.Module, optimizer: torch.optim.Opti
 
     def save_now() -> None:
         if args.local:  # to the local tier alone, as its own interval has it done
-            assert run._saving is not None
-            run._saving.scheduled_locally()
+            run._session.saving.scheduled_locally()
         else:
             run.save(wait=False)
 

@@ -27,7 +27,8 @@ from holdfast.journal import AnyEvent, Event
 DOCS = Path("docs")
 SOURCE = Path("src") / "holdfast"
 ROOMS = (
-    *("cli", "drill", "recover", "observe", "launch", "run", "restart", "account", "train", "stop"),
+    *("cli", "drill", "recover", "observe", "launch", "run", "session"),
+    *("restart", "account", "train", "stop"),
     *("checkpoint", "health", "cluster", "record", "policy", "process", "journal", "config"),
     *("errors", "base"),
 )
@@ -113,7 +114,7 @@ def modules() -> str:
         lines.append(f"{_name(front)}/")
         files = sorted(path for path in front.parent.glob("*.py") if path.name != "__init__.py")
         lines += [f"  {path.name:22} {_docstring(path).splitlines()[0]}" for path in files]
-    alone = [SOURCE / "run.py", SOURCE / "errors.py"]
+    alone = [SOURCE / "run.py", SOURCE / "session.py", SOURCE / "errors.py"]
     lines += [f"{path.name:24} {_docstring(path).splitlines()[0]}" for path in alone]
     return "\n".join(("```", *lines, "```"))
 

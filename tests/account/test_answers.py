@@ -25,7 +25,7 @@ from holdfast.account.words import (
     short_advice,
     stop_text,
 )
-from holdfast.base.text import duration
+from holdfast.base.lines import duration
 from holdfast.checkpoint.format.manifest import CheckpointName
 from holdfast.errors import ExitCode
 from holdfast.journal.events import (

@@ -12,7 +12,7 @@ from holdfast.account.answers import account_of_failure
 from holdfast.account.incidents import headline
 from holdfast.account.remarks import remarks_of
 from holdfast.account.words import Story, closing_line, incident_text
-from holdfast.base.text import size
+from holdfast.base.lines import size
 from holdfast.checkpoint.format.manifest import CheckpointName, parse_name
 from holdfast.errors import ExitCode
 from holdfast.health.judgements import Trouble, last_words

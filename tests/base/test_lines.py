@@ -41,7 +41,7 @@ from holdfast.base.lines import (
 from kit.golden import lines_of_ours
 from kit.harness import REPO, finish, holdfast, python
 
-SCRIPT = str(REPO / "tests" / "scripts" / "meet_a_fault.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "faults" / "meet_a_fault.py")
 RUN = ["run", "--nproc-per-node", "2", "--run-dir", "run", "--set", "launch.node_name=here"]
 FIELDS = ["time", "level", "source", "rank", "host", "attempt", "kind", "text"]
 

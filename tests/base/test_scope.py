@@ -26,8 +26,7 @@ from holdfast.base.scope import (
 )
 from holdfast.record.decisions import await_key, read_key
 from holdfast.record.directory import ControlDirectory
-from holdfast.record.lease import Fence, claim
-from holdfast.record.writers import Writing, let_writer_finish
+from holdfast.record.lease import Fence, Writing, claim, let_writer_finish
 from holdfast.stop.agreement import Stopping
 from kit.harness import wait_until
 

@@ -48,7 +48,8 @@ def test_a_file_system_that_turns_bad_for_a_while(tmp_path: Path, kind: str, bac
     """A real file system of its own, in a mount namespace of its own."""
     reference = train(tmp_path / "reference", until=12)
     command = [
-        "unshare", "--user", "--map-root-user", "--mount", sys.executable, str(SCRIPTS / "bad_disk.py"),
+        "unshare", "--user", "--map-root-user", "--mount",
+        sys.executable, str(SCRIPTS / "faults" / "bad_disk.py"),
         str(tmp_path), kind, f"checkpoint_async_save={json.dumps(background)}",
     ]  # fmt: skip
     result = finish(command, cwd=tmp_path, timeout=120)
@@ -138,7 +139,9 @@ def whole_run(*flags: str) -> list[str]:
     """A run of one rank whose directory is `run`, with the shortest lease that can be set."""
     settings = ("control.lease_ttl=2", "launch.node_timeout=1", "checkpoint.max_failed_saves=5")
     chosen = [word for setting in (*settings, "health.gate=off", *flags) for word in ("--set", setting)]
-    return holdfast_command("run", "--run-dir", "run", *chosen, str(SCRIPTS / "train_stop.py"), "log")
+    return holdfast_command(
+        "run", "--run-dir", "run", *chosen, str(SCRIPTS / "train" / "train_stop.py"), "log"
+    )
 
 
 def last_step(directory: Path) -> int:

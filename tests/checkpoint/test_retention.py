@@ -753,8 +753,7 @@ def test_with_one_bit_flipped_after_each_commit_the_last_good_one_stays(
         name = root.names()[0]
         if step > 4:
             flip_shard(root.committed(name))
-        assert run._saving is not None
-        run._saving.at_boundary()
+        run._session.saving.at_boundary()
         wait_until(lambda: last_read_back(root, name) is not None, 20, f"{name} is read back")
 
     settings: dict[str, Any] = {"checkpoint_keep_last": 2, "checkpoint_async_save": asynchronous}

@@ -203,10 +203,10 @@ def test_slurms_ways_to_write_a_time(text: str, seconds: int | None) -> None:
 
 # --- in a real Slurm
 
-PRETEND = shlex.join([sys.executable, str(REPO / "tests" / "scripts" / "pretend_holdfast.py")])
+PRETEND = shlex.join([sys.executable, str(REPO / "tests" / "scripts" / "launch" / "pretend_holdfast.py")])
 
 
-RANK = (sys.executable, str(REPO / "tests" / "scripts" / "pretend_rank.py"))
+RANK = (sys.executable, str(REPO / "tests" / "scripts" / "launch" / "pretend_rank.py"))
 
 
 def submit(

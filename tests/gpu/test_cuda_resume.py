@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from holdfast.checkpoint.format.structure import verify
-from kit.harness import finish, holdfast
+from kit.harness import REPO, finish, holdfast
 
 pytestmark = pytest.mark.gpu
-SCRIPT = str(Path(__file__).parent / "train_cuda.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "gpu" / "train_cuda.py")
 
 
 def record(out: Path) -> dict[str, str]:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kit.harness import REPO
+
 pytestmark = pytest.mark.gpu
-SCRIPT = Path(__file__).with_name("restart_cuda.py")
+SCRIPT = REPO / "tests" / "scripts" / "gpu" / "restart_cuda.py"
 LIMIT = 120
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.errors import ExitCode
-from kit.harness import finish, holdfast, job, wait_until
+from kit.harness import REPO, finish, holdfast, job, wait_until
 
 pytestmark = pytest.mark.gpu
-SCRIPT = str(Path(__file__).parent / "train_cuda.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "gpu" / "train_cuda.py")
 STUCK = """
 import pathlib, torch, holdfast
 with holdfast.ShutdownHandler(timeout=2.0, stacks="stacks") as stop:

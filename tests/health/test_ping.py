@@ -24,8 +24,8 @@ from kit.harness import REPO, Job, finish, free_port, job, python, wait_until
 from kit.harness import holdfast as holdfast_run
 from kit.runs import journalled
 
-TRAIN = REPO / "tests" / "scripts" / "train_pinged.py"
-SCRIPT = REPO / "tests" / "scripts" / "ping_ranks.py"
+TRAIN = REPO / "tests" / "scripts" / "train" / "train_pinged.py"
+SCRIPT = REPO / "tests" / "scripts" / "launch" / "ping_ranks.py"
 
 
 class Ranks:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.base.text import duration, moment, printable
+from holdfast.base.lines import duration, moment, printable
 from holdfast.journal import EVENT_NAMES, AnyEvent, Event, Unknown, condense, event_name
 from holdfast.journal import writer as writers
 from holdfast.journal.events import (

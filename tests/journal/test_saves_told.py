@@ -192,7 +192,7 @@ def at_step(step, run):
     # A longer run would have more boundaries until the first checkpoint has been read back.
     deadline = time.monotonic() + 60
     while step == 6 and run_dir.name == "run" and not is_read_back() and time.monotonic() < deadline:
-        run._saving.at_boundary()
+        run._session.saving.at_boundary()
         time.sleep(0.05)
 
 train(run_dir, until=6, at_step=at_step)

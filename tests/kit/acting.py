@@ -21,7 +21,7 @@ from holdfast.record.launches import LaunchInfo
 from kit.commands import command
 from kit.harness import REPO, Job, Result, finish, holdfast, wait_until
 
-ACTS = str(REPO / "tests" / "scripts" / "acts.py")
+ACTS = str(REPO / "tests" / "scripts" / "faults" / "acts.py")
 TORCHS_OWN = "torchinductor_"
 """How a cache that torch keeps under the temporary directory begins."""
 MOMENT = 20.0

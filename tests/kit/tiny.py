@@ -132,7 +132,7 @@ def die() -> None:
 
 def around_scheduled_save(run: holdfast.Run, context: Callable[[], AbstractContextManager[None]]) -> None:
     """Make the run's scheduled saves from now on happen inside a context."""
-    saving = run._saving
+    saving = run._session.saving
     assert saving is not None
     original = saving.scheduled
 
@@ -145,7 +145,7 @@ def around_scheduled_save(run: holdfast.Run, context: Callable[[], AbstractConte
 
 def let_saves_end(run: holdfast.Run, timeout: float = 60.0) -> None:
     """Wait until nothing is under way, as the loop would notice it: failures are reported, not raised."""
-    saving = run._saving
+    saving = run._session.saving
     assert saving is not None
     deadline = time.monotonic() + timeout
     while saving._background is not None and saving._background.outstanding:

@@ -26,7 +26,7 @@ from kit.nodes.machines import SECOND, inside_mounts, nvidia_smi
 from kit.nodes.nodes import STEP, cluster
 from kit.runs import journalled
 
-XID_RANK = str(REPO / "tests" / "scripts" / "xid_rank.py")
+XID_RANK = str(REPO / "tests" / "scripts" / "launch" / "xid_rank.py")
 
 
 def few_files(command: list[str]) -> list[str]:

@@ -38,7 +38,7 @@ from holdfast.record.attempts import (
     failures_of,
 )
 from holdfast.record.directory import ControlDirectory, create_record
-from holdfast.record.hosted_store import connect
+from holdfast.record.group import connect
 from holdfast.record.launches import digest_of, told_progress
 from holdfast.record.lease import Claim, Fence, LeaseKeeper, claim, current_epoch, read_beat, read_claim
 from holdfast.record.operator import exclude
@@ -47,9 +47,9 @@ from kit.harness import REPO, Job, finish, holdfast, is_alive, job, wait_until
 from kit.nodes.cgroups import LIMITS, inside_group, memory_group
 from kit.runs import control_of, end_records, journalled
 
-STEP = str(REPO / "tests" / "scripts" / "launch_step.py")
-ENDS = str(REPO / "tests" / "scripts" / "launch_ends.py")
-GLOO = str(REPO / "tests" / "scripts" / "launch_gloo.py")
+STEP = str(REPO / "tests" / "scripts" / "launch" / "launch_step.py")
+ENDS = str(REPO / "tests" / "scripts" / "launch" / "launch_ends.py")
+GLOO = str(REPO / "tests" / "scripts" / "launch" / "launch_gloo.py")
 
 
 def launch(
@@ -657,7 +657,7 @@ def test_a_process_table_that_is_full_is_told_in_one_line_and_ends(
 @pytest.mark.parametrize("kind", ["14", "store", *(pytest.param(n, marks=drill) for n in ("17", "26", "32"))])
 def test_a_process_table_that_fills_up_later_is_told_in_one_line_too(tmp_path: Path, kind: str) -> None:
     """Whatever it is that cannot be started then, a thread inside of torch too: no traceback of our own."""
-    injected = [sys.executable, str(REPO / "tests" / "scripts" / "no_more_processes.py"), kind]
+    injected = [sys.executable, str(REPO / "tests" / "scripts" / "launch" / "no_more_processes.py"), kind]
     flags = ("run", "--run-dir", "run", "--set", "health.gate=off")
     result = finish([*injected, *flags, STEP, "ok", "log"], cwd=tmp_path, timeout=60)
     assert result.code == ExitCode.NO_CAPACITY, result.text

@@ -9,7 +9,7 @@ import pytest
 from kit.golden import compare
 from kit.harness import REPO, finish, holdfast
 
-SCRIPT = REPO / "tests" / "scripts" / "meet_a_fault.py"
+SCRIPT = REPO / "tests" / "scripts" / "faults" / "meet_a_fault.py"
 SCRIPT_NAMED = [("(\\.\\./)*" + str(SCRIPT).lstrip("/"), "train.py"), ("/train.py", "train.py")]
 STEPS_DIFFER = [(r"saved up to step \d+", "saved up to step N"), (r"Steps: \d+", "Steps: N")]
 """A stop is agreed on after whichever step the ranks are in."""

@@ -19,7 +19,7 @@ from kit.nodes.fake_scontrol import job_environment
 from kit.nodes.nodes import Cluster, cluster, free_endpoint
 from kit.runs import journalled
 
-SCRIPT = REPO / "tests" / "scripts" / "meet_a_cluster_fault.py"
+SCRIPT = REPO / "tests" / "scripts" / "faults" / "meet_a_cluster_fault.py"
 DIFFERS = [
     ("(\\.\\./)*" + str(SCRIPT).lstrip("/"), "train.py"),
     ("/train.py", "train.py"),

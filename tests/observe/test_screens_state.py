@@ -13,7 +13,7 @@ from kit.nodes.cgroups import inside_group, memory_group
 from kit.nodes.machines import inside_mounts
 
 SCRIPTS = REPO / "tests" / "scripts"
-SCRIPT = SCRIPTS / "meet_a_bad_state.py"
+SCRIPT = SCRIPTS / "faults" / "meet_a_bad_state.py"
 SCRIPT_NAMED = [
     ("(\\.\\./)*" + str(SCRIPT).lstrip("/"), "train.py"),
     ("/train.py", "train.py"),
@@ -26,7 +26,7 @@ WHICH_DIFFERS = [(r"__\d_0\.distcp", "__N_0.distcp")]
 ALWAYS = ["--nproc-per-node", "2", "--run-dir", "run", "--set", "launch.node_name=here"]
 
 
-IN_PLACE = SCRIPTS / "meet_a_fault_in_place.py"
+IN_PLACE = SCRIPTS / "faults" / "meet_a_fault_in_place.py"
 IN_PLACE_NAMED = [("(\\.\\./)*" + str(IN_PLACE).lstrip("/"), "train.py"), ("/train.py", "train.py")]
 
 

@@ -49,7 +49,7 @@ from kit.control import held_elsewhere
 from kit.harness import REPO, finish, holdfast, job, wait_until
 from kit.tiny import train, tree
 
-TINY = str(REPO / "tests" / "scripts" / "train_tiny.py")
+TINY = str(REPO / "tests" / "scripts" / "train" / "train_tiny.py")
 
 
 class Launch:

@@ -21,7 +21,7 @@ from holdfast.process import proc
 from holdfast.process.companion import AGENT, OUTLIVES, outliving
 from kit.harness import REPO, Job, is_alive, job, python, wait_until
 
-SCRIPT = REPO / "tests" / "scripts" / "agent_of_strays.py"
+SCRIPT = REPO / "tests" / "scripts" / "launch" / "agent_of_strays.py"
 BELOW = "setsid sleep 301 & echo $! > below.pid; sleep 302"
 """Left the worker's session and is still below it."""
 DAEMON = "(setsid sleep 303 & echo $! > daemon.pid); sleep 304"

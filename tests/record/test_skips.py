@@ -272,7 +272,7 @@ def trained(run_dir: Path, until: int, window: Window | None) -> tuple[dict[int,
     losses = {}
     with run:
         run.start()
-        group, member = run._joined()
+        group, member = run._session.group, run._session.member
         if window is not None:
             record_skip(member.control, member.fence, window, "bad")
         follow_skips(feed, member.control, group, member.journal, lambda: run.step, 5.0)

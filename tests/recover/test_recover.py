@@ -42,7 +42,7 @@ from kit.nodes.fake_scontrol import installed
 from kit.nodes.machines import hung_mount
 from kit.tiny import checkpoints, die, forked, train, tree
 
-SCRIPT = REPO / "tests" / "scripts" / "train_recovered.py"
+SCRIPT = REPO / "tests" / "scripts" / "train" / "train_recovered.py"
 SECRET = "s3cr3t-value"
 FLAGS = (
     "--nproc-per-node", "1", "--run-dir", "run", "--set", "checkpoint.interval=3",

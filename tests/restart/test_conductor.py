@@ -19,7 +19,7 @@ from holdfast.config.sections import InProcessSettings
 from holdfast.errors import ConfigError
 from holdfast.policy.evidence import Fault, FaultKind
 from holdfast.policy.restarts import Assignment, Shortage, reassign
-from holdfast.record.hosted_store import HostedStore, connect
+from holdfast.record.group import HostedStore, connect
 from holdfast.restart.conductor import Conductor, Denied, Granted, Restart, assigner, sound
 from holdfast.restart.messages import (
     LOST,

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from holdfast.config.sections import InProcessSettings
 from holdfast.policy.evidence import FaultKind
-from holdfast.record.hosted_store import HostedStore, connect
+from holdfast.record.group import HostedStore, connect
 from holdfast.restart import keeper as keeper_module
 from holdfast.restart.keeper import log_path
 from holdfast.restart.messages import (

@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 from holdfast.errors import HandedOverError, UsageError
 from holdfast.policy.evidence import FaultKind
-from holdfast.record.hosted_store import HostedStore
+from holdfast.record.group import HostedStore
 from holdfast.restart import lookout
 from holdfast.restart.entry import Handed, Joined, Ranks, join
 from holdfast.restart.keeper import SOCKET

@@ -269,7 +269,7 @@ def test_a_reserve_goes_on_from_local_copies_alone_where_a_killed_rank_was(
         if scope.iteration == 0 and scope.rank == lost and step == 11:
             os.kill(os.getpid(), signal.SIGKILL)
         if scope.iteration == 1 and not begun.exists():
-            places = run._parts.places
+            places = run._session.places
             assert places is not None
             assert places.places.usable()[0].port, "somebody serves this node's copies to others"
             begun.write_text(str(step))

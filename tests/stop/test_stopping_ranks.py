@@ -34,7 +34,7 @@ from kit.tiny import checkpoints, forked
 from kit.tiny import train as train_alone
 
 STOPPED, UNSAVED = int(ExitCode.STOPPED), int(ExitCode.STOPPED_UNSAVED)
-SCRIPT = REPO / "tests" / "scripts" / "train_tiny.py"
+SCRIPT = REPO / "tests" / "scripts" / "train" / "train_tiny.py"
 
 # --- whole ranks ------------------------------------------------------------------------------------------
 
@@ -165,13 +165,13 @@ def test_asked_during_a_resume_the_ranks_stop_before_they_train(tmp_path: Path, 
     before = reasons(tmp_path)
 
     def wait(run: holdfast.Run, rank: int) -> None:
-        resume = run._parts.resume
+        resume = run._session.resume
 
         def held(*joined: Any) -> None:
             hold(tmp_path, f"waiting{rank}")
             resume(*joined)
 
-        run._parts.resume = held  # type: ignore[method-assign]
+        run._session.resume = held  # type: ignore[method-assign]
 
     with ranks(tmp_path, until=9, before_start=wait) as running:
         running.at("waiting")
@@ -256,8 +256,7 @@ def test_a_stop_whose_save_fails_ends_with_the_code_of_that(tmp_path: Path) -> N
     def fail(run: holdfast.Run, rank: int, step: int) -> None:
         del rank
         if step == 5:
-            assert run._saving is not None
-            run._saving._foreground.save = refuse  # type: ignore[assignment]
+            run._session.saving._foreground.save = refuse  # type: ignore[assignment]
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: run.stopping, LIMIT, "the signal is heard")
 
@@ -341,7 +340,7 @@ def test_a_save_that_is_known_not_to_fit_is_told(tmp_path: Path, capfd: pytest.C
     def slow(run: holdfast.Run, rank: int, step: int) -> None:
         del rank
         if step == 5:
-            run._schedule.note(blocked=99.0, commit=99.0)
+            run._session.schedule.note(blocked=99.0, commit=99.0)
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: run.stopping, 10, "the signal is heard")
 

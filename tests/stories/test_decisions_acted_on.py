@@ -17,7 +17,7 @@ from kit.acting import ACTS, Place, stays
 from kit.harness import REPO, holdfast, job, wait_until
 from kit.nodes.nodes import cluster, finish_all
 
-RUNG = str(REPO / "tests" / "scripts" / "train_rung.py")
+RUNG = str(REPO / "tests" / "scripts" / "train" / "train_rung.py")
 ECC = "error:RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
 

@@ -18,7 +18,7 @@ from kit.harness import REPO, Result, finish, holdfast, job, wait_until
 from kit.runs import events_in, record
 from kit.tiny import checkpoints, tree
 
-SCRIPT = str(REPO / "tests" / "scripts" / "train_tiny.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "train" / "train_tiny.py")
 
 
 def launch(*flags: str, ranks: int = 2) -> list[str]:

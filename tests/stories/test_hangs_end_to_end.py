@@ -12,7 +12,7 @@ from holdfast.journal.reader import read_journal
 from kit.harness import REPO, finish, holdfast
 from kit.nodes.nodes import cluster
 
-SCRIPT = str(REPO / "tests" / "scripts" / "train_hanging.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "train" / "train_hanging.py")
 LIMITS = (
     "monitor.rank_section_timeouts=setup:16,step:4,checkpointing:4",
     "monitor.rank_heartbeat_timeout=30",

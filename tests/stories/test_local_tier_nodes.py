@@ -2,7 +2,7 @@
 
 Every node is an agent in a network namespace, with a directory in memory that nobody else uses; only the run
 directory is shared. Each test is one run that meets one loss after the other, as real ones do: every attempt
-is held before a step (`scripts/train_local.py`) until its local copies are replicated, and only then is
+is held before a step (`scripts/train/train_local.py`) until its local copies are replicated, and only then is
 something done to it. So it is known beforehand what must be found where.
 """
 
@@ -38,7 +38,7 @@ from kit.tiny import Numbers, checkpoints
 WHY = missing()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
 
-TRAIN = str(REPO / "tests" / "scripts" / "train_local.py")
+TRAIN = str(REPO / "tests" / "scripts" / "train" / "train_local.py")
 NAMES = "abcde"
 UNTIL = 12
 LOCAL, GLOBAL = 2, 4

@@ -16,7 +16,7 @@ from holdfast.record.operator import in_force
 from kit.acting import MOMENT, Place, stays
 from kit.harness import REPO, holdfast, job, wait_until
 
-RUNG = str(REPO / "tests" / "scripts" / "train_rung.py")
+RUNG = str(REPO / "tests" / "scripts" / "train" / "train_rung.py")
 
 
 @pytest.mark.drill

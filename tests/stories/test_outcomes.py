@@ -157,7 +157,7 @@ def test_an_optimizer_zeroed_in_a_checkpoint_is_settled_by_the_rung_below(tmp_pa
     Point 15: memory that was damaged once, after the load, is no fault of the checkpoint: it passes the
     second time, and nothing is ever suspect.
     """
-    argv = holdfast("run", "--run-dir", "run", str(REPO / "tests" / "scripts" / "train_zeroed.py"))
+    argv = holdfast("run", "--run-dir", "run", str(REPO / "tests" / "scripts" / "train" / "train_zeroed.py"))
     result = finish(argv, cwd=tmp_path, env={"ZEROED_BAD": bad, "CUDA_VISIBLE_DEVICES": "0,1"}, timeout=120)
     seen = outcomes.outcome(tmp_path / "run", result)
     assert seen.code == 0, result.text

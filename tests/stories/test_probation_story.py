@@ -133,7 +133,7 @@ class Training:
             keeper.release()
 
     def _probation(self, run: holdfast.Run, trial: Trial | None) -> Probation:
-        group, member = run._joined()
+        group, member = run._session.group, run._session.member
         launched = LaunchInfo(
             run_dir=str(self.run_dir), run_id=member.control.run_id, launch=member.launch,
             attempt=member.attempt, epoch=member.fence.epoch, node="a", orders=Orders(trial=trial),

@@ -22,7 +22,7 @@ from kit.nodes.nodes import Cluster, cluster
 from kit.ranks.local_ranks import await_replicas
 from kit.runs import control_of, end_records, journalled, record
 
-SCRIPT = str(REPO / "tests" / "scripts" / "train_restarting.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "train" / "train_restarting.py")
 QUICK = {
     "inprocess.enabled": "true",
     "inprocess.granularity": "rank",

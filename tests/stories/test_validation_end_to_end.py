@@ -15,7 +15,7 @@ from holdfast.train.crash import ERROR_FILE, write_error_file
 from kit.harness import REPO, Result, finish, holdfast
 from kit.ranks.validated import Place
 
-SCRIPT = str(REPO / "tests" / "scripts" / "train_checked.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "train" / "train_checked.py")
 
 
 def launch(tmp_path: Path, kind: str, devices: str, ranks: int = 2, **more: str) -> Result:

@@ -13,7 +13,7 @@ from kit.acting import Place
 from kit.commands import command
 from kit.harness import REPO, Result, holdfast
 
-TRAIN = str(REPO / "tests" / "scripts" / "pretend_training.py")
+TRAIN = str(REPO / "tests" / "scripts" / "faults" / "pretend_training.py")
 
 
 def train(place: Place, acts: str, *flags: str, devices: str = "0,1") -> Result:

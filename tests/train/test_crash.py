@@ -25,7 +25,7 @@ from holdfast.train import crash as folding
 from holdfast.train.crash import CrashHook, chain_of
 from kit.harness import REPO, finish, holdfast
 
-SCRIPT = str(REPO / "tests" / "scripts" / "lose_a_peer.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "faults" / "lose_a_peer.py")
 LOST = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:29888: Connection "
     "reset by peer. This is typically caused by a remote worker hanging or bugs in the application. GLHF! 🏖️"

@@ -61,10 +61,9 @@ class Two:
             )
             # No fence is needed: nothing is committed here.
             member = Membership(self.control, None, 1, "test", self.journal)  # type: ignore[arg-type]
+            member.is_restart = not insist
             try:
-                return join_places(
-                    settings, Group(rank, 2, store, None), member, f"node-{rank}", insist=insist
-                )
+                return join_places(settings, Group(rank, 2, store, None), member, f"node-{rank}")
             except Exception as error:  # noqa: BLE001 - it is looked at by the test
                 return error
 
@@ -122,8 +121,7 @@ def test_at_a_restart_a_node_without_its_directory_costs_its_own_place_only(two:
         assert [bool(info.place) for info in first.places.places] == [True, False]
         assert [bool(info.port) for info in first.places.places] == [True, False]
         assert not first.whole
-        settings = CheckpointSettings()
-        assert [first.saving(settings, 0), second.saving(settings, 1)] == [None, None]
+        assert [first.saving(), second.saving()] == [None, None]
         here = first.tier.place
         assert first.replication.targets == [[], [here]], "what rank 1 had saved is looked after by rank 0"
     finally:

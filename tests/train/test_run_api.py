@@ -606,7 +606,7 @@ def test_nothing_grows_over_200_saves(tmp_path: Path) -> None:
             kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             own = set(threading.enumerate()) - others
             seen[step] = (len(os.listdir("/proc/self/fd")), len(own), kept)
-    line = run._saving is not None and run._saving._read_back is not None  # to the process that reads back
+    line = run._session.saving._read_back is not None  # to the process that reads back
     assert seen[200][0] - seen[20][0] <= int(line), "descriptors"
     assert seen[200][1] <= seen[20][1], "threads"
     assert seen[200][2] - seen[20][2] < 20_000, "kilobytes of memory"

@@ -110,7 +110,7 @@ def in_loading(run_dir: Path, **settings: object) -> None:
     run = holdfast.Run(run_dir=run_dir, **settings)
     model, *_ = build()
     run.track(model=model)
-    run._parts.resume = lambda *joined: stop()  # type: ignore[method-assign]
+    run._session.resume = lambda *joined: stop()  # type: ignore[method-assign]
     run.start()
 
 

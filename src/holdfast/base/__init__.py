@@ -42,15 +42,23 @@ if TYPE_CHECKING:
         Kind,
         LiveLine,
         LogFormat,
+        Rendered,
         Source,
         Verbosity,
+        duration,
+        escaped,
         install,
         is_format,
         is_taken,
         is_verbosity,
         log_format,
+        moment,
+        number,
+        plural,
+        printable,
         rendered,
         say_as_rank,
+        size,
         speak,
         verbosity,
     )
@@ -64,7 +72,6 @@ if TYPE_CHECKING:
         stretch,
         to_the_end,
     )
-    from holdfast.base.text import Rendered, duration, escaped, moment, number, plural, printable, size
     from holdfast.base.torch_internals import (
         ActivationWrapper,
         InstanceNorm,

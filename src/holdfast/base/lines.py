@@ -1,4 +1,4 @@
-"""Lines on standard error: how much is said, in which form, and the one place that writes it.
+"""How things are said to people: times, sizes and other text, and the one writer of lines to standard error.
 
 What ranks say goes through Python's logging first (`log.warning("holdfast: …")`). Where the script has set
 its own logging up, its handlers take it, and write it as they do; else it is written here.
@@ -9,15 +9,87 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, NamedTuple, TextIO
 
 from holdfast.base.bounded import Waiting, in_words, is_due, is_rewritten
+
+# --- lines on standard error --------------------------------------------------------------------------------
+
+MAX_TEXT = 500
+
+
+@dataclass(frozen=True)
+class Rendered:
+    text: str
+    style: str
+    """fault, warning, decision, saved, good, progress or plain; what it looks like is the shower's choice."""
+    details: list[str] = field(default_factory=list)
+    """Lines that belong under the text: evidence and rejected options."""
+
+
+def printable(text: str, limit: int = MAX_TEXT) -> str:
+    """Any text as one harmless line."""
+    line = " ".join(text[: limit * 4].split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def escaped(text: str, limit: int = 200) -> str:
+    """`text` as it is, with escapes for control characters and lone surrogates, cut to `limit`: safe to print
+    and to encode. Unlike `printable` it keeps every space, so that a path can be copied."""
+    cut = text if len(text) <= limit else text[:limit] + "…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
+def duration(seconds: float) -> str:
+    """A length of time with about three digits: 42 ms, 3.2 s, 4 min 05 s, 2 h 10 min."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def moment(at: float) -> str:
+    """A point in time by the clock of this machine, whatever number a record has for it."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    except (OverflowError, ValueError, OSError):
+        return "a time out of range"
+
+
+def size(count: int) -> str:
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def number(value: float | None) -> str:
+    """A loss for people."""
+    if value is None:
+        return "–"
+    if math.isnan(value):
+        return "NaN"
+    return f"{value:.4g}"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
 
 # How much is printed: HOLDFAST_VERBOSITY in the environment.
 #

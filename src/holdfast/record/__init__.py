@@ -63,7 +63,20 @@ if TYPE_CHECKING:
         list_names,
         read_record,
     )
-    from holdfast.record.group import Group, add_up, gather, join_group, leave_group, scatter, share
+    from holdfast.record.group import (
+        Group,
+        HostedStore,
+        add_up,
+        can_bind,
+        connect,
+        gather,
+        join_group,
+        leave_group,
+        listen,
+        reachable_address,
+        scatter,
+        share,
+    )
     from holdfast.record.history import (
         INCIDENT,
         LAUNCHER_ENDED,
@@ -76,7 +89,6 @@ if TYPE_CHECKING:
         rung_of,
         was_kept,
     )
-    from holdfast.record.hosted_store import HostedStore, can_bind, connect, listen, reachable_address
     from holdfast.record.launches import (
         PROGRESS,
         VARIABLE,
@@ -104,9 +116,15 @@ if TYPE_CHECKING:
         Fence,
         LeaseKeeper,
         LeaseState,
+        Writing,
+        announce,
         claim,
         current_epoch,
+        give_up,
+        given_up,
+        is_busy,
         lease_state,
+        lock_for_writer,
         newest_claim,
         read_beat,
         read_claim,
@@ -177,6 +195,5 @@ if TYPE_CHECKING:
         note_root,
         words_in,
     )
-    from holdfast.record.writers import Writing, announce, give_up, given_up, is_busy, lock_for_writer
 else:
     __getattr__ = offers(__name__)

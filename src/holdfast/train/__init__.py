@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from holdfast.base.fronts import offers
 
 if TYPE_CHECKING:
+    from holdfast.train.alone import Deciding, look_around
     from holdfast.train.beats import (
         ANSWER_LIMIT,
         PACKET_LIMIT,
@@ -33,13 +34,14 @@ if TYPE_CHECKING:
         Wish,
     )
     from holdfast.train.crash import CrashHook, chain_of, write_error_file
+    from holdfast.train.forgotten import Forgotten
     from holdfast.train.halting import Halting
-    from holdfast.train.membership import Membership
+    from holdfast.train.membership import Membership, join_attempt
     from holdfast.train.meter import Meter
-    from holdfast.train.parts import EXCHANGE_SLACK, Parts, Surroundings
+    from holdfast.train.place import LocalPlaces, join_places
     from holdfast.train.probation import Probation
     from holdfast.train.saves import Saving
-    from holdfast.train.schedule import measured_before
+    from holdfast.train.schedule import SaveSchedule, measured_before
     from holdfast.train.testimony import (
         Frame,
         Pinging,
@@ -48,12 +50,10 @@ if TYPE_CHECKING:
         Testimony,
         ThreadStack,
         frames_of,
-        judge_collectives,
         registered,
         simulated_fault,
         stacks_path,
         start_beats,
-        tell_idle,
     )
 else:
     __getattr__ = offers(__name__)

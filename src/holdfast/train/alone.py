@@ -243,52 +243,84 @@ def _forgiven(control: ControlDirectory, number: int, here: Here) -> bool:
     return record is not None and bool(here.started_with) and record.started_with != here.started_with
 
 
-def decide(
-    control: ControlDirectory,
-    fence: Fence,
-    journal: JournalWriter,
-    number: int,
-    settings: Settings,
-    here: Here,
-) -> Decision | None:
-    """What is done about an attempt: as was decided, or now if it rejected a result; None if it did not."""
-    path = decision_path(control, number, RECOVERY)
-    decided = read_record(path, Decision)
-    if decided is not None:
-        if not was_kept(control, number):  # who decided it died before that
-            write_findings(control, fence, journal, number, decided)
-        return decided
-    rejection = rejection_of(control, number)
-    if rejection is None:
-        return None
-    failed = _failed(control, read_attempt(control, number), rejection, settings)
-    history = past_attempts(control, before=number)
-    others = [one.number for one in history if here.started_with and one.started_with != here.started_with]
-    situation = situation_of(
-        control,
-        failed,
-        history,
-        settings,
-        max_restarts=max(1, settings.launch.max_restarts),
-        facts=[f"no rank can move: {here.stays}"] if here.stays else [],
-        cluster=here.cluster(control),
-        forgiven=max(others, default=0),
-    )
-    with fence.guard(f"decide about attempt {number}"):
-        decision = recover(history, situation)
-        decision = decision if create_record(path, decision) else read_record(path, Decision) or decision
-    write_down(control, fence, journal, failed, None, decision)
-    return decision
+class Deciding:
+    """What rank 0 decides of attempts of the run that this start is part of."""
 
+    def __init__(
+        self, control: ControlDirectory, fence: Fence, journal: JournalWriter, settings: Settings, here: Here
+    ) -> None:
+        self._control = control
+        self._fence = fence
+        self._journal = journal
+        self._settings = settings
+        self._here = here
 
-def _failed(
-    control: ControlDirectory, record: AttemptRecord, rejection: Rejection, settings: Settings
-) -> PastAttempt:
-    head = read_record(control.attempt(record.number) / "head.json", HeadRecord)
-    steps = max(0, rejection.step - 1 - head.step) if head is not None else None
-    found = of_rejection(Diagnosis(cause=Cause.UNKNOWN, rung=rung_of(head), steps=steps), rejection)
-    highest = highest_committed_step(settings.checkpoint_root(), control)
-    return failed_attempt(control, record, found, highest_step=highest, rejection=rejection)
+    def about(self, number: int) -> Decision | None:
+        """What is done about an attempt: as decided, or now if it rejected a result; None if it did not."""
+        control, fence, journal = self._control, self._fence, self._journal
+        path = decision_path(control, number, RECOVERY)
+        decided = read_record(path, Decision)
+        if decided is not None:
+            if not was_kept(control, number):  # who decided it died before that
+                write_findings(control, fence, journal, number, decided)
+            return decided
+        rejection = rejection_of(control, number)
+        if rejection is None:
+            return None
+        failed = self._failed(read_attempt(control, number), rejection)
+        here, history = self._here, past_attempts(control, before=number)
+        others = [
+            one.number for one in history if here.started_with and one.started_with != here.started_with
+        ]
+        situation = situation_of(
+            control,
+            failed,
+            history,
+            self._settings,
+            max_restarts=max(1, self._settings.launch.max_restarts),
+            facts=[f"no rank can move: {here.stays}"] if here.stays else [],
+            cluster=here.cluster(control),
+            forgiven=max(others, default=0),
+        )
+        with fence.guard(f"decide about attempt {number}"):
+            decision = recover(history, situation)
+            decision = decision if create_record(path, decision) else read_record(path, Decision) or decision
+        write_down(control, fence, journal, failed, None, decision)
+        return decision
+
+    def _failed(self, record: AttemptRecord, rejection: Rejection) -> PastAttempt:
+        control = self._control
+        head = read_record(control.attempt(record.number) / "head.json", HeadRecord)
+        steps = max(0, rejection.step - 1 - head.step) if head is not None else None
+        found = of_rejection(Diagnosis(cause=Cause.UNKNOWN, rung=rung_of(head), steps=steps), rejection)
+        highest = highest_committed_step(self._settings.checkpoint_root(), control)
+        return failed_attempt(control, record, found, highest_step=highest, rejection=rejection)
+
+    def at_start(self, newest: int, launch: str) -> Told:
+        """What the next attempt begins with, or why there is none; `newest`: the last attempt, 0 if none."""
+        control, here = self._control, self._here
+        decided = self.about(newest) if newest else None
+        if decided is not None and _is_the_end(decided) and not _forgiven(control, newest, here):
+            return _refuse(control, newest, decided.reason, decided.verdict)
+        fatal = next((one for one in settled_in(control, newest) if one.how is How.FATAL), None)
+        if fatal is not None and not _forgiven(control, newest, here):
+            return _refuse(control, newest, f"step {fatal.step} is not finite: {fatal.why}", REPRODUCIBLE)
+        if why := refused_launch(control, here.started_with, [launch]):
+            return Told(refused=why, code=int(ExitCode.BUDGET_SPENT))
+        return Told(orders=next_orders(control, past_attempts(control)))
+
+    def at_rejection(self, attempt: int) -> tuple[str, str]:
+        """The running attempt has rejected a result, and its ranks are about to end: what the next start
+        does; or, second, why there is to be none."""
+        try:
+            decided = self.about(attempt)
+        except (HoldfastError, OSError) as error:
+            return f"what the next start varies is decided there, because here it could not be: {error}", ""
+        if decided is None:
+            return "", ""
+        if _is_the_end(decided):
+            return "", _end(self._control, attempt, decided.reason, decided.verdict)
+        return f"the next start: {decided.reason}", ""
 
 
 def begin(control: ControlDirectory, fence: Fence, settings: Settings, here: Here, launch: str) -> Told:
@@ -296,7 +328,7 @@ def begin(control: ControlDirectory, fence: Fence, settings: Settings, here: Her
     newest = max(attempt_numbers(control), default=0)
     with contextlib.closing(JournalWriter(control.journal, "rank-0", newest)) as journal:
         try:
-            told = _begin(control, fence, journal, newest, settings, here, launch)
+            told = Deciding(control, fence, journal, settings, here).at_start(newest, launch)
         except ControlError as error:  # no reason to keep a run from starting
             log.warning("holdfast: what earlier attempts left open counts for nothing here: %s", error)
             journal.write(Warned(message=f"what earlier attempts left open could not be read: {error}"))
@@ -304,26 +336,6 @@ def begin(control: ControlDirectory, fence: Fence, settings: Settings, here: Her
         if told.refused:
             journal.write(Warned(message=f"a start was refused with code {told.code}: {told.refused}"))
     return told
-
-
-def _begin(
-    control: ControlDirectory,
-    fence: Fence,
-    journal: JournalWriter,
-    newest: int,
-    settings: Settings,
-    here: Here,
-    launch: str,
-) -> Told:
-    decided = decide(control, fence, journal, newest, settings, here) if newest else None
-    if decided is not None and _is_the_end(decided) and not _forgiven(control, newest, here):
-        return _refuse(control, newest, decided.reason, decided.verdict)
-    fatal = next((one for one in settled_in(control, newest) if one.how is How.FATAL), None)
-    if fatal is not None and not _forgiven(control, newest, here):
-        return _refuse(control, newest, f"step {fatal.step} is not finite: {fatal.why}", REPRODUCIBLE)
-    if why := refused_launch(control, here.started_with, [launch]):
-        return Told(refused=why, code=int(ExitCode.BUDGET_SPENT))
-    return Told(orders=next_orders(control, past_attempts(control)))
 
 
 def _is_the_end(decision: Decision) -> bool:
@@ -343,31 +355,3 @@ def _end(control: ControlDirectory, number: int, reason: str, verdict: str) -> s
         "start is let in again when the script, a Python file beside it, its arguments or a setting has "
         f'changed, or after `holdfast control reset-budget {control.path} --reason "what was fixed"`'
     )
-
-
-class Deciding:
-    """What rank 0 does about a rejection of the running attempt, before the ranks end."""
-
-    def __init__(
-        self,
-        control: ControlDirectory,
-        fence: Fence,
-        journal: JournalWriter,
-        attempt: int,
-        settings: Settings,
-        here: Here,
-    ) -> None:
-        self._given = (control, fence, journal, attempt, settings, here)
-
-    def __call__(self) -> tuple[str, str]:
-        """What the next start does; or, second, why there is to be none."""
-        control, *_ = self._given
-        try:
-            decided = decide(*self._given)
-        except (HoldfastError, OSError) as error:
-            return f"what the next start varies is decided there, because here it could not be: {error}", ""
-        if decided is None:
-            return "", ""
-        if _is_the_end(decided):
-            return "", _end(control, self._given[3], decided.reason, decided.verdict)
-        return f"the next start: {decided.reason}", ""

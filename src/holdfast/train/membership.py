@@ -1,4 +1,4 @@
-"""Which attempt this process belongs to, its right to act, and what the run is made of.
+"""Which attempt this process belongs to, and its right to act.
 
 Under `holdfast run` the agent has claimed the lease and numbered the attempt; a worker only takes both over.
 Under plain `python` or torchrun there is no such agent: rank 0 claims the lease, settles what was left open
@@ -8,10 +8,9 @@ torchrun's restarts are attempts of one launch; each start of plain python is a 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import platform
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -21,10 +20,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from holdfast import __version__
-from holdfast.base import scope, torch_internals
-from holdfast.checkpoint.format import Versions, digest_bytes
-from holdfast.config import Settings, sources
+from holdfast.base import scope
+from holdfast.config import Settings
 from holdfast.errors import ConfigError, ControlError, ExitCode, HoldfastError, StorageError, UsageError
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import AttemptStarted, LeaseClaimed, RunCreated, Warned
@@ -40,6 +37,8 @@ from holdfast.record import (
     begin_attempt,
     claim,
     end_attempt,
+    latest_head,
+    read_attempt,
     read_key,
     record_crash,
 )
@@ -73,6 +72,12 @@ class Membership:
     """Of the process that numbered the attempt itself."""
     ended: EndRecord | None = None
     """The end that this process has written."""
+
+    @functools.cached_property
+    def is_restart(self) -> bool:
+        """Whether an earlier attempt of this very launch already trained."""
+        head = latest_head(self.control, before=self.attempt)
+        return head is not None and read_attempt(self.control, head.attempt).launch == self.launch
 
     def leave(self, end: EndRecord | None) -> None:
         """Record the end and give the lease back, where this process is the one to do so."""
@@ -109,7 +114,6 @@ class Membership:
 
 def join_attempt(
     settings: Settings,
-    root: Path,
     group: Group,
     launched: LaunchInfo | None,
     here: Here | None,
@@ -131,12 +135,13 @@ def join_attempt(
         return Membership(control, fence, launched.attempt, launched.launch, journal, told=told)
     assert here is not None
     if group.is_coordinator:
-        return _begin(settings, root, group, here, on_lost)
-    return _follow(run_dir, group, here, ttl=ttl, timeout=settings.control.decision_timeout)
+        return _begin(settings, group, here, on_lost)
+    return _follow(settings, group, here)
 
 
-def _follow(run_dir: Path, group: Group, here: Here, *, ttl: float, timeout: float) -> Membership:
-    raw = read_key(group.store, "attempt", timeout, "the attempt that rank 0 begins")
+def _follow(settings: Settings, group: Group, here: Here) -> Membership:
+    patience = settings.control.decision_timeout
+    raw = read_key(group.store, "attempt", patience, "the attempt that rank 0 begins")
     told = msgspec.json.decode(raw, type=_Told)
     told.begun.insist()
     if told.shift != here.shift:
@@ -145,9 +150,9 @@ def _follow(run_dir: Path, group: Group, here: Here, *, ttl: float, timeout: flo
             f"may share one. {here.stays or 'Rank 0 came too late for it'}: make the Run at the same place "
             "in every rank's script, before CUDA is asked for anything"
         )
-    control = _same_run(run_dir, told.run, "rank 0", group.rank)
+    control = _same_run(Path(settings.run.dir), told.run, "rank 0", group.rank)
     journal = JournalWriter(control.journal, f"rank-{group.rank}", told.attempt)
-    fence = Fence(control, told.epoch, timeout=ttl)
+    fence = Fence(control, told.epoch, timeout=settings.control.lease_ttl)
     return Membership(control, fence, told.attempt, told.launch, journal, told=told.begun)
 
 
@@ -162,13 +167,12 @@ def _same_run(run_dir: Path, run: str, who: str, rank: int) -> ControlDirectory:
     return control
 
 
-def _begin(
-    settings: Settings, root: Path, group: Group, here: Here, on_lost: Callable[[str], None]
-) -> Membership:
+def _begin(settings: Settings, group: Group, here: Here, on_lost: Callable[[str], None]) -> Membership:
     control, created = ControlDirectory.open_or_create(Path(settings.run.dir))
     around = scope.current()
     launch = (around.job if around is not None else "") or here.launch or uuid.uuid4().hex[:12]
     held = claim(control, launch, settings.control.lease_ttl, handover=settings.handover())
+    fence = Fence(control, held.epoch, timeout=held.ttl)
     journals: list[JournalWriter] = []
 
     def on_trouble(told: str) -> None:
@@ -176,103 +180,45 @@ def _begin(
         for journal in journals:
             journal.write(Warned(message=told))
 
+    def announce(attempt: int, begun: Told) -> None:
+        told = _Told(control.run_id, attempt, held.epoch, launch, begun, here.shift)
+        group.store.set("attempt", msgspec.json.encode(told).decode())
+
     keeper = LeaseKeeper(control, held, on_lost, on_trouble)
     try:
-        begun = begin(control, Fence(control, held.epoch, timeout=held.ttl), settings, here, launch)
+        begun = begin(control, fence, settings, here, launch)
         if begun.refused:
-            refusal = _Told(control.run_id, 0, held.epoch, launch, begun)
-            group.store.set("attempt", msgspec.json.encode(refusal).decode())
+            announce(0, begun)
             begun.insist()
-        member = _announce(control, root, group, held, keeper, here, begun, created=created)
+        number = begin_attempt(
+            control,
+            fence,
+            launch,
+            group.world_size,
+            nodes=[here.node] if here.workers else [],
+            placement=here.placement(control),
+            rotation=here.shift,
+            started_with=here.started_with,
+        ).number
+        journal = JournalWriter(control.journal, f"rank-{group.rank}", number)
+        if created:
+            journal.write(RunCreated(run=control.run_id, checkpoint_root=str(settings.checkpoint_root())))
+        _tell(journal, held, group.world_size)
+        announce(number, begun)
     except BaseException:
         keeper.release()  # else this very process would keep the next attempt from the lease
         raise
-    journals.append(member.journal)
-    return member
+    journals.append(journal)
+    return Membership(control, fence, number, launch, journal, keeper, begun, here.node)
 
 
-def _announce(
-    control: ControlDirectory,
-    root: Path,
-    group: Group,
-    held: Claim,
-    keeper: LeaseKeeper,
-    here: Here,
-    begun: Told,
-    *,
-    created: bool,
-) -> Membership:
-    fence = Fence(control, held.epoch, timeout=held.ttl)
-    record = begin_attempt(
-        control,
-        fence,
-        held.owner,
-        group.world_size,
-        nodes=[here.node] if here.workers else [],
-        placement=here.placement(control),
-        rotation=here.shift,
-        started_with=here.started_with,
-    )
-    journal = JournalWriter(control.journal, f"rank-{group.rank}", record.number)
-    if created:
-        journal.write(RunCreated(run=control.run_id, checkpoint_root=str(root)))
+def _tell(journal: JournalWriter, held: Claim, world_size: int) -> None:
     journal.write(LeaseClaimed(epoch=held.epoch, owner=held.owner, evidence=held.evidence))
     journal.write(
         AttemptStarted(
             epoch=held.epoch,
-            world_size=group.world_size,
+            world_size=world_size,
             launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "none",
             torch=str(torch.__version__),
         )
     )
-    told = _Told(control.run_id, record.number, held.epoch, held.owner, begun, here.shift)
-    group.store.set("attempt", msgspec.json.encode(told).decode())
-    return Membership(control, fence, record.number, held.owner, journal, keeper, begun, here.node)
-
-
-# What a run is made of: versions of code, settings and libraries, and what changed since a checkpoint.
-
-
-def current_versions(settings: sources.Settings) -> Versions:
-    return Versions(
-        holdfast=__version__,
-        torch=str(torch.__version__),
-        python=platform.python_version(),
-        code=_code_digest(),
-        config=sources.digest(settings),
-    )
-
-
-def tell_doubts(member: Membership) -> None:
-    """Say what this torch lacks that Holdfast needs, or that nobody has tried Holdfast on it."""
-    version = str(torch.__version__)
-    for told in filter(None, [torch_internals.unproven(version), *torch_internals.missing()]):
-        log.warning("holdfast: %s", told)
-        member.journal.write(Warned(message=told))
-
-
-def changes_since(then: Versions, now: Versions) -> list[str]:
-    """Pure: in words, one entry a change. What either side does not know is not a change."""
-    found = [
-        f"{what} {before} → {after}"
-        for what, before, after in (
-            ("torch", then.torch, now.torch),
-            ("Python", then.python, now.python),
-            ("holdfast", then.holdfast, now.holdfast),
-        )
-        if before and after and before != after
-    ]
-    if then.code and now.code and then.code != now.code:
-        found.append("the main script is another")
-    if then.config and now.config and then.config != now.config:
-        found.append("the settings are others")
-    return found
-
-
-def _code_digest() -> str:
-    """Digest of the main script; empty where there is none."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    try:
-        return digest_bytes(Path(main).read_bytes()) if main else ""
-    except OSError:
-        return ""

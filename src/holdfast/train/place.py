@@ -56,69 +56,87 @@ class _Agreed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocalPlaces:
-    """What a rank has of the local tier, for one attempt."""
+    """What a rank has of the local tier, for one attempt: made by `join_places`."""
 
-    def __init__(
-        self,
-        chosen: CheckpointSettings,
-        tier: LocalTier | None,
-        places: PlaceMap,
-        replication: Replication,
-        host: PeerHost | None,
-        held: contextlib.ExitStack,
-    ) -> None:
-        """`tier`: None if this node cannot use its directory. `held` is what `close` gives back."""
-        self.tier = tier
-        self.places = places
-        self.replication = replication
-        self._chosen = chosen
-        self._held = held
-        self._host = host
+    places: PlaceMap
+    replication: Replication
+
+    def __init__(self, settings: Settings, group: Group, member: Membership, node: str) -> None:
+        self.tier: LocalTier | None = None
+        """None if this node cannot use its directory."""
+        self._chosen = settings.checkpoint
+        self._patience = settings.control.decision_timeout
+        self._group = group
+        self._member = member
+        self._node = node or platform.node()
+        self._held = contextlib.ExitStack()
+        """What `close` gives back."""
+        self._host: PeerHost | None = None
         self._closing = threading.Event()
         self._watching: threading.Thread | None = None
-        if host is not None:
+
+    def join(self) -> bool:
+        """Open this rank's place and agree with all others on the map; False if no node has a place."""
+        agreed = self._agree(self._open())
+        insist = not self._member.is_restart
+        if agreed.problem and insist:
+            raise UsageError(agreed.problem)
+        if agreed.map is None:
+            self._tell(f"going on without a local tier: {agreed.problem}")
+            return False
+        if agreed.problem:
+            self._tell(
+                f"{agreed.problem}. Local copies of other nodes are used; saves of this attempt go to the "
+                "checkpoint root only, because a local one without that node would not be complete"
+            )
+        self.places = agreed.map
+        self.replication = _replication(self._chosen, agreed.map, insist=insist)
+        for note in self.replication.notes:
+            self._tell(note)
+        if self._host is not None:
             self._watching = threading.Thread(
-                target=self._watch, args=(host,), name="holdfast-peer-watch", daemon=True
+                target=self._watch, args=(self._host,), name="holdfast-peer-watch", daemon=True
             )
             self._watching.start()
+        return True
 
     @property
     def whole(self) -> bool:
         """Whether every node can use its directory; if not, there are no local saves."""
         return len(self.places.usable()) == len(self.places.places)
 
-    def inventory(
-        self, group: Group, member: Membership, *, timeout: float, peer_timeout: float
-    ) -> LocalInventory:
+    def inventory(self) -> LocalInventory:
         return LocalInventory(
             tier=self.tier,
             places=self.places,
-            rank=group.rank,
-            control=member.control,
-            store=group.store,
-            journal=member.journal,
-            attempt=member.attempt,
-            timeout=timeout,
-            peer_timeout=peer_timeout,
+            rank=self._group.rank,
+            control=self._member.control,
+            store=self._group.store,
+            journal=self._member.journal,
+            attempt=self._member.attempt,
+            timeout=self._chosen.timeout,
+            peer_timeout=self._chosen.replication_timeout,
         )
 
-    def saving(self, settings: CheckpointSettings, rank: int) -> LocalSaving | None:
+    def saving(self) -> LocalSaving | None:
         """What saves need to know of the place; None, on all ranks alike, if they leave the tier out."""
         if not self.whole or self.tier is None:
             return None
+        rank = self._group.rank
         at = self.places.ranks[rank]
         return LocalSaving(
             tier=self.tier,
             node=self.places.of(rank).node,
-            keep=settings.non_persistent_keep_last,
-            max_bytes=settings.non_persistent_max_bytes,
+            keep=self._chosen.non_persistent_keep_last,
+            max_bytes=self._chosen.non_persistent_max_bytes,
             here=frozenset(other for other, place in enumerate(self.places.ranks) if place == at),
         )
 
-    def use_peers(self, saving: Saving, rank: int) -> None:
+    def use_peers(self, saving: Saving) -> None:
         """The run has resumed: from now on local copies are replicated."""
         if not self.whole:
             return
+        rank = self._group.rank
         found = [self.places.find(place) for place in self.replication.targets[rank]]
         targets = [
             PeerTarget(info.place, info.node, info.host, info.port)
@@ -127,11 +145,11 @@ class LocalPlaces:
         ]
         saving.use_peers(targets, self.places.where(self.replication.targets) if rank == 0 else None)
 
-    def mend(self, saving: Saving, rank: int, taken: Proposal | None, saved_world: int) -> None:
+    def mend(self, saving: Saving, taken: Proposal | None, saved_world: int) -> None:
         """The run has resumed from local copies: those that were lost are made again, beside training."""
         if self.tier is None or taken is None or taken.rung is None or not taken.assembly:
             return
-        where = self.places.by_rank()
+        rank, where = self._group.rank, self.places.by_rank()
         ranks = duties(where, self.replication.targets, saved_world=saved_world, rank=rank)
         saving.mend(
             MendCopies(
@@ -161,83 +179,92 @@ class LocalPlaces:
         while not self._closing.wait(WATCH):
             host.poll()
 
+    # --- joining --------------------------------------------------------------------------------------------
 
-def join_places(
-    settings: Settings, group: Group, member: Membership, node: str, *, insist: bool
-) -> LocalPlaces | None:
-    """Take part in the local tier; None if there is none. Every rank calls this, at the same point."""
-    if settings.checkpoint.non_persistent_ckpt_type != "local":
-        return None
-    node = node or platform.node()
-    with contextlib.ExitStack() as held:
-        tier: LocalTier | None = None
-        host: PeerHost | None = None
-        hello = Hello(node=node)
+    def _open(self) -> Hello:
+        """Open this rank's place, and serve it if that is for this rank to do; what the others are told."""
+        hello = Hello(node=self._node)
         try:
-            tier = _open(settings.checkpoint, member, node, held)
-            hello = Hello(node=node, place=tier.place)
-            if _serves(group, tier.place, settings.control.decision_timeout):
-                host = _serve(settings.checkpoint, member, tier, held)
+            tier = self.tier = LocalTier.open(
+                Path(self._chosen.non_persistent_local_ckpt_dir),
+                self._member.control.run_id,
+                node=self._node,
+                run_dir=self._member.control.path,
+            )
+            # Before its id is told: until then it may be cleaned away.
+            self._held.enter_context(tier.in_use())
+            hello = Hello(node=self._node, place=tier.place)
+            if self._serves(tier.place):
+                host = self._host = self._serve(tier)
                 address, port = host.address
                 hello = msgspec.structs.replace(hello, host=address, port=port)
         except (HoldfastError, OSError) as error:
-            tier = host = None
-            hello = Hello(node=node, problem=str(error))
-        agreed = _agree(group, hello, settings.control.decision_timeout)
-        if agreed.problem and insist:
-            raise UsageError(agreed.problem)
-        if agreed.map is None:
-            _tell(group, member, f"going on without a local tier: {agreed.problem}")
-            return None
-        if agreed.problem:
-            _tell(
-                group,
-                member,
-                f"{agreed.problem}. Local copies of other nodes are used; saves of this attempt go to the "
-                "checkpoint root only, because a local one without that node would not be complete",
-            )
-        replication = _replication(settings.checkpoint, agreed.map, insist=insist)
-        for note in replication.notes:
-            _tell(group, member, note)
-        return LocalPlaces(settings.checkpoint, tier, agreed.map, replication, host, held.pop_all())
+            self.tier = self._host = None
+            hello = Hello(node=self._node, problem=str(error))
+        return hello
+
+    def _serves(self, place: str) -> bool:
+        """Whether this rank serves its place: the first local rank does, if none can be missing."""
+        if scope.current() is None:
+            return int(os.environ.get("LOCAL_RANK", "0") or "0") == 0
+        store: Any = self._group.store
+        key = f"places/serving/{place}"
+        first: int = within(lambda: store.add(key, 1), self._patience, "who serves this place")
+        return first == 1
+
+    def _serve(self, tier: LocalTier) -> PeerHost:
+        host = PeerHost(
+            tier=tier,
+            control=self._member.control,
+            attempt=self._member.attempt,
+            journal=self._member.journal,
+            host=own_address(os.environ.get("MASTER_ADDR", "")),
+            keep=self._chosen.non_persistent_keep_last,
+            max_bytes=self._chosen.non_persistent_max_bytes,
+            linger=self._chosen.replication_timeout,
+        )
+        self._held.callback(host.close)
+        host.start()
+        return host
+
+    def _agree(self, hello: Hello) -> _Agreed:
+        store, patience = self._group.store, self._patience
+        if not self._group.is_coordinator:
+            store.set(f"places/hello/{self._group.rank}", msgspec.json.encode(hello).decode())
+            raw = read_key(store, "places/all", 2 * patience, "the map of places, from rank 0")
+            return msgspec.json.decode(raw, type=_Agreed)
+        hellos = [hello]
+        deadline = time.monotonic() + patience
+        for rank in range(1, self._group.world_size):
+            left = max(0.0, deadline - time.monotonic())
+            raw = read_key(store, f"places/hello/{rank}", left, f"the place of rank {rank}")
+            hellos.append(msgspec.json.decode(raw, type=Hello))
+        wrong = [
+            f"rank {rank} on {said.node}: {said.problem}" for rank, said in enumerate(hellos) if said.problem
+        ]
+        made = make_map(hellos)
+        agreed = _Agreed(map=made if made.usable() else None, problem="; ".join(wrong[:4]))
+        store.set("places/all", msgspec.json.encode(agreed).decode())
+        return agreed
+
+    def _tell(self, text: str) -> None:
+        if self._group.is_coordinator:
+            self._member.journal.write(Warned(message=text))
+            log.warning("holdfast: %s", text)
 
 
-def _open(chosen: CheckpointSettings, member: Membership, node: str, held: contextlib.ExitStack) -> LocalTier:
-    tier = LocalTier.open(
-        Path(chosen.non_persistent_local_ckpt_dir),
-        member.control.run_id,
-        node=node,
-        run_dir=member.control.path,
-    )
-    held.enter_context(tier.in_use())  # before its id is told: until then it may be cleaned away
-    return tier
-
-
-def _serves(group: Group, place: str, timeout: float) -> bool:
-    """Whether this rank is the one that serves its place: the first local rank, if none can be missing."""
-    if scope.current() is None:
-        return int(os.environ.get("LOCAL_RANK", "0") or "0") == 0
-    store: Any = group.store
-    first: int = within(lambda: store.add(f"places/serving/{place}", 1), timeout, "who serves this place")
-    return first == 1
-
-
-def _serve(
-    chosen: CheckpointSettings, member: Membership, tier: LocalTier, held: contextlib.ExitStack
-) -> PeerHost:
-    host = PeerHost(
-        tier=tier,
-        control=member.control,
-        attempt=member.attempt,
-        journal=member.journal,
-        host=own_address(os.environ.get("MASTER_ADDR", "")),
-        keep=chosen.non_persistent_keep_last,
-        max_bytes=chosen.non_persistent_max_bytes,
-        linger=chosen.replication_timeout,
-    )
-    held.callback(host.close)
-    host.start()
-    return host
+def join_places(settings: Settings, group: Group, member: Membership, node: str) -> LocalPlaces | None:
+    """Take part in the local tier; None if there is none. Every rank calls this, at the same point."""
+    if settings.checkpoint.non_persistent_ckpt_type != "local":
+        return None
+    places = LocalPlaces(settings, group, member, node)
+    joined = False
+    try:
+        joined = places.join()
+    finally:
+        if not joined:
+            places.close()
+    return places if joined else None
 
 
 def _replication(chosen: CheckpointSettings, places: PlaceMap, *, insist: bool) -> Replication:
@@ -256,29 +283,3 @@ def _replication(chosen: CheckpointSettings, places: PlaceMap, *, insist: bool) 
     pairs = zip(places.by_rank(), hosts, found.targets, strict=True)
     targets = [given if place else [host, *given] for place, host, given in pairs]
     return msgspec.structs.replace(found, targets=targets)
-
-
-def _tell(group: Group, member: Membership, text: str) -> None:
-    if group.is_coordinator:
-        member.journal.write(Warned(message=text))
-        log.warning("holdfast: %s", text)
-
-
-def _agree(group: Group, hello: Hello, timeout: float) -> _Agreed:
-    if not group.is_coordinator:
-        group.store.set(f"places/hello/{group.rank}", msgspec.json.encode(hello).decode())
-        raw = read_key(group.store, "places/all", 2 * timeout, "the map of places, from rank 0")
-        return msgspec.json.decode(raw, type=_Agreed)
-    hellos = [hello]
-    deadline = time.monotonic() + timeout
-    for rank in range(1, group.world_size):
-        left = max(0.0, deadline - time.monotonic())
-        raw = read_key(group.store, f"places/hello/{rank}", left, f"the place of rank {rank}")
-        hellos.append(msgspec.json.decode(raw, type=Hello))
-    wrong = [
-        f"rank {rank} on {said.node}: {said.problem}" for rank, said in enumerate(hellos) if said.problem
-    ]
-    made = make_map(hellos)
-    agreed = _Agreed(map=made if made.usable() else None, problem="; ".join(wrong[:4]))
-    group.store.set("places/all", msgspec.json.encode(agreed).decode())
-    return agreed

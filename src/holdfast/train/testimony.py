@@ -34,12 +34,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from holdfast.base import Bounded, read_regular, replace_atomic, scope
-from holdfast.config import Effective, HealthSettings, MonitorSettings, idle, parse_section_timeouts
+from holdfast.config import Effective, HealthSettings, MonitorSettings
 from holdfast.errors import ConfigError, PingFailedError
 from holdfast.health import LivenessPing
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import PingFailed, Warned
-from holdfast.policy import SETUP, STEP, Position
+from holdfast.policy import SETUP, Position
 from holdfast.process import proc
 from holdfast.record import (
     UNPROTECTED,
@@ -504,33 +504,3 @@ def simulated_fault(effective: Effective, group: Group, member: Membership) -> S
     if fault.rank != group.rank or not is_first_attempt(member.control, member.attempt, member.launch):
         return None
     return SimulatedFault(fault, member.journal)
-
-
-def tell_idle(effective: Effective, group: Group, member: Membership) -> None:
-    """Say once a launch which settings somebody gave and nothing reads, with what would switch them on."""
-    from holdfast.train.parts import is_restart  # with torch, which a rank that only testifies may lack
-
-    if not group.is_coordinator or is_restart(member):
-        return
-    for told in idle(effective):
-        member.journal.write(Warned(message=told))
-        log.warning("holdfast: %s", told)
-
-
-def judge_collectives(effective: Effective, group: Group, member: Membership) -> None:
-    """Say so when collectives time out before a hung step is found: then the wrong ranks end first."""
-    around = scope.current()
-    if around is not None and around.own_collective_timeout:
-        return  # in-process restart finds who stands still before that, and chose it so
-    limit = parse_section_timeouts(effective.settings.monitor.rank_section_timeouts).get(STEP, 0.0)
-    from holdfast.base import collective_timeout  # with torch, which a rank that only testifies may lack
-
-    timeout = collective_timeout()
-    if group.is_coordinator and timeout is not None and limit and timeout <= limit:
-        told = (
-            f"the process group's timeout of {timeout:g} s is not longer than the {limit:g} s that a step "
-            "may take: in a hang the healthy ranks end first, and which one hung may not be known. The right "
-            f"order is: limit of {STEP} in monitor.rank_section_timeouts < timeout of init_process_group"
-        )
-        member.journal.write(Warned(message=told))
-        log.warning("holdfast: %s", told)

@@ -21,7 +21,7 @@ from kit.harness import holdfast as holdfast_command
 from kit.runs import events_in, warnings_of
 from kit.tiny import Numbers, checkpoints
 
-SCRIPT = str(REPO / "tests" / "scripts" / "train_global.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "train" / "train_global.py")
 
 
 def order(

@@ -64,8 +64,7 @@ def test_what_is_committed_locally_is_sent_to_the_peers_and_confirmed(tmp_path: 
                     ranks=[RankPlace(mine, "here", [tiers[0].place])],
                     nodes={mine: "here", tiers[0].place: "other"},
                 )
-                assert run._saving is not None
-                run._saving.use_peers([target(listener, tiers[0].place)], where)
+                run._session.saving.use_peers([target(listener, tiers[0].place)], where)
             if step in (3, 5, 7):  # one after the other, so that none is superseded
                 settle(run)
                 wait_until(
@@ -104,8 +103,7 @@ def test_a_peer_that_stalls_or_is_gone_holds_up_nothing_and_is_told(tmp_path: Pa
 
         def at_step(step: int, run: holdfast.Run) -> None:
             if step == 1:
-                assert run._saving is not None
-                run._saving.use_peers([absent, target(listener)])
+                run._session.saving.use_peers([absent, target(listener)])
             settle(run)
 
         started = time.monotonic()

@@ -30,7 +30,7 @@ from holdfast.journal.events import (
     Warned,
 )
 from holdfast.record.standing import Standing, StandingBook
-from holdfast.train import parts
+from holdfast.train.membership import Membership
 from kit.harness import wait_until
 from kit.nodes.local_tier import memory
 from kit.ranks.local_ranks import Nodes, name_of
@@ -196,7 +196,7 @@ def test_a_node_without_its_directory_reads_what_the_others_hold(
     four: Nodes, trained: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a restart: from memory all the same. Saves go to the root, since a local one would lack a node."""
-    monkeypatch.setattr(parts, "is_restart", lambda _: True)
+    monkeypatch.setattr(Membership, "is_restart", True)
     localise(four, pairs(NODES))
     four.lose("b")
     four.directory("b").write_text("a file, not a directory")
@@ -211,7 +211,7 @@ def test_a_node_without_its_directory_reads_what_the_others_hold(
 def test_copies_that_only_such_a_node_may_hold_stand_against_a_fresh_start(
     four: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "is_restart", lambda _: True)
+    monkeypatch.setattr(Membership, "is_restart", True)
     for path in checkpoints(four.run_dir):
         record = next(four.run_dir.glob(f"attempts/*/commits/*-{name_of(path).id}.json"))
         record.with_suffix(".done").unlink()

@@ -216,7 +216,7 @@ def test_without_a_remote_nothing_of_it_is_imported() -> None:
 def test_two_ranks_go_on_from_a_fetched_copy_when_one_of_them_finds_the_local_one_bad(tmp_path: Path) -> None:
     """The other rank waits while rank 0 fetches; both then load what was fetched."""
     url = f"file://{tmp_path}/remote"
-    script = str(REPO / "tests" / "scripts" / "train_tiny.py")
+    script = str(REPO / "tests" / "scripts" / "train" / "train_tiny.py")
     command = holdfast_command("run", "--nproc-per-node", "2", "--run-dir", "run", script)
     env = {"TINY_OUT": "out", "TINY_WRAP": "fsdp", "HOLDFAST_CHECKPOINT_REMOTE_ROOT": url}
     first = finish(command, cwd=tmp_path, env=env | {"TINY_UNTIL": "6"}, timeout=90)

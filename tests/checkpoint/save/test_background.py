@@ -36,7 +36,7 @@ from holdfast.journal.events import (
     Warned,
 )
 from holdfast.journal.reader import read_journal
-from holdfast.record import writers as writing
+from holdfast.record import lease
 from holdfast.record.attempts import latest_head
 from holdfast.record.directory import ControlDirectory
 from holdfast.train.saves import to_raise
@@ -99,9 +99,8 @@ def test_queue_takes_one_more_snapshot_while_the_last_is_written(tmp_path: Path)
 
     def at_step(step: int, run: holdfast.Run) -> None:
         if step == 8:  # steps 3 and 6 are both staged, and training was not held up for either
-            assert run._saving is not None
-            assert run._saving._background is not None
-            assert run._saving._background.outstanding == 2
+            assert run._session.saving._background is not None
+            assert run._session.saving._background.outstanding == 2
             gate.touch()
 
     with forked_writers(holding(gate)):
@@ -280,7 +279,7 @@ def test_too_many_failed_saves_in_a_row_stop_the_run(tmp_path: Path) -> None:
     def work() -> None:
         def at_step(step: int, run: holdfast.Run) -> None:
             if step > 3 and step % 3 == 2:
-                background = run._saving._background  # type: ignore[union-attr]
+                background = run._session.saving._background  # type: ignore[union-attr]
                 wait_until(
                     lambda: background._take(0.01) or background._ended or not background.is_under_way(),
                     10,
@@ -347,7 +346,7 @@ def test_an_error_is_told_at_the_next_step_though_nothing_is_under_way_any_more(
         run.track(model=nn.Linear(2, 2))
         run.start()
         run.save(wait=False)
-        background = run._saving._background  # type: ignore[union-attr]
+        background = run._session.saving._background  # type: ignore[union-attr]
         assert background is not None
         wait_until(lambda: background._take(0.01) or background._ended, 10, "the save failed")
         assert background.outstanding == 0
@@ -472,7 +471,7 @@ def test_too_little_memory_for_staging_is_told_as_such(tmp_path: Path) -> None:
 def test_a_byte_that_changes_in_staging_memory_fails_the_save_by_name(tmp_path: Path) -> None:
     def at_step(step: int, run: holdfast.Run) -> None:
         if step == 3:
-            stager = run._saving._background._stager  # type: ignore[union-attr]
+            stager = run._session.saving._background._stager  # type: ignore[union-attr]
             stage = stager.stage
 
             def stage_and_flip(snapshot: Any, buffer: Any, tracked: Any) -> Any:
@@ -630,7 +629,7 @@ def _resident(process: Path) -> int:
 # --- a snapshot outlives its trainer ------------------------------------------------------------------------
 
 
-SCRIPT = str(REPO / "tests" / "scripts" / "train_async.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "train" / "train_async.py")
 
 
 def environment(until: int = 12, **more: str) -> dict[str, str]:
@@ -742,7 +741,7 @@ def test_a_staged_snapshot_outlives_its_trainer_also_while_its_writer_is_still_s
     assert forked(work) == -9
     writer = int((tmp_path / "writer").read_text())
     assert not is_gone(writer)
-    monkeypatch.setattr(writing, "IDLE_PATIENCE", 0.0)  # not even for a moment for one with nothing to do
+    monkeypatch.setattr(lease, "IDLE_PATIENCE", 0.0)  # not even for a moment for one with nothing to do
     releasing = threading.Thread(target=release)
     try:
         releasing.start()
@@ -794,7 +793,7 @@ def test_a_snapshot_that_one_rank_did_not_stage_is_given_up_soon(tmp_path: Path,
                 run.wait_for_saves()
                 (tmp_path / f"writer{rank}").write_text(str(writers[0].pid))
             if step == 6 and rank == unstaged:
-                run._saving._background._stager.stage = lambda *args: die()  # type: ignore[union-attr]
+                run._session.saving._background._stager.stage = lambda *args: die()  # type: ignore[union-attr]
             if step == 7:
                 die()
 

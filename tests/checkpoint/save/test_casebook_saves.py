@@ -42,9 +42,8 @@ def test_an_asynchronous_save_moves_the_pointer_and_deletes_only_after_its_commi
         a_step(run)
         kept.append(str(run.save()))
     root = tmp_path / "run" / "checkpoints"
-    assert run._saving is not None
-    assert run._saving._background is not None
-    writer = run._saving._background._writer.pid
+    assert run._session.saving._background is not None
+    writer = run._session.saving._background._writer.pid
     assert writer is not None
     os.kill(writer, signal.SIGSTOP)
     try:

@@ -103,7 +103,7 @@ def test_the_staged_snapshot_is_the_copy_and_nothing_is_written_again(tmp_path: 
     def at_step(step: int, run: holdfast.Run) -> None:
         if step == 5:
             settle(run)
-            slots = run._saving._background._memory.slots  # type: ignore[union-attr]
+            slots = run._session.saving._background._memory.slots  # type: ignore[union-attr]
             mapped = {os.fstat(slot.buffer.descriptor).st_ino for slot in slots._slots}
             for record in place(shm).records():
                 assert place(shm).image(record).stat().st_ino in mapped
@@ -407,7 +407,7 @@ def test_a_byte_that_changes_in_a_slot_before_the_commit_is_never_committed(
 
     def at_step(step: int, run: holdfast.Run) -> None:
         if step == 6:
-            stager = run._saving._background._stager  # type: ignore[union-attr]
+            stager = run._session.saving._background._stager  # type: ignore[union-attr]
             stage = stager.stage
 
             def stage_and_flip(snapshot: Any, buffer: Any, tracked: Any) -> Any:
@@ -486,7 +486,7 @@ def test_a_local_save_that_fails_does_not_fail_the_drain_before_it(tmp_path: Pat
         def at_step(step: int, run: holdfast.Run) -> None:
             if step == 8 and rank == 1:
                 wait_until(gate.with_suffix(".reached").exists, 20, "rank 1 drains step 6")
-                stager = run._saving._background._stager  # type: ignore[union-attr]
+                stager = run._session.saving._background._stager  # type: ignore[union-attr]
                 stage = stager.stage
 
                 def fail(*args: Any) -> Any:
@@ -503,7 +503,7 @@ def test_a_local_save_that_fails_does_not_fail_the_drain_before_it(tmp_path: Pat
                 run._in_step = True
 
         def told_failed(run: holdfast.Run) -> bool:
-            run._saving.at_boundary()  # type: ignore[union-attr]
+            run._session.saving.at_boundary()  # type: ignore[union-attr]
             return bool(events_in(run_dir, SaveFailed))
 
         with forked_writers(holding(gate, only="step_00000006") if rank == 1 else None):

@@ -73,8 +73,7 @@ def step(run: holdfast.Run) -> None:
 
 
 def plans_made(run: holdfast.Run) -> int:
-    assert run._saving is not None
-    return run._saving._snapshots._plans
+    return run._session.saving._snapshots._plans
 
 
 def dumped(directory: Path, rank: int, step: int, model: nn.Module) -> None:
@@ -201,8 +200,8 @@ def test_while_nothing_changes_a_save_costs_one_exchange_of_a_few_numbers(tmp_pa
             torch.manual_seed(number)
             step(run)
             run.save(wait=False)
-            run._saving._background.wait(30.0)  # type: ignore[union-attr]
-            run._saving.at_boundary()  # type: ignore[union-attr]
+            run._session.saving._background.wait(30.0)  # type: ignore[union-attr]
+            run._session.saving.at_boundary()  # type: ignore[union-attr]
             if number == 3:
                 settled, calls = plans_made(run), Counter()
         assert plans_made(run) == settled <= 3

@@ -63,10 +63,9 @@ def started(tmp_path: Path, **settings: Any) -> tuple[holdfast.Run, torch.nn.Mod
 
 
 def slow(run: holdfast.Run, torn: str = "") -> SlowStager:
-    assert run._saving is not None
-    assert run._saving._background is not None
+    assert run._session.saving._background is not None
     stager = SlowStager(torn)
-    run._saving._background._stager = stager
+    run._session.saving._background._stager = stager
     return stager
 
 

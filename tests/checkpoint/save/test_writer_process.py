@@ -23,7 +23,7 @@ from holdfast.checkpoint.save import handoff, writer_process
 from holdfast.checkpoint.save.handoff import Channel, Gone, JobFailed, Start, UseBuffer
 from holdfast.errors import SaveFailedError
 from holdfast.journal.events import SaveFailed
-from holdfast.record.writers import give_up, given_up
+from holdfast.record.lease import give_up, given_up
 from kit.harness import wait_until
 from kit.ranks.writers import (
     ASYNC,
@@ -150,7 +150,7 @@ def test_a_writer_that_dies_between_two_hand_overs_is_given_both_jobs_again(tmp_
         def at_step(step: int, run: holdfast.Run) -> None:
             if step == 6:
                 wait_until(gate.with_suffix(".reached").exists, 10, "the writer holds step 3")
-                background = run._saving._background
+                background = run._session.saving._background
                 stage = background._stager.stage
 
                 def stage_and_kill(*args: Any) -> Any:
@@ -463,7 +463,7 @@ def test_a_writer_ends_with_its_trainer_though_a_child_of_that_holds_the_socket(
         run = holdfast.Run(run_dir=tmp_path / "run", checkpoint_interval=0, **ASYNC)
         run.track(model=torch.nn.Linear(2, 2))
         run.start()
-        (tmp_path / "writer").write_text(str(run._saving._background._writer.pid))
+        (tmp_path / "writer").write_text(str(run._session.saving._background._writer.pid))
         pid = os.fork()
         if pid == 0:
             os.setsid()

@@ -30,7 +30,7 @@ from holdfast.checkpoint.state.proof import changes, first_difference
 from holdfast.checkpoint.state.tracked import Tracked, from_blob, to_blob
 from holdfast.errors import IncompleteStateError, SaveFailedError, UsageError
 from holdfast.journal.events import SaveFailed
-from holdfast.train.membership import changes_since
+from holdfast.session import changes_since
 from kit.ranks.together import together
 from kit.runs import events_in, warnings_of
 from kit.tiny import Holds, build, checkpoints

@@ -417,8 +417,7 @@ def test_a_diagnostic_save_is_not_held_up_by_a_proof(tmp_path: Path) -> None:
 
     def work() -> None:
         for _ in run.steps([1], until=1):
-            assert run._saving is not None
-            run._saving.save("diagnostic", diagnostic=True)
+            run._session.saving.save("diagnostic", diagnostic=True)
 
     with pytest.raises(IncompleteStateError):
         work()

@@ -145,10 +145,10 @@ def mount_namespaces() -> None:
 
 @pytest.fixture(scope="session")
 def slow_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What makes a disk slow, to be preloaded: see scripts/slow_io.c."""
+    """What makes a disk slow, to be preloaded: see scripts/faults/slow_io.c."""
     library = tmp_path_factory.mktemp("slow") / "slow_io.so"
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None, "a C compiler is part of what the tests need"
-    source = str(REPO / "tests" / "scripts" / "slow_io.c")
+    source = str(REPO / "tests" / "scripts" / "faults" / "slow_io.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), source, "-ldl"], check=True)
     return library

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kit.harness import REPO, Job, free_port, holdfast, job, wait_until
 
-STEP = str(REPO / "tests" / "scripts" / "launch_step.py")
+STEP = str(REPO / "tests" / "scripts" / "launch" / "launch_step.py")
 
 
 def free_endpoint() -> str:

@@ -117,7 +117,7 @@ def sender(
     """The command line that sends a copy from a process of its own."""
     record, files = copy
     told = (host, port, lab.control.path, tier.path, record.checkpoint, record.rank)
-    script = REPO / "tests" / "scripts" / "send_copy.py"
+    script = REPO / "tests" / "scripts" / "launch" / "send_copy.py"
     return python(script, *map(str, told), msgspec.json.encode(files).decode(), str(seconds))
 
 
@@ -272,7 +272,7 @@ class Leader(NamedTuple):
 def leader(
     lab: Lab, tier: LocalTier, *, linger: float, towards: str = "", wrap: Any = lambda argv: argv
 ) -> Iterator[Leader]:
-    script = REPO / "tests" / "scripts" / "lead_place.py"
+    script = REPO / "tests" / "scripts" / "launch" / "lead_place.py"
     argv = wrap(python(script, str(lab.control.path), str(tier.path), str(linger), towards))
     process = subprocess.Popen(argv, stdout=subprocess.PIPE)
     assert process.stdout is not None

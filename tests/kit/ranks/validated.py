@@ -324,7 +324,7 @@ def train_rank(run_dir: Path, out: Path, training: Training, rank: int, world: i
                 "tokens": run.tokens,
                 "scale": scaler.get_scale(),
                 "dropped": dropped,
-                "exchanges": run._validation.agreement.exchanges if run._validation is not None else 0,
+                "exchanges": run._session.validation.agreement.exchanges,
             }
             log.write(json.dumps(told) + "\n")
         run.finish()

@@ -361,7 +361,7 @@ class Trainer:
             return save
 
         for name in ("scheduled", "scheduled_locally"):
-            setattr(run._saving, name, deadly(getattr(run._saving, name)))
+            setattr(run._session.saving, name, deadly(getattr(run._session.saving, name)))
 
     armed = False
 

@@ -19,7 +19,7 @@ from holdfast.record.standing import Standing, StandingBook
 from kit.harness import REPO, Result, finish, holdfast
 from kit.runs import events_in
 
-SCRIPT = str(REPO / "tests" / "scripts" / "train_truth.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "train" / "train_truth.py")
 BAD = 15
 """The step in which it shows."""
 TRUTHS = ("transient", "device", "data", "checkpoint", "divergence")

@@ -31,7 +31,7 @@ from kit.nodes.machines import fill, hung_mount
 from kit.nodes.namespaces import PORT, Network
 
 EXAMPLE = str(REPO / "examples" / "train_gpt.py")
-TRAIN = str(REPO / "tests" / "scripts" / "train_with_faults.py")
+TRAIN = str(REPO / "tests" / "scripts" / "train" / "train_with_faults.py")
 NODES = ("a", "b")
 INTERVAL = 5
 LOCAL_INTERVAL = 2

@@ -11,7 +11,7 @@ from kit.harness import REPO, Job, Result, holdfast, wait_until
 from kit.runs import ends, journalled
 from kit.tiny import checkpoints
 
-SCRIPT = str(REPO / "tests" / "scripts" / "train_stop.py")
+SCRIPT = str(REPO / "tests" / "scripts" / "train" / "train_stop.py")
 ROOM = 30.0
 """Seconds from the request to the end, on a machine whose cores others have as well; 5 s on a free one."""
 

@@ -32,7 +32,7 @@ from holdfast.process import proc
 from holdfast.train import testimony
 from kit.harness import REPO, Job, job, python, wait_until
 
-SCRIPT = REPO / "tests" / "scripts" / "hang_rank.py"
+SCRIPT = REPO / "tests" / "scripts" / "launch" / "hang_rank.py"
 SPAN = 15.0
 """Seconds for a collection: on a machine that others keep busy, each share of it must still be enough."""
 
@@ -114,7 +114,7 @@ def c_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("hang") / "hang_in_c.so"
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None, "a C compiler is part of what the tests need"
-    source = str(REPO / "tests" / "scripts" / "hang_in_c.c")
+    source = str(REPO / "tests" / "scripts" / "launch" / "hang_in_c.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), source], check=True)
     return library
 

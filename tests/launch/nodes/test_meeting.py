@@ -22,7 +22,7 @@ from holdfast.launch.nodes.attempt import StopRun
 from holdfast.launch.nodes.meeting import Endpoints, MeetingHandler, StoreLostError
 from holdfast.policy import placement
 from holdfast.record import secret
-from holdfast.record.hosted_store import listen
+from holdfast.record.group import listen
 from holdfast.record.secret import SealedStore, to_cut
 from kit.harness import wait_until
 

@@ -21,7 +21,7 @@ from holdfast.launch.workers.start import Starter
 from kit.harness import REPO, await_child, is_alive, wait_until
 from kit.ranks.forking import DEADLINE, cold, command, fork, streams, text_of, warm, without_torch
 
-WHO = (REPO / "tests" / "scripts" / "who_am_i.py").read_text()
+WHO = (REPO / "tests" / "scripts" / "launch" / "who_am_i.py").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from holdfast.launch.workers.start import Started, Starter
 from kit.harness import REPO, await_child, finish, holdfast, wait_until
 from kit.ranks.forking import DEADLINE, without_torch
 
-BORN = str(REPO / "tests" / "scripts" / "launch_born.py")
+BORN = str(REPO / "tests" / "scripts" / "launch" / "launch_born.py")
 SLEEP = """
 import sys, time
 print("forked" if "holdfast.launch.workers.forked_worker" in sys.modules else "cold")
@@ -210,7 +210,7 @@ def test_a_burst_is_handed_on_whole_to_one_who_reads_it(tmp_path: Path) -> None:
     assert "left out" not in done.stderr
 
 
-ENDS = str(REPO / "tests" / "scripts" / "launch_ends.py")
+ENDS = str(REPO / "tests" / "scripts" / "launch" / "launch_ends.py")
 
 
 @pytest.mark.drill

@@ -103,12 +103,11 @@ def test_a_diagnostic_save_that_fails_is_said_and_hides_nothing(tmp_path: Path) 
 
         def start_and_break() -> int:
             done = start()
-            assert run._saving is not None
 
             def fail(*args: object, **kwargs: object) -> None:
                 raise OSError("no space left")
 
-            run._saving.save = fail  # type: ignore[method-assign, assignment]
+            run._session.saving.save = fail  # type: ignore[method-assign, assignment]
             return done
 
         run.start = start_and_break  # type: ignore[method-assign]
@@ -387,7 +386,7 @@ def test_who_dies_before_it_could_decide_leaves_that_to_the_next_start(
     place = Place(tmp_path)
     training = Training(until=8, spoil=spoiled, settings={**STRICT, "checkpoint_interval": 0})
     with monkeypatch.context() as patch:
-        patch.setattr(alone, "decide", lambda *_: os._exit(9))
+        patch.setattr(alone.Deciding, "about", lambda *_: os._exit(9))
         assert place.train(training)[0].code == 9
     assert not (place.control.attempt(1) / "decisions" / "recovery.json").exists()
     assert [place.train(training)[0].code for _ in range(2)] == [17, 17], "both attempts were counted"
@@ -452,7 +451,7 @@ def test_under_torchrun_the_step_is_computed_as_often_as_under_the_launcher(tmp_
         "HOLDFAST_VALIDATION_ERROR_INJECTION_RANKS": "1",
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "5"]
-    script = str(REPO / "tests" / "scripts" / "train_checked.py")
+    script = str(REPO / "tests" / "scripts" / "train" / "train_checked.py")
     result = finish([*torchrun, "--nproc-per-node", "2", script], cwd=tmp_path, env=env, timeout=240)
     assert result.code != 0, result.text
     place = Place(tmp_path)

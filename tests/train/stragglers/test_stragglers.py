@@ -104,7 +104,7 @@ def test_stop_if_detected_saves_and_stops_all_ranks(tmp_path: Path) -> None:
 
 def launched(place: Path, slow: str, until: int, devices: str, *given: str) -> Result:
     """`holdfast run` of two ranks that really are processes, with DDP."""
-    script = REPO / "tests" / "scripts" / "train_straggling.py"
+    script = REPO / "tests" / "scripts" / "train" / "train_straggling.py"
     command = command_of("run", "--run-dir", "run", "--nproc-per-node", "2", "--no-preload", str(script))
     given = ("run", "sleep", slow, "0.05", str(until), *given)
     return finish([*command, *given], cwd=place, env={"CUDA_VISIBLE_DEVICES": devices}, timeout=240)

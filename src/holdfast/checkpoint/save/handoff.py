@@ -1,7 +1,7 @@
 """Handing saves over to the writer process: what the two say to each other, and the trainer's side of it.
 
 A stream socket between parent and child carries length-prefixed msgpack messages (never pickle), and once for
-each staging buffer its file descriptor. The first message carries the writer's lock (record/writers.py),
+each staging buffer its file descriptor. The first message carries the writer's lock (record/lease.py),
 which is held also while it is on its way.
 
 The trainer never waits for the writer without a deadline, not even while the socket is full. A writer that

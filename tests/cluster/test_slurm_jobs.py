@@ -211,8 +211,6 @@ def test_a_second_job_on_a_live_run_is_refused_and_sigterm_to_one_rank_stops_the
     assert slurm.restarts(run.job) == 0
     [saved] = run.events(StopSaved)
     record_property("seconds from the signal to the end", round(took, 2))
-    assert (
-        took < 30 + saved.seconds
-    )  # 5 s on a machine with nothing else to do: tests/stories/test_stop_time.py
+    assert took < 30 + saved.seconds  # 5 s on a machine with nothing else to do: tests/stop/test_stop_time.py
     assert [event.asked for event in run.events(RequeueAsked)] == [False]
     assert [path.name for path in checkpoints(run.run_dir)] == [saved.checkpoint]

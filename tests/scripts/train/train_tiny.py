@@ -78,7 +78,7 @@ def arm_save(run: holdfast.Run) -> None:
     """Replace the save of step 6 by one that is killed on the way."""
     if not KILL_SAVE or int(KILL_SAVE.split(":")[0]) != RANK or (OUT / "killed-in-save").exists():
         return
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from kit.tiny import counting_file_operations, die
 
     start, point = run.start, int(KILL_SAVE.split(":")[1])
@@ -90,7 +90,7 @@ def arm_save(run: holdfast.Run) -> None:
 
     def start_and_arm() -> int:
         done = start()
-        saving = run._saving
+        saving = run._session.saving
         scheduled = saving.scheduled
 
         def killed_save() -> None:

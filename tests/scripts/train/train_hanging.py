@@ -33,7 +33,7 @@ if place == "unheard" and rank == 1 and launched is not None and launched.attemp
     log.with_suffix(".hung").write_text(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 run = holdfast.Run()
-first = run._launched is not None and run._launched.attempt == 1
+first = run._session.launched is not None and run._session.launched.attempt == 1
 
 
 def hang(here: str) -> None:
