@@ -482,7 +482,7 @@ class Session:
             decision_timeout=settings.control.decision_timeout,
             remote=remote,
             retry_seconds=chosen.remote_retry_seconds,
-            avoid=member.told.avoid,
+            avoid=member.told.orders.avoid,
             local_unseen=chosen.non_persistent_ckpt_type == "local" and (places is None or not places.whole),
             local=places.inventory() if places is not None else None,
             needs_data=self.feed is not None,

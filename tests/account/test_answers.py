@@ -41,8 +41,7 @@ from holdfast.journal.events import (
     StragglersReported,
 )
 from holdfast.policy.budgets import PastAttempt
-from holdfast.policy.diagnosis import KERNEL_OOM
-from holdfast.policy.evidence import Hang, Loss, LostNode, Raised
+from holdfast.policy.evidence import KERNEL_OOM, Hang, Loss, LostNode, Raised
 from holdfast.policy.placement import Exclusion
 from holdfast.policy.recovery import Decision, Situation
 from holdfast.policy.requests import Source, StopRequest

@@ -21,8 +21,7 @@ from holdfast.journal.events import Account, SaveCommitted, SaveFailed, SaveSkip
 from holdfast.journal.reader import unfinished_save
 from holdfast.journal.writer import JournalWriter
 from holdfast.policy.budgets import PastAttempt
-from holdfast.policy.diagnosis import KERNEL_OOM
-from holdfast.policy.evidence import MemoryKill
+from holdfast.policy.evidence import KERNEL_OOM, MemoryKill
 from holdfast.policy.recovery import Situation, recover
 from holdfast.policy.signs import Cause
 from holdfast.policy.upkeep import PATIENCE, RATE, is_slow

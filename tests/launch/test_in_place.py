@@ -172,10 +172,10 @@ def test_a_lost_member_does_not_turn_a_stop_into_a_failure(node: Node) -> None:
 def test_a_follower_goes_on_as_the_attempt_that_the_plan_names(node: Node) -> None:
     node.plan(0, [3, 1], [2, 0])
     assert (node.attempt.number, node.begun) == (4, [])
-    node.plan(1, [3, 2, 1], [], attempt=5, epoch=8, avoid=["step_00000003-aa"])
+    node.plan(1, [3, 2, 1], [], attempt=5, epoch=8, orders={"avoid": ["step_00000003-aa"]})
     attempt = node.attempt
     assert (attempt.number, attempt.fence.epoch, attempt.place.world_size) == (5, 8, 3)
-    assert attempt.told.avoid == ["step_00000003-aa"]
+    assert attempt.told.orders.avoid == ["step_00000003-aa"]
     assert node.begun == [5]
     attempt.journal.close()
     (line,) = read_journal(node.control.journal)

@@ -27,8 +27,8 @@ from holdfast.launch.command import parse
 from holdfast.launch.incident import inquest as evidence
 from holdfast.launch.nodes import attempt as attempts
 from holdfast.policy.budgets import MAX_FAILED_LAUNCHES
-from holdfast.policy.diagnosis import KERNEL_OOM, diagnose, end_of
-from holdfast.policy.evidence import Evidence, MemoryKill
+from holdfast.policy.diagnosis import diagnose
+from holdfast.policy.evidence import KERNEL_OOM, Evidence, MemoryKill
 from holdfast.policy.signs import Cause
 from holdfast.record.attempts import (
     EndRecord,
@@ -343,12 +343,12 @@ def test_a_loader_that_the_kernel_killed_for_memory_is_the_jobs_and_one_that_som
         "DataLoader worker (pid(s) 7) exited unexpectedly",
         "DataLoader worker (pid 7) is killed by signal: Killed. ",
     ], "from the traceback that torch writes"
-    assert diagnose(Evidence(ends=[end_of(killed)])).cause is Cause.INFRASTRUCTURE
+    assert diagnose(Evidence(ends=[killed])).cause is Cause.INFRASTRUCTURE
     for code in (1, -signal.SIGKILL):
         starved = end_of_rank(tmp_path, code, error, memory=MemoryKill(kills=1, group="/job"))
         assert starved.message.startswith(KERNEL_OOM)
         assert starved.memory is not None
-        assert diagnose(Evidence(ends=[end_of(starved)])).cause is Cause.JOB
+        assert diagnose(Evidence(ends=[starved])).cause is Cause.JOB
     other = end_of_rank(tmp_path, 1, {"message": "ValueError: x"})
     assert (other.message, other.errors) == ("ValueError: x", [])
 
@@ -377,13 +377,13 @@ def test_without_an_error_file_the_last_lines_tell(
     found = end_of_rank(tmp_path, code, last_lines=lambda rank: written if rank == 3 else "of another")
     assert found.message.startswith(message)
     assert bool(found.message) == bool(message)
-    assert diagnose(Evidence(ends=[end_of(found)])).cause is cause
+    assert diagnose(Evidence(ends=[found])).cause is cause
     assert (Path(found.stderr_file).read_text() if found.stderr_file else "") == written
     added = [("data", "epoch 3")]
     own = end_of_rank(tmp_path, code, last_lines=lambda _: f"Epoch 3\n{written}", causes=added)
     if code in (1, -signal.SIGSEGV) and not own.errors:
         assert own.message.lower() == "epoch 3", "what the configuration adds is looked for first"
-        assert diagnose(Evidence(ends=[end_of(own)], causes=added)).cause is Cause.DATA
+        assert diagnose(Evidence(ends=[own], causes=added)).cause is Cause.DATA
     told = end_of_rank(tmp_path, code, {"message": "ValueError: x"}, last_lines=lambda _: written)
     assert told.message == "ValueError: x", "an error file comes first"
 

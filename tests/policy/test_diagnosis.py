@@ -6,7 +6,6 @@ import errno
 import signal
 import socket
 import traceback
-from dataclasses import dataclass
 from random import Random
 
 import msgspec
@@ -20,8 +19,9 @@ from hypothesis import strategies as st
 from holdfast.config.settings import FAILURE_CAUSES, parse_failure_causes
 from holdfast.config.sources import load
 from holdfast.errors import ConfigError, ExitCode
-from holdfast.policy.diagnosis import KERNEL_OOM, diagnose, end_of, is_symptom, root_cause
+from holdfast.policy.diagnosis import diagnose, is_symptom, root_cause
 from holdfast.policy.evidence import (
+    KERNEL_OOM,
     DeviceError,
     Evidence,
     Hang,
@@ -42,29 +42,21 @@ ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 ILLEGAL = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
 
 
-@dataclass(frozen=True)
-class Failure:
-    rank: int
-    exit_code: int
-    at: float
-    message: str = ""
-
-
 # -- root cause -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("symptom", [GLOO, RESET, NCCL])
 def test_a_death_by_signal_outranks_the_symptoms_that_were_seen_first(symptom: str) -> None:
-    killed = Failure(rank=3, exit_code=-signal.SIGKILL, at=11.0)
-    symptoms = [Failure(rank=rank, exit_code=1, at=10.0, message=symptom) for rank in (0, 1, 2)]
+    killed = WorkerEnd(rank=3, exit_code=-signal.SIGKILL, at=11.0)
+    symptoms = [WorkerEnd(rank=rank, exit_code=1, at=10.0, message=symptom) for rank in (0, 1, 2)]
     assert root_cause([*symptoms, killed]) is killed
 
 
 def test_a_real_exception_outranks_earlier_symptoms_and_a_silent_abort() -> None:
-    real = Failure(rank=2, exit_code=1, at=12.0, message="ValueError: bad sample")
-    abort = Failure(rank=1, exit_code=-signal.SIGABRT, at=10.0)
-    lost = Failure(rank=0, exit_code=1, at=9.0, message=GLOO)
-    undecided = Failure(rank=4, exit_code=ExitCode.DECISION_TIMEOUT, at=8.0)
+    real = WorkerEnd(rank=2, exit_code=1, at=12.0, message="ValueError: bad sample")
+    abort = WorkerEnd(rank=1, exit_code=-signal.SIGABRT, at=10.0)
+    lost = WorkerEnd(rank=0, exit_code=1, at=9.0, message=GLOO)
+    undecided = WorkerEnd(rank=4, exit_code=ExitCode.DECISION_TIMEOUT, at=8.0)
     assert root_cause([lost, abort, real, undecided]) is real
     assert root_cause([lost, abort, undecided]) is abort
     assert root_cause([lost, undecided]) is undecided
@@ -73,20 +65,20 @@ def test_a_real_exception_outranks_earlier_symptoms_and_a_silent_abort() -> None
 def test_a_restart_in_place_that_was_given_up_is_never_the_cause() -> None:
     """All that are left end with 33, long before or after what they followed from is seen."""
     told = "HandedOverError: 1 ranks are left that can train, and 2 are needed; rank 1: ValueError: bad"
-    handed = [Failure(rank, ExitCode.HANDED_OVER, at=1.0, message=told) for rank in (0, 2)]
-    killed = Failure(rank=1, exit_code=-signal.SIGKILL, at=9.0)
-    aborted = Failure(rank=3, exit_code=-signal.SIGABRT, at=9.5)
+    handed = [WorkerEnd(rank=rank, exit_code=ExitCode.HANDED_OVER, at=1.0, message=told) for rank in (0, 2)]
+    killed = WorkerEnd(rank=1, exit_code=-signal.SIGKILL, at=9.0)
+    aborted = WorkerEnd(rank=3, exit_code=-signal.SIGABRT, at=9.5)
     assert root_cause([*handed, killed]) is killed
     assert root_cause([*handed, aborted]) is aborted
     hang = Hang(rank=1, section="step", node="a", at=9.0)
-    assert diagnose(Evidence(ends=[end_of(one) for one in handed], hangs=[hang])).cause is Cause.HANG
-    alone = diagnose(Evidence(ends=[end_of(one) for one in handed], world_size=2))
+    assert diagnose(Evidence(ends=handed, hangs=[hang])).cause is Cause.HANG
+    alone = diagnose(Evidence(ends=handed, world_size=2))
     assert (alone.cause, alone.culprit_node) == (Cause.UNKNOWN, "")
 
 
 def test_among_equals_the_earliest_counts() -> None:
-    first = Failure(rank=5, exit_code=1, at=1.0, message="ValueError: a")
-    second = Failure(rank=0, exit_code=-signal.SIGSEGV, at=2.0)
+    first = WorkerEnd(rank=5, exit_code=1, at=1.0, message="ValueError: a")
+    second = WorkerEnd(rank=0, exit_code=-signal.SIGSEGV, at=2.0)
     assert root_cause([second, first]) is first
 
 
@@ -132,10 +124,7 @@ def test_among_equals_the_earliest_counts() -> None:
     ],
 )
 def test_each_end_has_its_cause(exit_code: int, message: str, cause: Cause) -> None:
-    assert (
-        diagnose(Evidence(ends=[end_of(Failure(rank=0, exit_code=exit_code, at=0.0, message=message))])).cause
-        == cause
-    )
+    assert diagnose(Evidence(ends=[WorkerEnd(rank=0, exit_code=exit_code, message=message)])).cause == cause
 
 
 def test_the_class_of_an_error_counts_where_its_message_leaves_it_out() -> None:
@@ -288,10 +277,10 @@ HANGS = next(one for one in SIGNS if one.cause is Cause.HANG)
 
 def test_what_nothing_matches_is_unknown_and_its_last_words_do_not_make_it_another_failure() -> None:
     for code in (1, 3, -signal.SIGSEGV, -signal.SIGABRT):
-        end = WorkerEnd(rank=0, exit_code=code, message="37%|###   | 12/32", heard=True)
+        end = WorkerEnd(rank=0, exit_code=code, message="37%|###   | 12/32", stderr_file="rank_0.err")
         found = diagnose(Evidence(ends=[end]))
         assert (found.cause, found.message, found.exit_code) == (Cause.UNKNOWN, "", code)
-    watchdog = WorkerEnd(rank=0, exit_code=-signal.SIGABRT, message=HANGS.example, heard=True)
+    watchdog = WorkerEnd(rank=0, exit_code=-signal.SIGABRT, message=HANGS.example, stderr_file="rank_0.err")
     assert diagnose(Evidence(ends=[watchdog])).cause is Cause.HANG
 
 
@@ -513,9 +502,8 @@ ends = st.builds(
         ),
         max_size=3,
     ),
-    heard=st.booleans(),
+    stderr_file=st.sampled_from(["", "rank_0.err"]),
     left=st.booleans(),
-    kernel_oom=st.booleans(),
 )
 evidence = st.builds(
     Evidence,
@@ -562,13 +550,16 @@ def test_every_incident_is_diagnosed_whatever_order_its_evidence_came_in(
         assert root_cause(seen.ends) == root_cause(other.ends)
 
 
-def test_a_failure_record_becomes_evidence_with_its_place() -> None:
+def test_a_failure_record_is_evidence_with_its_place() -> None:
     from holdfast.record.attempts import FailureRecord
 
     record = FailureRecord(rank=1, node="b", pid=7, exit_code=-9, at=2.0, message=KERNEL_OOM)
-    assert end_of(record) == WorkerEnd(
-        rank=1, node="b", exit_code=-9, at=2.0, message=KERNEL_OOM, kernel_oom=True
-    )
+    assert record.kernel_oom
+    found = diagnose(Evidence(ends=[record]))
+    assert (found.cause, found.root_rank, found.message) == (Cause.JOB, 1, KERNEL_OOM)
+    told = msgspec.json.encode(record)
+    assert msgspec.json.decode(told, type=FailureRecord) == record
+    assert not {"heard", "kernel_oom"} & set(msgspec.json.decode(told)), "what follows from it is not kept"
 
 
 # -- a network adapter ---------------------------------------------------------------------------------------

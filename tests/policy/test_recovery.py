@@ -22,6 +22,7 @@ from holdfast.policy.placement import (
     signature,
 )
 from holdfast.policy.recovery import AT_IMPORT, CAPACITY_WAIT, INCURABLE, Decision, Situation, recover
+from holdfast.policy.results import Findings
 from holdfast.policy.signs import Action, Cause
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14766."
@@ -426,8 +427,8 @@ def test_a_checkpoint_that_cannot_be_used_is_left_for_an_older_one_at_most_twice
         decision = decide(*attempts, lower_rungs=5)
         assert decision.action is Action.LOWER_RUNG
         avoided.append(decision.avoid)
-        attempts[-1] = msgspec.structs.replace(attempts[-1], action="lower_rung", avoid=decision.avoid)
-        attempts.append(again(attempts[-1], rung=rung, action="", avoid=[]))
+        attempts[-1] = msgspec.structs.replace(attempts[-1], action="lower_rung", decided=decision.findings())
+        attempts.append(again(attempts[-1], rung=rung, action="", decided=Findings()))
     assert avoided == [["step_120"], ["step_110", "step_120"]]
     assert len(avoided) == MAX_LOWER_RUNGS
     decision = decide(*attempts, lower_rungs=5)
@@ -436,7 +437,9 @@ def test_a_checkpoint_that_cannot_be_used_is_left_for_an_older_one_at_most_twice
 
 
 def test_what_was_left_stays_left_until_there_is_progress() -> None:
-    left = failed(cause=Cause.CHECKPOINT, rung="step_120", action="lower_rung", avoid=["step_120"])
+    left = failed(
+        cause=Cause.CHECKPOINT, rung="step_120", action="lower_rung", decided=Findings(avoid=["step_120"])
+    )
     killed = failed(2, exit_code=-9, rung="step_110")
     assert decide(left, killed).avoid == ["step_120"]
     assert decide(left, msgspec.structs.replace(killed, highest_step=130)).avoid == []
@@ -482,7 +485,7 @@ def test_errors_of_the_fabric_and_of_nobody_are_tried_again_in_place_and_cost_no
         message=f"DistBackendError: {said}",
         errors=[Raised(types=["torch.distributed.DistBackendError"], message=said)],
     )
-    nobody = WorkerEnd(rank=3, node="b", exit_code=-11, message="nobody has met this line", heard=True)
+    nobody = WorkerEnd(rank=3, node="b", exit_code=-11, message="nobody has met this line", stderr_file="x")
     for end, cause in ((fabric, Cause.INFRASTRUCTURE), (nobody, Cause.UNKNOWN)):
         found = diagnose(Evidence(ends=[end], world_size=4, rung="step_120", steps=1))
         first = failed(**msgspec.structs.asdict(found))
@@ -570,8 +573,8 @@ def test_an_error_right_after_a_resume_is_tried_once_from_below_and_then_is_the_
     gone = Cluster(nodes=["a"], spares=["c"])
     replaced = decide(first, second, lower_rungs=2, cluster=gone)
     assert (replaced.action, replaced.nodes) == (Action.LOWER_RUNG, ["a", "c"]), "it is not the lost node's"
-    second = msgspec.structs.replace(second, action="lower_rung", avoid=decision.avoid)
-    third = again(second, rung="step_100", steps=23, action="", avoid=[])
+    second = msgspec.structs.replace(second, action="lower_rung", decided=decision.findings())
+    third = again(second, rung="step_100", steps=23, action="", decided=Findings())
     assert stopped(decide(first, second, third, lower_rungs=1)) == ExitCode.FAILED
 
 

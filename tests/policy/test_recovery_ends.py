@@ -24,6 +24,7 @@ from holdfast.policy.placement import (
     arrange,
     layout,
 )
+from holdfast.policy.results import Findings
 from holdfast.policy.signs import Action, Cause
 from kit.worlds.recovery_worlds import ENOUGH, Driver, Fault, calm, drivers, faults, launch_again_and_again
 
@@ -117,7 +118,7 @@ records = st.builds(
     rotation=st.integers(-3, 9),
     rung=st.sampled_from(["", "step_10"]),
     action=st.sampled_from(["", "wait", "other", *Action]),
-    avoid=st.sampled_from([[], ["step_10"]]),
+    decided=st.sampled_from([Findings(), Findings(avoid=["step_10"])]),
 )
 
 
@@ -134,7 +135,9 @@ def test_from_any_state_whatever_one_reads_a_repeating_fault_ends(
         attempt = driver.attempt(number, calm(fault))
         driver.history = history
         decision = driver.settle(attempt, fault)
-        history.append(msgspec.structs.replace(attempt, action=str(decision.action), avoid=decision.avoid))
+        history.append(
+            msgspec.structs.replace(attempt, action=str(decision.action), decided=decision.findings())
+        )
         if not decision.action.goes_on:
             break
         driver.excluded.extend(decision.exclude)

@@ -18,7 +18,7 @@ from holdfast.policy.budgets import MAX_REQUEUES, PastAttempt, most_restarts
 from holdfast.policy.diagnosis import Diagnosis, of_rejection
 from holdfast.policy.placement import Cluster, Exclusion
 from holdfast.policy.recovery import Decision, Situation, recover
-from holdfast.policy.results import How, Kind, Place, RankResult, Rejection, Trial, Window
+from holdfast.policy.results import Findings, How, Kind, Orders, Place, RankResult, Rejection, Trial, Window
 from holdfast.policy.signs import Action, Cause
 from holdfast.policy.verdicts import open_rejections, open_rerun, open_trial
 from kit.worlds.recovery_worlds import (
@@ -420,7 +420,7 @@ def decide(*attempts: PastAttempt, **more: object) -> Decision:
             "cluster": TWO,
             "rungs": [NAMES[20], NAMES[10], NAMES[5]],
             "together": [attempts[-1].rung],
-            "trial": open_trial(attempts[:-1]),
+            "orders": Orders(trial=open_trial(attempts[:-1])),
             **more,
         },
     )
@@ -438,7 +438,7 @@ def test_data_that_are_left_out_and_fail_again_end_the_run() -> None:
     second = rejected(2, 0, 1, in_probation=False)
     decision = decide(first, second, skip_bad_data=True)
     assert (decision.action, decision.skip) == (Action.RESTART, Window(0, S, S))
-    again = [msgspec.structs.replace(second, skip=decision.skip), rejected(3, 0, in_probation=False)]
+    again = [msgspec.structs.replace(second, decided=decision.findings()), rejected(3, 0, in_probation=False)]
     assert decide(first, *again).action is Action.ROTATE, "another incident: the data are others"
     stopped = decide(
         first, *again, rejected(4, 0, placement="a[1,0]", in_probation=False), skip_bad_data=True
@@ -454,7 +454,7 @@ def test_a_breach_is_tried_again_on_other_devices_before_anything_is_suspect() -
     assert (first.rerun.step, first.rerun.breach, first.rerun.settles) == (24, True, False)
     one = Cluster(nodes=["a"], devices={"a": ["0"]}, workers_per_node=1)
     assert decide(breach, cluster=one).action is Action.RESTART, "here again, where no rank can move"
-    kept = msgspec.structs.replace(breach, action="rotate", rerun=first.rerun)
+    kept = msgspec.structs.replace(breach, action="rotate", decided=first.findings())
     second = decide(kept, rejected(2, kind=Kind.PROBATION, step=25))
     assert (second.action, second.suspect) == (Action.LOWER_RUNG, [NAMES[20]])
     assert second.trial == Trial(suspects=[NAMES[20]], until=25)
@@ -518,7 +518,10 @@ def test_a_breach_without_a_lower_rung_is_settled_by_the_second_try_and_counters
 def test_a_breach_in_the_trial_where_the_suspect_was_watched_acquits(step: int) -> None:
     """A discontinuity has no one step; the trial looks more closely and may find it sooner."""
     first = rejected(
-        1, kind=Kind.PROBATION, step=24, suspect=[NAMES[20]], trial=Trial(suspects=[NAMES[20]], until=24)
+        1,
+        kind=Kind.PROBATION,
+        step=24,
+        decided=Findings(suspect=[NAMES[20]], trial=Trial(suspects=[NAMES[20]], until=24)),
     )
     second = rejected(2, kind=Kind.PROBATION, step=step, rung=10, in_probation=False)
     decision = decide(first, second, rungs=[NAMES[10], NAMES[5]])
@@ -534,13 +537,13 @@ def test_the_trial_goes_on_after_another_failure_and_in_a_new_launch() -> None:
     first = rejected(0, kind=Kind.PROBATION, step=24)
     second = rejected(1, kind=Kind.PROBATION, step=24)
     decided = decide(first, second)
-    kept = msgspec.structs.replace(second, action="lower_rung", suspect=decided.suspect, trial=decided.trial)
+    kept = msgspec.structs.replace(second, action="lower_rung", decided=decided.findings())
     killed = PastAttempt(number=2, launch="l", outcome="failed", cause="infrastructure", exit_code=-9)
     decision = decide(kept, killed)
     assert (decision.action, decision.trial) == (Action.RESTART, decided.trial)
     lost = PastAttempt(number=3, launch="other", outcome="lost")
     assert open_trial([kept, killed, lost]) == decided.trial
-    acquitted = msgspec.structs.replace(killed, number=4, acquit=[NAMES[20]])
+    acquitted = msgspec.structs.replace(killed, number=4, decided=Findings(acquit=[NAMES[20]]))
     assert open_trial([kept, killed, lost, acquitted]) is None
 
 
@@ -549,9 +552,9 @@ def test_the_step_to_repeat_is_told_again_until_an_attempt_has_got_past_it() -> 
     decided = decide(first)
     assert decided.rerun is not None
     assert (decided.action, decided.rerun.step, decided.rerun.can_exclude) == (Action.ROTATE, S, False)
-    kept = msgspec.structs.replace(first, action="rotate", rerun=decided.rerun)
+    kept = msgspec.structs.replace(first, action="rotate", decided=decided.findings())
     killed = PastAttempt(number=2, launch="l", outcome="failed", cause="infrastructure", last_step=S - 1)
-    assert decide(kept, killed, rerun=open_rerun([kept, killed])).rerun == decided.rerun
+    assert decide(kept, killed, orders=Orders(rerun=open_rerun([kept, killed]))).rerun == decided.rerun
     assert open_rerun([kept, msgspec.structs.replace(killed, last_step=S)]) is None
 
 
@@ -569,10 +572,10 @@ def test_a_step_that_a_later_attempt_got_past_is_no_evidence_any_more() -> None:
 def test_an_operators_forced_use_of_a_suspect_acquits_it_of_nothing() -> None:
     trial = Trial(suspects=[NAMES[20]], until=S)
     attempts = [rejected(1, 0, placement="a[1,0]"), rejected(2, 0)]
-    decision = decide(*attempts, trial=trial, rungs=[NAMES[10]])
+    decision = decide(*attempts, orders=Orders(trial=trial), rungs=[NAMES[10]])
     assert (decision.action, decision.acquit) == (Action.RESTART, [])
     assert [(one.how, one.step) for one in decision.settled] == [(How.TOLERATED, S)]
-    raising = decide(*attempts, trial=trial, rungs=[NAMES[10]], nan_policy="raise")
+    raising = decide(*attempts, orders=Orders(trial=trial), rungs=[NAMES[10]], nan_policy="raise")
     assert (raising.exit_code, raising.acquit) == (ExitCode.VALIDATION_FAILED, [])
 
 
@@ -581,11 +584,11 @@ def test_rolling_back_goes_past_the_newest_then_past_what_was_loaded_then_stops(
     first = rejected(1, kind=Kind.ROLLBACK, step=50, rung=20)
     decision = decide(first, rungs=rungs)
     assert (decision.action, decision.avoid, decision.suspect) == (Action.LOWER_RUNG, [NAMES[40]], [])
-    kept = msgspec.structs.replace(first, action="lower_rung", avoid=decision.avoid)
+    kept = msgspec.structs.replace(first, action="lower_rung", decided=decision.findings())
     second = rejected(2, kind=Kind.ROLLBACK, step=50, rung=30)
     lower = decide(kept, second, rungs=rungs)
     assert (lower.action, lower.avoid) == (Action.LOWER_RUNG, [NAMES[30], NAMES[40]])
-    again = msgspec.structs.replace(second, action="lower_rung", avoid=lower.avoid)
+    again = msgspec.structs.replace(second, action="lower_rung", decided=lower.findings())
     third = rejected(3, kind=Kind.ROLLBACK, step=50, rung=20)
     assert decide(kept, again, third, rungs=rungs).exit_code == ExitCode.VALIDATION_FAILED
     assert decide(first, rungs=[NAMES[20]]).exit_code == ExitCode.VALIDATION_FAILED
@@ -637,7 +640,7 @@ def test_a_rejection_while_nodes_are_missing_is_judged_and_waits() -> None:
 def test_an_older_record_without_these_fields_is_read() -> None:
     old = b'{"number": 1, "launch": "l", "outcome": "failed", "cause": "hang"}'
     past = msgspec.json.decode(old, type=PastAttempt)
-    assert (past.rejection, past.suspect, past.trial) == (None, [], None)
+    assert (past.rejection, past.decided.suspect, past.decided.trial) == (None, [], None)
     plain = b'{"action": "restart", "exit_code": 0, "reason": "r", "evidence": [], "restarts_left": 1}'
     assert msgspec.json.decode(plain, type=Decision).trial is None
 

@@ -18,6 +18,7 @@ from holdfast.journal.reader import read_journal
 from holdfast.launch.nodes.attempt import Place, _begin_next
 from holdfast.policy import Action, PastAttempt
 from holdfast.policy import Decision as Decided
+from holdfast.policy.results import Orders
 from holdfast.record import operator
 from holdfast.record.attempts import EndRecord, attempt_numbers, begin_attempt, end_attempt, latest_head
 from holdfast.record.decisions import RECOVERY, decision_path
@@ -273,7 +274,7 @@ def train_avoiding(run_dir: Path, avoid: list[str], until: int = 10) -> Outcome:
     keeper = LeaseKeeper(control, held, lambda why: None)
     info = LaunchInfo(
         run_dir=str(control.path), run_id=control.run_id, launch="launch", attempt=2, epoch=held.epoch,
-        node="a", avoid=avoid,
+        node="a", orders=Orders(avoid=avoid),
     )  # fmt: skip
     os.environ[VARIABLE] = info.to_environment()[VARIABLE]
     try:
@@ -312,7 +313,7 @@ def test_an_attempt_without_the_field_avoids_nothing() -> None:
     old = '{"run_dir":"/r","run_id":"a","launch":"b","attempt":1,"epoch":1,"node":"n"}'
     info = LaunchInfo.from_environment({VARIABLE: old})
     assert info is not None
-    assert info.avoid == []
+    assert info.orders == Orders()
 
 
 def test_a_resume_killed_before_it_used_the_pin_up_leaves_it_in_force(run_dir: Path) -> None:
@@ -374,9 +375,9 @@ def begun_by(run_dir: Path, who: str) -> list[str]:
     try:
         if who == "holdfast run":
             place = Place(node="a", group_rank=0, nodes=1, world_size=1)
-            return _begin_next(control, place, held, [], 3, "").avoid
+            return _begin_next(control, place, held, [], 3, "").orders.avoid
         here = alone.Here(node="a")
-        return alone.begin(control, Fence(control, held.epoch), Settings(), here, "later").avoid
+        return alone.begin(control, Fence(control, held.epoch), Settings(), here, "later").orders.avoid
     finally:
         LeaseKeeper(control, held, lambda why: None).release()
 

@@ -20,7 +20,7 @@ from holdfast.checkpoint.format.manifest import read as read_manifest
 from holdfast.checkpoint.format.structure import verify
 from holdfast.journal import Event
 from holdfast.journal.events import ProbationEnded, RungRejected, StandingChanged, Warned
-from holdfast.policy.results import Trial
+from holdfast.policy.results import Orders, Trial
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.launches import LaunchInfo
 from holdfast.record.lease import Fence, LeaseKeeper, claim
@@ -136,7 +136,7 @@ class Training:
         group, member = run._session.group, run._session.member
         launched = LaunchInfo(
             run_dir=str(self.run_dir), run_id=member.control.run_id, launch=member.launch,
-            attempt=member.attempt, epoch=member.fence.epoch, node="a", trial=trial,
+            attempt=member.attempt, epoch=member.fence.epoch, node="a", orders=Orders(trial=trial),
         )  # fmt: skip
         probation = Probation(10, group, member, run._meter.latest, launched, node="a")
         manifest = None

@@ -67,11 +67,11 @@ def test_a_fault_that_follows_the_device_excludes_it_and_one_that_cannot_be_spar
     assert "restarting without device 1 of n " in result.err, result.text
     assert "why:  the fault follows the device to whichever rank uses it" in result.err
     first, second, third = place.told()
-    assert first.rerun is None
-    assert second.rerun is not None
-    assert (second.rerun.step, [one.rank for one in second.rerun.bad]) == (7, [1])
-    assert second.rerun.can_exclude
-    assert third.rerun is None
+    assert first.orders.rerun is None
+    assert second.orders.rerun is not None
+    assert (second.orders.rerun.step, [one.rank for one in second.orders.rerun.bad]) == (7, [1])
+    assert second.orders.rerun.can_exclude
+    assert third.orders.rerun is None
 
 
 # -- checkpoints and data -----------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ def test_a_fault_that_stays_with_the_work_ends_in_an_acquittal_and_the_data_are_
     told = place.told()
     (suspect,) = place.decisions()[2].details["suspect"]
     trial = Trial(suspects=[suspect], until=8)
-    assert [one.trial for one in told] == [None, None, None, trial, None]
-    assert [one.rerun is not None for one in told] == [False, False, True, False, False]
+    assert [one.orders.trial for one in told] == [None, None, None, trial, None]
+    assert [one.orders.rerun is not None for one in told] == [False, False, True, False, False]
     listed = command("ckpt", "ls", place.cwd / "run").out
     assert f"{suspect}: acquitted: " in listed
     assert "fails at step 8 too" in listed
@@ -131,5 +131,5 @@ def test_a_new_launch_goes_on_with_the_trial_and_a_suspect_is_shown(place: Place
     again = train(place, "ok")
     assert again.code == 0, again.text
     assert firsts(place) == [1, 7, 7, 4, 4]
-    assert place.told()[-1].trial == Trial(suspects=[suspect], until=7)
+    assert place.told()[-1].orders.trial == Trial(suspects=[suspect], until=7)
     assert StandingBook(place.run()).of(suspect[14:]) is Standing.SUSPECT, "ranks condemn, not launchers"

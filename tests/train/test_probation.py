@@ -14,7 +14,7 @@ from holdfast.errors import LeaseLostError
 from holdfast.journal import Event
 from holdfast.journal.events import ProbationEnded, StandingChanged, Verdict, Warned
 from holdfast.journal.writer import JournalWriter
-from holdfast.policy.results import How, Rerun, Settled, Trial
+from holdfast.policy.results import How, Orders, Rerun, Settled, Trial
 from holdfast.record.attempts import HeadRecord, begin_attempt, settled_steps, write_head
 from holdfast.record.directory import ControlDirectory
 from holdfast.record.group import Group
@@ -62,7 +62,7 @@ class Attempt:
         if launched:
             self.launched = LaunchInfo(
                 run_dir=str(control.path), run_id=control.run_id, launch="launch", attempt=self.number,
-                epoch=self.fence.epoch, node="node-a", trial=trial, rerun=rerun,
+                epoch=self.fence.epoch, node="node-a", orders=Orders(rerun=rerun, trial=trial),
             )  # fmt: skip
         self.probation = self.of_rank(0)
 

@@ -33,12 +33,18 @@ from holdfast.launch.monitor import Learner, Monitor
 from holdfast.launch.nodes import Announcement, Leadership
 from holdfast.launch.terminal import SavesTold
 from holdfast.launch.workers import Keeper, Orphans, Starter
-from holdfast.policy import MAX_REQUEUES, Grace, StopRequest, does_not_fit, is_repeated, say_grace
-from holdfast.policy import Exclusion as Decided
+from holdfast.policy import (
+    MAX_REQUEUES,
+    Exclusion,
+    Grace,
+    StopRequest,
+    does_not_fit,
+    is_repeated,
+    say_grace,
+)
 from holdfast.process import Seen, named, seen, take, watch
 from holdfast.record import (
     ControlDirectory,
-    Exclusion,
     LaunchInfo,
     excluded,
     record_launch,
@@ -345,7 +351,7 @@ class LaunchContext:
     """Where this agent was started, and is."""
     earlier_launches: list[str] = field(default_factory=list)
     """Ids under which these agents met before the store's host was lost."""
-    learned_exclusions: list[Decided] = field(default_factory=list)
+    learned_exclusions: list[Exclusion] = field(default_factory=list)
     """What decisions of this launch excluded: known here before the record of it can be read everywhere."""
 
     @property
@@ -371,7 +377,7 @@ class LaunchContext:
         fresh = [one for one in self.learned_exclusions if (one.node, one.device) not in known]
         # Once its record can be read here, the records alone count: somebody may readmit what was excluded.
         self.learned_exclusions = fresh
-        return found + [Exclusion(node=one.node, device=one.device, reason=one.reason) for one in fresh]
+        return [*found, *fresh]
 
     def excluded_nodes(self) -> list[str]:
         """Whole nodes that are kept out, for whoever chooses the nodes of the next start."""
@@ -389,9 +395,7 @@ class LaunchContext:
             command_line=self.command_line,
             directory=self.directory,
             lease_ttl=self.settings.control.lease_ttl,
-            avoid=told.avoid,
-            rerun=told.rerun,
-            trial=told.trial,
+            orders=told.orders,
             restarts_left=told.restarts_left,
             device=told.arrangement.devices_of_ranks(node, {0: local_rank}).get(0, ""),
             monitor=str(self.monitor.path),

@@ -31,7 +31,7 @@ from holdfast.launch.nodes import Announcement, Attempt, MeetingHandler, Notice,
 from holdfast.launch.stops import FINE, Stopping
 from holdfast.launch.terminal import say
 from holdfast.launch.workers import Workers
-from holdfast.policy import STAYS, Decision, Fault, Member, Rerun, Trial, device_of, first_barrier
+from holdfast.policy import STAYS, Decision, Fault, Member, Orders, device_of, first_barrier
 from holdfast.record import FailureRecord, connect, paused, within
 from holdfast.restart import (
     PREFIX,
@@ -122,9 +122,10 @@ class Consent:
         self._begin_next(len(restart.following))
         self._recovery.tell(incident)
         told = attempt.told
-        new = {"attempt": told.attempt, "epoch": told.epoch, "avoid": told.avoid}
-        launch = new | {"rerun": told.rerun, "trial": told.trial, "restarts_left": told.restarts_left}
-        return Granted(launch=msgspec.to_builtins(launch), reason=decision.reason)
+        new = _Renewed(
+            attempt=told.attempt, epoch=told.epoch, orders=told.orders, restarts_left=told.restarts_left
+        )
+        return Granted(launch=msgspec.to_builtins(new), reason=decision.reason)
 
     def hand_over(self, kept: InProcess) -> None:
         """The members have ended: what befell them is evidence, unless it was decided on already."""
@@ -366,7 +367,7 @@ class InProcess:
         self._since = self._ended_by = None
         attempt, number = self._attempt, plan.launch.get("attempt")
         if number is not None and number != attempt.number:  # the leading agent is there already
-            new = msgspec.convert(plan.launch, type=_Launch)
+            new = msgspec.convert(plan.launch, type=_Renewed)
             told = msgspec.structs.replace(attempt.told, **msgspec.structs.asdict(new))
             attempt.go_on(told, len(plan.order))
         attempt.nodes_of_ranks = {
@@ -476,14 +477,13 @@ class InProcess:
         self._keeper.close()
 
 
-class _Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What of an announcement a plan renews."""
+class _Renewed(msgspec.Struct, frozen=True, kw_only=True):
+    """What of an announcement, and of what workers were handed, a plan renews."""
 
     attempt: int
     epoch: int
-    avoid: list[str] = []
-    rerun: Rerun | None = None
-    trial: Trial | None = None
+    orders: Orders = Orders()
+    restarts_left: int | None = None
 
 
 def _teller(chosen: InProcessSettings, node: str) -> Callable[[str], None]:

@@ -46,7 +46,7 @@ from holdfast.record import (
     ControlDirectory,
     Controls,
     EndRecord,
-    Exclusion,
+    ExclusionRecord,
     FailureRecord,
     HeadRecord,
     LeaseState,
@@ -249,7 +249,7 @@ class Status(msgspec.Struct, kw_only=True):
     paused: Request | None = None
     budget_reset: Request | None = None
     pin: Pin | None = None
-    exclusions: list[Exclusion] = []
+    exclusions: list[ExclusionRecord] = []
     suspects: list[Suspect] = []
     stop: StopState | None = None
     """The newest attempt's stop, if somebody asked for one."""
@@ -491,7 +491,7 @@ def _budget(
 
 
 def _suspects(control: ControlDirectory, newest: int) -> list[Suspect]:
-    _, trial = still_open(control, past_attempts(control, before=newest + 1))
+    trial = still_open(control, past_attempts(control, before=newest + 1)).trial
     book = StandingBook(control)
     if trial is None:
         return []

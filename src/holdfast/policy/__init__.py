@@ -26,11 +26,9 @@ if TYPE_CHECKING:
         restarts_without_progress,
     )
     from holdfast.policy.diagnosis import (
-        KERNEL_OOM,
         Diagnosis,
         at_import,
         diagnose,
-        end_of,
         is_symptom,
         loss_of_peer,
         of_rejection,
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
         tells,
     )
     from holdfast.policy.evidence import (
+        KERNEL_OOM,
         MOST_RAISED,
         MOST_TOLD,
         DeviceError,
@@ -124,8 +123,10 @@ if TYPE_CHECKING:
         Act,
         CheckRules,
         Count,
+        Findings,
         How,
         Kind,
+        Orders,
         Outcome,
         Place,
         Policy,

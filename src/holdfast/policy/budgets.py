@@ -28,7 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from holdfast.policy.results import Rejection, Rerun, Settled, Trial, Window
+from holdfast.policy.diagnosis import Diagnosis
+from holdfast.policy.results import Findings, Rejection
 from holdfast.policy.signs import Cause
 
 MAX_REGROUPS = 10
@@ -115,8 +116,9 @@ MOST_IDENTICAL = 1 + max(RERUNS, *(b.repeats for c, b in BUDGETS.items() if c is
 """How often one and the same cycle is ever run without progress; preempted, as often as that may restart."""
 
 
-class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt as recovery sees it. What an older release did not record has its default."""
+class PastAttempt(Diagnosis, frozen=True, kw_only=True):
+    """One attempt as recovery sees it, with what ended it. What an older release did not record has its
+    default."""
 
     number: int
     launch: str
@@ -125,34 +127,19 @@ class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     """finished, failed, stopped or lost (its launcher died before it could write an end)."""
     cause: str = ""
-    exit_code: int = 0
-    message: str = ""
-    """Of the root cause."""
     highest_step: int = 0
     """Highest step committed by anyone when it ended; 0 if that is not known."""
     saved: int = 0
     """Highest step that it committed itself; 0 if none, or not known."""
     sent: bool = False
     """Whether somebody told it where to begin: what the run had reached before is no measure for it."""
-    section: str = ""
-    """In which a rank hung."""
-    culprit_node: str = ""
-    culprit_device: str = ""
-    named: bool = False
-    """Whether the hardware itself accuses that device."""
-    alike: bool = False
-    """Whether the ranks failed with one and the same error of their own."""
-    same_ranks: int = 0
-    """How many of them ended with that very error; 0 if not known."""
-    root_rank: int | None = None
-    """The rank whose end it was; None if it was no worker's, or if that is not known."""
     began: bool = True
     """Whether any rank got as far as Run or a step; True where that is not known."""
     seconds: float = 0.0
     """How long it lasted."""
     at: float = 0.0
     """When it ended, in seconds since 1970; 0 if that is not known."""
-    nodes: list[str] = []
+    nodes: list[str] = msgspec.field(default_factory=list)
     """In the plain order: by rank before any rotation."""
     node_count: int = 0
     world_size: int = 0
@@ -160,29 +147,14 @@ class PastAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank ran on which device, as `rotation.describe` says it."""
     rotation: int = 0
     """The shift that `placement` came from."""
-    rung: str = ""
-    """The checkpoint it came from; empty for a fresh start."""
-    steps: int | None = None
-    """Steps it completed after that; None if not known."""
     last_step: int | None = None
     """The last step that a rank is known to have completed; None if not known."""
     rejection: Rejection | None = None
     """What the ranks rejected, if that is what ended it."""
     action: str = ""
-    """What was decided after it, as all that follows."""
-    avoid: list[str] = []
-    """Checkpoints that this decision said not to use."""
-    verdict: str = ""
-    suspect: list[str] = []
-    acquit: list[str] = []
-    """Checkpoints that became suspect by it, or stopped to be."""
-    skip: Window | None = None
-    """Data that is left out from then on."""
-    settled: list[Settled] = []
-    """Steps that every later attempt is to take as they are."""
-    rerun: Rerun | None = None
-    trial: Trial | None = None
-    """What the next attempt was told."""
+    """What was decided after it."""
+    decided: Findings = Findings()
+    """What that decision found out, and told the next attempt. Flat in the record (`record.history`)."""
 
 
 def highest_step(history: Sequence[PastAttempt]) -> int:

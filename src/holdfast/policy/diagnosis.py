@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -49,27 +49,14 @@ from holdfast.policy.signs import (
     sign_in,
 )
 
-
-class Failure(Protocol):
-    """The part of a failure record that the policies read."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def exit_code(self) -> int: ...
-    @property
-    def at(self) -> float: ...
-    @property
-    def message(self) -> str: ...
-
-
-F = TypeVar("F", bound=Failure)
+F = TypeVar("F", bound=WorkerEnd)
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What an incident was. The fields have the names that `PastAttempt` has for them."""
+    """What an incident was; an attempt in the history of a run (`budgets.PastAttempt`) is one too."""
 
-    cause: Cause
+    cause: str
+    """One of `signs.Cause`; of another release's record perhaps none of them, and empty if nothing failed."""
     exit_code: int = 0
     """Of the worker that the others followed; 0 where the root cause is no worker's end."""
     message: str = ""
@@ -87,12 +74,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     root_rank: int | None = None
     """The rank whose end it was; None where the root cause is no worker's end."""
     rung: str = ""
+    """The checkpoint that was loaded; empty for a fresh start."""
     steps: int | None = None
-    """What was loaded, and the steps completed since then."""
-
-
-KERNEL_OOM = "killed by the kernel for lack of memory"
-"""How the agent's message begins when the kernel's counters say so."""
+    """Steps completed since then; None if not known."""
 
 
 _CLASS = re.compile(r"^(?:\w+\.)*(\w+)(?=:|$)")
@@ -140,23 +124,6 @@ _HAS_A_PLACE = frozenset({Cause.INFRASTRUCTURE, Cause.DEVICE, Cause.HANG, Cause.
 """Causes for which it matters where they were seen. A job's own error accuses no node."""
 
 
-def end_of(failure: Failure) -> WorkerEnd:
-    errors: list[Raised] = list(getattr(failure, "errors", ()))
-    message, stderr = failure.message, str(getattr(failure, "stderr_file", ""))
-    return WorkerEnd(
-        rank=failure.rank,
-        exit_code=failure.exit_code,
-        at=failure.at,
-        node=getattr(failure, "node", ""),
-        device=getattr(failure, "device", ""),
-        message=message,
-        errors=errors,
-        left=bool(getattr(failure, "left", False)),
-        heard=bool(stderr) and not errors and not getattr(failure, "error_file", ""),
-        kernel_oom=message.startswith(KERNEL_OOM),
-    )
-
-
 def is_symptom(exit_code: int, message: str) -> bool:
     """Whether a failure only says that a peer was lost, or that a restart in place was given up."""
     return exit_code in _SYMPTOMS or is_of_lost_peer(message)
@@ -195,15 +162,14 @@ def at_import(errors: Sequence[Raised]) -> bool:
     return bool(errors) and _class_name(errors[0]) in _AT_IMPORT
 
 
-def _doubt(failure: Failure) -> int:
+def _doubt(failure: WorkerEnd) -> int:
     """How likely a failure is a symptom of another one: 0 no, 1 perhaps, 2 yes."""
     if is_symptom(failure.exit_code, failure.message):
         return 2
-    errors: Sequence[Raised] = getattr(failure, "errors", ())
-    if any(is_of_lost_peer(in_words(one)) for one in errors):
+    if any(is_of_lost_peer(in_words(one)) for one in failure.errors):
         return 2  # what it raised when it had lost a peer
     # NCCL's watchdog aborts the process when a peer is lost. Who left with 0 may have been done.
-    return int(failure.exit_code == -signal.SIGABRT or bool(getattr(failure, "left", False)))
+    return int(failure.exit_code == -signal.SIGABRT or failure.left)
 
 
 def root_cause(failures: Sequence[F]) -> F:
@@ -215,7 +181,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """What an incident was, where, and how soon after which load."""
     found = _diagnose(evidence)
     # Who hangs after its loop has used what was loaded to the end, even if no step was left to do.
-    hangs = evidence.hangs if found.cause is Cause.HANG else []
+    hangs = evidence.hangs if found.cause == Cause.HANG else []
     over = bool(hangs) and all(hang.exiting for hang in hangs)
     return msgspec.structs.replace(found, rung=evidence.rung, steps=None if over else evidence.steps)
 
@@ -269,6 +235,7 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
 
 
 _Item = WorkerEnd | Hang | LostNode | DeviceError
+_KINDS = (DeviceError, Hang, LostNode, WorkerEnd)
 _Key = tuple[int, float, bytes]
 
 
@@ -304,7 +271,8 @@ def _is_broken(error: DeviceError) -> bool:
 
 
 def _tie(item: _Item) -> bytes:
-    return type(item).__name__.encode() + msgspec.json.encode(item, order="deterministic")
+    kind = next(number for number, kind in enumerate(_KINDS) if isinstance(item, kind))
+    return b"%d" % kind + msgspec.json.encode(item, order="deterministic")
 
 
 def _of_hangs(first: Hang, hangs: Sequence[Hang]) -> Diagnosis:

@@ -40,10 +40,14 @@ class MemoryKill(msgspec.Struct, frozen=True, kw_only=True):
     """The group that has this limit: the one that has the counter, or one above it."""
 
 
-class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that ended by itself, not because it was stopped.
+KERNEL_OOM = "killed by the kernel for lack of memory"
+"""How the agent's message begins when the kernel's counters say so."""
 
-    One that left with 0 while its peers still needed it is among them: see `classify`.
+
+class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that ended by itself, not because it was stopped, as far as policies ask.
+
+    One that left with 0 while its peers still needed it is among them: see `diagnosis`.
     """
 
     rank: int
@@ -54,14 +58,24 @@ class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     """The device it ran on, if it had one and that is known."""
     message: str = ""
+    """Last line of the exception, or of its standard error, if the worker left one."""
+    error_file: str = ""
+    stderr_file: str = ""
+    """Where its last lines of standard error are kept, if they were caught."""
     errors: list[Raised] = []
     """The exception, then what caused it or was being handled when it was raised, as far as that is known."""
     left: bool = False
-    """Whether it ended with exit code 0 while others of its attempt still ran. A code of 0 alone does not
-    say so: it stands for one that is not known, too."""
-    heard: bool = False
-    """Whether the message is only what it last wrote to its standard error, and no exception's."""
-    kernel_oom: bool = False
+    """Whether it is the first of its node that left with exit code 0 while others of its attempt still ran.
+    A code of 0 alone does not say so: it stands for one that is not known, too."""
+
+    @property
+    def heard(self) -> bool:
+        """Whether the message is only what it last wrote to its standard error, and no exception's."""
+        return bool(self.stderr_file) and not self.errors and not self.error_file
+
+    @property
+    def kernel_oom(self) -> bool:
+        return self.message.startswith(KERNEL_OOM)
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,7 +108,7 @@ class Tried:
     @property
     def avoid(self) -> list[str]:
         """Checkpoints that are not to be used before there is progress."""
-        return sorted({name for attempt in self._attempts for name in attempt.avoid})
+        return sorted({name for attempt in self._attempts for name in attempt.decided.avoid})
 
     def may_lower(self) -> bool:
         """Whether a lower rung may help: what was loaded can be the cause, and not all was tried."""
@@ -231,6 +231,9 @@ class Exclusion(msgspec.Struct, frozen=True):
     device: str | None = None
     """None: the whole node."""
     reason: str = ""
+
+    def describe(self) -> str:
+        return self.node if self.device is None else f"{self.node}, device {self.device}"
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):

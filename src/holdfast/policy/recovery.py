@@ -41,7 +41,7 @@ from holdfast.policy.placement import (
     layout,
     suffice,
 )
-from holdfast.policy.results import Rerun, Settled, Trial, Window
+from holdfast.policy.results import Findings, Orders
 from holdfast.policy.signs import Action, Cause, activity, adapter_to_check, deed, origin, sign_in
 from holdfast.policy.verdicts import Question, judge
 
@@ -87,12 +87,13 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     skip_bad_data: bool = False
     nan_policy: str = "warn"
     """What the user wants of a step that is not finite and that nothing but the work is to blame for."""
-    rerun: Rerun | None = None
-    trial: Trial | None = None
-    """What the failed attempt was told, and what is open still."""
+    orders: Orders = Orders()
+    """What the failed attempt was told, as far as it is open still."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Decision(Findings, frozen=True, kw_only=True):
+    """What is done about a failed attempt, what was found out, and what the next attempt is told."""
+
     action: Action
     exit_code: int
     """What the launcher ends with; 0 unless it does."""
@@ -102,30 +103,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """After this decision."""
     rotate_by: int = 0
     """The shift of the next attempt's devices, counted from the plain order: see `rotation.arrange`."""
-    nodes: list[str] = []
+    nodes: list[str] = msgspec.field(default_factory=list)
     """Who takes part in the next attempt, in the plain order; empty where that is not known here."""
-    spares: list[str] = []
+    spares: list[str] = msgspec.field(default_factory=list)
     """Which of them waited until now."""
-    exclude: list[Exclusion] = []
+    exclude: list[Exclusion] = msgspec.field(default_factory=list)
     """What is kept out from now on, besides what already is."""
-    readmit: list[str] = []
+    readmit: list[str] = msgspec.field(default_factory=list)
     """Nodes that were kept out for a fault that turned out not to be theirs."""
-    avoid: list[str] = []
-    """Checkpoints that the next attempt must not use; kept up until there is progress."""
-    verdict: str = ""
-    """On a rejected step: device or reproducible; empty if there is none yet."""
-    grounds: list[str] = []
-    """What that rests on, and all that is said of checkpoints and data: the part of the evidence about it."""
-    suspect: list[str] = []
-    acquit: list[str] = []
-    """Checkpoints that become suspect, or stop to be, before the next attempt begins."""
-    skip: Window | None = None
-    """Data that are left out from now on."""
-    settled: list[Settled] = []
-    """Steps that are taken as they are from now on, by every attempt that replays them."""
-    rerun: Rerun | None = None
-    trial: Trial | None = None
-    """What the next attempt is told."""
+    grounds: list[str] = msgspec.field(default_factory=list)
+    """What the findings rest on: the part of the evidence about a rejected step, checkpoints and data."""
     wait_seconds: float = 0.0
 
 
@@ -145,8 +132,6 @@ it for reasons of their own."""
 INSTEAD = "with storage that works the decision would have been: "
 """How the evidence begins that says what was given up for want of storage."""
 
-_FOUND = ("verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial", "readmit")
-"""What a judgement hands on to the decision as it is."""
 _DIFFERS = "the others run the same lines, so what differs is that node, or what that rank does"
 _FROM_OUTSIDE = frozenset({Cause.PREEMPTION, Cause.INFRASTRUCTURE})
 """Causes that another place or time may be free of."""
@@ -214,8 +199,8 @@ class _Case:
         if self._now.storage and decision.action not in (Action.STOP, Action.REQUEUE):
             decision = self._without_storage(decision)
         if self._failed.rejection is None and decision.action is not Action.STOP:
-            told = {"rerun": self._now.rerun, "trial": self._now.trial}
-            decision = msgspec.structs.replace(decision, **told)  # what another failure has interrupted
+            told = self._now.orders  # what another failure has interrupted
+            decision = msgspec.structs.replace(decision, rerun=told.rerun, trial=told.trial)
         return decision
 
     def _asked_to_stop(self) -> Decision | None:
@@ -331,28 +316,29 @@ class _Case:
             rungs=now.rungs,
             together=now.together,
             avoid=self._tried.avoid,
-            trial=now.trial,
+            trial=now.orders.trial,
             may_skip=now.skip_bad_data,
             nan_policy=now.nan_policy,
         )
         found = judge(question)
         self._evidence += found.evidence
-        told = {name: getattr(found, name) for name in _FOUND}
-        told["grounds"] = found.evidence
+        told = msgspec.structs.asdict(found.findings)
+        del told["avoid"]  # added to what is avoided already
+        told |= {"readmit": found.readmit, "grounds": found.evidence}
         if found.action is Action.STOP:
             return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, found.reason, **told)
         spent = self._budget_spent()
         if spent is not None:
             # What was found out stays, and what was to be done next: the next launch begins with that.
-            told |= {"exclude": found.exclude, "avoid": sorted({*self._tried.avoid, *found.avoid})}
+            told |= {"exclude": found.exclude, "avoid": sorted({*self._tried.avoid, *found.findings.avoid})}
             told["rotate_by"] = self._failed.rotation if found.rotate_by is None else found.rotate_by
             times = sum(one.rejection is not None for one in self._episode)
-            if not found.verdict and times < 2:
+            if not found.findings.verdict and times < 2:
                 return msgspec.structs.replace(spent, **told)
             why = f"{found.reason}; but {spent.reason}"
             return self._end(Action.STOP, ExitCode.VALIDATION_FAILED, why, **told)
         chosen = found.found or self._fit
-        shift, keep, avoid = found.rotate_by, found.exclude, found.avoid
+        shift, keep, avoid = found.rotate_by, found.exclude, found.findings.avoid
         decision = self._go(found.action, found.reason, chosen, rotate_by=shift, exclude=keep, avoid=avoid)
         decision = msgspec.structs.replace(decision, **told)
         short = self._too_few_nodes() if chosen.missing else None

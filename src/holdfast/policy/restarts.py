@@ -120,20 +120,14 @@ def failed_iteration(
         number=iteration + 1,
         launch=launch,
         outcome="failed",
-        cause=found.cause,
-        exit_code=found.exit_code,
-        message=found.message,
         highest_step=committed,
-        culprit_node=found.culprit_node,
-        alike=found.alike,
-        same_ranks=found.same_ranks,
-        root_rank=found.root_rank,
         seconds=seconds,
         at=at,
         nodes=list(nodes),
         node_count=len(nodes),
         world_size=len(order),
         placement=" ".join(map(str, order)),
+        **msgspec.structs.asdict(found),
     )
 
 
@@ -147,7 +141,7 @@ def decide(
 
 def after(failed: PastAttempt, decision: Decision) -> PastAttempt:
     """A failed iteration with what was decided about it: what the next decision looks back on."""
-    return msgspec.structs.replace(failed, action=decision.action, avoid=decision.avoid)
+    return msgspec.structs.replace(failed, action=decision.action, decided=decision.findings())
 
 
 # Which process trains under which rank in the next iteration of an in-process restart. Pure.

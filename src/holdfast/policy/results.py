@@ -446,6 +446,39 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
 
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt is told to do in another way than those before it."""
+
+    avoid: list[str] = []
+    """Checkpoints that it must not use, by name; kept up until there is progress."""
+    rerun: Rerun | None = None
+    """The step whose rejection made this attempt necessary."""
+    trial: Trial | None = None
+    """The checkpoints whose guilt this attempt settles."""
+
+
+class Findings(Orders, frozen=True, kw_only=True):
+    """What a decision says of checkpoints, data and steps: what was found out, and the orders that follow.
+
+    The orders are part of it by inheritance, not as a field, because the records that hold findings
+    (a decision's, an incident's) are flat, and older ones stay readable.
+    """
+
+    verdict: str = ""
+    """On a rejected step: device or reproducible; empty if there is none yet."""
+    suspect: list[str] = []
+    acquit: list[str] = []
+    """Checkpoints that become suspect, or stop to be, before the next attempt begins."""
+    skip: Window | None = None
+    """Data that are left out from now on."""
+    settled: list[Settled] = []
+    """Steps that are taken as they are from now on, by every attempt that replays them."""
+
+    def findings(self) -> Findings:
+        """These alone, of a decision that has more to say."""
+        return Findings(**{name: getattr(self, name) for name in Findings.__struct_fields__})
+
+
 SHIFT_SEEN = 64
 """Steps after a shift in which it may be seen again: so far back reach the windows of checkpoints."""
 

@@ -33,6 +33,7 @@ from holdfast.policy.placement import (
     layout,
 )
 from holdfast.policy.results import (
+    Findings,
     How,
     Kind,
     Place,
@@ -41,7 +42,6 @@ from holdfast.policy.results import (
     Rerun,
     Settled,
     Trial,
-    Window,
     settled_as,
 )
 from holdfast.policy.signs import Action
@@ -122,12 +122,12 @@ def open_trial(attempts: Iterable[PastAttempt]) -> Trial | None:
     suspects: set[str] = set()
     until = 0
     for attempt in _in_order(attempts):
-        if attempt.suspect:
-            suspects |= set(attempt.suspect)
-            told = attempt.trial.until if attempt.trial is not None else 0
+        if attempt.decided.suspect:
+            suspects |= set(attempt.decided.suspect)
+            told = attempt.decided.trial.until if attempt.decided.trial is not None else 0
             rejected = attempt.rejection.step if attempt.rejection is not None else 0
             until = max(until, told or rejected)
-        suspects -= set(attempt.acquit)
+        suspects -= set(attempt.decided.acquit)
         until = until if suspects else 0
     return Trial(suspects=sorted(suspects), until=until) if suspects else None
 
@@ -139,7 +139,7 @@ def open_rerun(attempts: Iterable[PastAttempt]) -> Rerun | None:
         if found is not None and _done(attempt) >= found.step + (LOOK_BACK if found.breach else 0):
             found = None
         if attempt.rejection is not None and attempt.action:
-            found = attempt.rerun
+            found = attempt.decided.rerun
     return found
 
 
@@ -155,7 +155,8 @@ def open_rejections(attempts: Iterable[PastAttempt], *, forgiven: int = 0) -> li
         found = [one for one in found if _step(one) > _done(attempt)]
         if attempt.rejection is not None and attempt.rejection.kind is Kind.STEP:
             found.append(attempt)
-        if attempt.verdict == DEVICE or attempt.skip is not None or attempt.outcome == "finished":
+        decided = attempt.decided
+        if decided.verdict == DEVICE or decided.skip is not None or attempt.outcome == "finished":
             found.clear()
     return found
 
@@ -187,7 +188,7 @@ def _slack(attempt: PastAttempt) -> int:
 def lowered_for(attempts: Iterable[PastAttempt], trial: Trial | None) -> int:
     """How many rungs were left behind for these suspects."""
     suspects = set(trial.suspects) if trial is not None else set()
-    return sum(bool(suspects & set(attempt.suspect)) for attempt in attempts)
+    return sum(bool(suspects & set(attempt.decided.suspect)) for attempt in attempts)
 
 
 def _done(attempt: PastAttempt) -> int:
@@ -366,8 +367,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     action: Action
     """restart, rotate, exclude, shrink, lower_rung or stop."""
     reason: str
-    verdict: str = ""
-    """device or reproducible; empty as long as it is open."""
+    findings: Findings = Findings()
     evidence: list[str] = []
     rotate_by: int | None = None
     exclude: list[Exclusion] = []
@@ -375,13 +375,6 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     """Who goes on, if not those of the question."""
     readmit: list[str] = []
     """Nodes that were kept out for this step, which fails elsewhere too."""
-    avoid: list[str] = []
-    suspect: list[str] = []
-    acquit: list[str] = []
-    skip: Window | None = None
-    settled: list[Settled] = []
-    rerun: Rerun | None = None
-    trial: Trial | None = None
 
 
 def judge(question: Question) -> Judgement:
@@ -578,7 +571,7 @@ class _Inquiry:
 
     def _accept(self, why: str) -> Judgement:
         step = self._rejection.step
-        if any(one.rerun is not None and one.rerun.accept for one in self._same):
+        if any(one.decided.rerun is not None and one.decided.rerun.accept for one in self._same):
             return self._stop(f"{why}; step {step} was to be accepted, and was rejected again", REPRODUCIBLE)
         rerun = Rerun(step=step, bad=self._rejection.bad, accept=True)
         reason = f"{why}; it is finite and the same everywhere: step {step} is to be accepted"
@@ -599,10 +592,10 @@ class _Inquiry:
 
     def _why_not_lower(self) -> str:
         asked, rung = self._asked, self._failed.rung
-        lowered = sum(one.action == Action.LOWER_RUNG or bool(one.suspect) for one in asked.episode)
+        lowered = sum(one.action == Action.LOWER_RUNG or bool(one.decided.suspect) for one in asked.episode)
         if not rung:
             return "the run began from nothing"
-        if any(rung in one.acquit for one in asked.episode):
+        if any(rung in one.decided.acquit for one in asked.episode):
             return "it was acquitted already"
         if max(lowered, lowered_for(asked.before, asked.trial)) >= MAX_LOWER_RUNGS:
             return f"{MAX_LOWER_RUNGS} checkpoints were passed over already"
@@ -668,7 +661,7 @@ class _Inquiry:
         a_step = rejection.kind is Kind.STEP
         verdict = REPRODUCIBLE if a_step else ""
         if a_step and asked.may_skip and window is not None:
-            if any(one.skip == window for one in asked.before):
+            if any(one.decided.skip == window for one in asked.before):
                 return self._stop(f"{why}; its data are left out already", REPRODUCIBLE)
             reason = f"{why}; batches {window.first} to {window.last} of epoch {window.epoch} are left out"
             return self._judged(Action.RESTART, reason, REPRODUCIBLE, skip=window, acquit=self._cleared())
@@ -676,7 +669,7 @@ class _Inquiry:
         if rejection.counters:
             return self._stop(f"{why}; no other state is there to go on from", verdict)
         how = How.TOLERATED if a_step else How.SHIFT
-        known = [one for past in asked.before for one in past.settled if one.shown]
+        known = [one for past in asked.before for one in past.decided.settled if one.shown]
         if settled_as(known, how, rejection.step, window, self._failed.world_size) is not None:
             return self._stop(f"{cause}; step {rejection.step} was to be taken as it is already", verdict)
         if a_step and asked.nan_policy == "raise":
@@ -723,10 +716,28 @@ class _Inquiry:
         trial = self._asked.trial
         return trial.suspects if trial is not None and self._failed.rung not in trial.suspects else []
 
-    def _judged(self, action: Action, reason: str, verdict: str = "", **more: Any) -> Judgement:
-        fields = {"trial": None if more.get("acquit") else self._asked.trial, **more}
-        plain = Judgement(action=action, reason=reason, verdict=verdict, evidence=self._evidence)
-        return msgspec.structs.replace(plain, **fields)
+    def _judged(
+        self,
+        action: Action,
+        reason: str,
+        verdict: str = "",
+        *,
+        rotate_by: int | None = None,
+        exclude: Sequence[Exclusion] = (),
+        found: Fit | None = None,
+        **more: Any,
+    ) -> Judgement:
+        """`more`: what is found out, and told to the next attempt."""
+        told = {"trial": None if more.get("acquit") else self._asked.trial, **more}
+        return Judgement(
+            action=action,
+            reason=reason,
+            findings=Findings(verdict=verdict, **told),
+            evidence=self._evidence,
+            rotate_by=rotate_by,
+            exclude=list(exclude),
+            found=found,
+        )
 
 
 def _told(rejection: Rejection) -> str:

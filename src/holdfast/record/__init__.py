@@ -81,9 +81,9 @@ if TYPE_CHECKING:
         INCIDENT,
         LAUNCHER_ENDED,
         avoided,
+        failed_attempt,
         keep_incident,
         last_decision,
-        own_measure,
         past_attempts,
         refused_launch,
         rung_of,
@@ -163,7 +163,7 @@ if TYPE_CHECKING:
     )
     from holdfast.record.operator import (
         Controls,
-        Exclusion,
+        ExclusionRecord,
         Pin,
         Request,
         Skip,

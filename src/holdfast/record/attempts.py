@@ -19,7 +19,7 @@ import msgspec
 from holdfast.base import explain_os_error, replace_atomic
 from holdfast.errors import ControlError
 from holdfast.journal.events import Account
-from holdfast.policy import DeviceError, MemoryKill, Place, Raised, Rejection, Settled
+from holdfast.policy import DeviceError, MemoryKill, Place, Rejection, Settled, WorkerEnd
 from holdfast.record.directory import (
     ControlDirectory,
     append,
@@ -79,31 +79,15 @@ class HeadRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Where it was read from, if it was asked for by path."""
 
 
-class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's end, as its agent saw it: the evidence that `policy.classify` reads.
+class FailureRecord(WorkerEnd, frozen=True, kw_only=True):
+    """One worker's end, as its agent saw it, with what people are told of it: the evidence that
+    `policy.diagnose` reads."""
 
-    Also of the first on a node that left with exit code 0 while others of its attempt failed.
-    """
-
-    rank: int
     node: str
     pid: int
-    exit_code: int
-    """As from waitpid: negative for a signal."""
     at: float
-    message: str = ""
-    """Last line of the exception, if the worker left one."""
-    error_file: str = ""
-    device: str = ""
-    """The device it ran on, if it had one."""
-    errors: list[Raised] = []
-    """The exception and what led to it, the outermost first, as far as it is known."""
-    stderr_file: str = ""
-    """Where its last lines of standard error are kept, if they were caught."""
     memory: MemoryKill | None = None
     """What the kernel counted, where it killed this worker, or a process of its, for lack of memory."""
-    left: bool = False
-    """Whether it is the first of its node that left with exit code 0 while others failed."""
     step: int | None = None
     """The last step that such a one is known to have completed."""
 

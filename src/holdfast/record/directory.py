@@ -24,7 +24,7 @@ import re
 import time
 import uuid
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -68,11 +68,16 @@ def read_record(path: Path, kind: type[T]) -> T | None:
         ) from error
 
 
-def create_record(path: Path, record: msgspec.Struct) -> bool:
-    """Create a record once; False if it is there already. One that could not be read back is refused."""
+def create_record(
+    path: Path, record: msgspec.Struct | dict[str, Any], kind: type[msgspec.Struct] | None = None
+) -> bool:
+    """Create a record once; False if it is there already. One that could not be read back is refused.
+
+    `kind`: as which it is read, if not as what is given.
+    """
     try:
         raw = msgspec.json.encode(record) + b"\n"
-        msgspec.json.decode(raw, type=type(record))
+        msgspec.json.decode(raw, type=kind or type(record))
     except (ValueError, TypeError) as error:  # a NaN, a lone surrogate, a field of the wrong type
         raise ControlError(
             f"refused to write {path}: {record!r:.200} could not be read back: {error}"

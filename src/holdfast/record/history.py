@@ -7,13 +7,24 @@ what it had committed by then is progress, whoever saw its end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from holdfast.errors import ExitCode
-from holdfast.policy import Decision, PastAttempt, episode, launch_refused, root_cause
+from holdfast.policy import (
+    Decision,
+    Diagnosis,
+    Findings,
+    PastAttempt,
+    Rejection,
+    episode,
+    launch_refused,
+    root_cause,
+)
 from holdfast.record.attempts import AttemptRecord, EndRecord, HeadRecord, ends_of, failures_of, rejection_of
 from holdfast.record.decisions import RECOVERY, decision_path
 from holdfast.record.directory import ControlDirectory, create_record, read_record
@@ -29,12 +40,21 @@ LAUNCHER_ENDED = "the launcher on "
 
 def keep_incident(control: ControlDirectory, failed: PastAttempt, decision: Decision) -> None:
     """Write down what an attempt's failure was and what was decided; the first word stays."""
-    create_record(control.attempt(failed.number) / INCIDENT, _with(failed, decision))
+    fields = msgspec.to_builtins(_with(failed, decision))
+    create_record(control.attempt(failed.number) / INCIDENT, fields | fields.pop("decided"), PastAttempt)
+
+
+def _kept_incident(control: ControlDirectory, number: int) -> PastAttempt | None:
+    """As it was written: flat, the findings among the attempt's own fields."""
+    path = control.attempt(number) / INCIDENT
+    past, decided = read_record(path, PastAttempt), read_record(path, Findings)
+    if past is None or decided is None:
+        return None
+    return msgspec.structs.replace(past, decided=decided)
 
 
 def _with(attempt: PastAttempt, decision: Decision) -> PastAttempt:
-    kept = ("action", "avoid", "verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial")
-    return msgspec.structs.replace(attempt, **{name: getattr(decision, name) for name in kept})
+    return msgspec.structs.replace(attempt, action=decision.action, decided=decision.findings())
 
 
 def rung_of(head: HeadRecord | None) -> str:
@@ -70,39 +90,71 @@ def past_attempts(control: ControlDirectory, *, before: int | None = None) -> li
     return found
 
 
-def own_measure(control: ControlDirectory, failed: PastAttempt) -> PastAttempt:
-    """An attempt with what its progress is measured by: what it saved, and whether it was sent somewhere."""
-    sent = origin_attempts(control) | pin_attempts(control)
-    saved = _committed(control, saved_by(control, failed.number))
-    return msgspec.structs.replace(failed, saved=saved, sent=failed.number in sent)
+def failed_attempt(
+    control: ControlDirectory,
+    record: AttemptRecord,
+    found: Diagnosis,
+    *,
+    highest_step: int,
+    began: bool = True,
+    last_step: int | None = None,
+    rejection: Rejection | None = None,
+) -> PastAttempt:
+    """An attempt that has just failed, as recovery and every later decision see it."""
+    now = time.time()
+    failed = _of_record(
+        record,
+        outcome="failed",
+        highest_step=highest_step,
+        seconds=max(0.0, now - record.started),
+        at=now,
+        began=began,
+        last_step=last_step,
+        rejection=rejection,
+        **msgspec.structs.asdict(found),
+    )
+    return _measured(control, failed, origin_attempts(control) | pin_attempts(control))
+
+
+def _of_record(record: AttemptRecord, outcome: str, **known: Any) -> PastAttempt:
+    return PastAttempt(
+        number=record.number,
+        launch=record.launch,
+        outcome=outcome,
+        nodes=record.nodes,
+        node_count=len(record.nodes),
+        world_size=record.world_size,
+        placement=record.placement,
+        rotation=record.rotation,
+        **known,
+    )
+
+
+def _measured(control: ControlDirectory, past: PastAttempt, sent: Collection[int]) -> PastAttempt:
+    """With what an attempt's progress is measured by: what it saved, and whether it was sent somewhere."""
+    saved = _committed(control, saved_by(control, past.number))
+    return msgspec.structs.replace(past, saved=saved, sent=past.number in sent)
 
 
 def _past(
     control: ControlDirectory, record: AttemptRecord, end: EndRecord | None, sent: Collection[int]
 ) -> PastAttempt:
-    saved = saved_by(control, record.number)
-    past = _as_known(control, record, end, saved)
-    own = {"saved": _committed(control, saved), "sent": record.number in sent}
-    return msgspec.structs.replace(past, started_with=record.started_with, **own)
+    past = _measured(control, _as_known(control, record, end), sent)
+    return msgspec.structs.replace(past, started_with=record.started_with)
 
 
-def _as_known(
-    control: ControlDirectory, record: AttemptRecord, end: EndRecord | None, saved: list[Saved]
-) -> PastAttempt:
-    known = read_record(control.attempt(record.number) / INCIDENT, PastAttempt)
+def _as_known(control: ControlDirectory, record: AttemptRecord, end: EndRecord | None) -> PastAttempt:
+    known = _kept_incident(control, record.number)
     if known is not None:
         return known
+    saved = saved_by(control, record.number)
     last_step = max((step for step, _, _ in saved), default=None)
     if end is None:
-        lost = PastAttempt(
-            number=record.number,
-            launch=record.launch,
-            outcome="lost",
+        lost = _of_record(
+            record,
+            "lost",
             highest_step=_committed(control, saved),
             last_step=last_step,
-            placement=record.placement,
-            rotation=record.rotation,
-            world_size=record.world_size,
             rung=rung_of(read_record(control.attempt(record.number) / "head.json", HeadRecord)),
             rejection=rejection_of(control, record.number),
         )
@@ -112,21 +164,15 @@ def _as_known(
     failed = [failure for failure in failures if not failure.left]
     root = root_cause(failed) if failed else None
     code = root.exit_code if root else end.exit_code
-    return PastAttempt(
-        number=record.number,
-        launch=record.launch,
-        outcome=end.outcome,
+    return _of_record(
+        record,
+        end.outcome,
         cause=end.cause,
         exit_code=code,
         message=root.message if root else "",
         highest_step=end.highest_step,
         seconds=max(0.0, end.at - record.started),
         at=end.at,
-        nodes=record.nodes,
-        node_count=len(record.nodes),
-        world_size=record.world_size,
-        placement=record.placement,
-        rotation=record.rotation,
         last_step=last_step,
         rejection=rejection_of(control, record.number) if code == ExitCode.RERUN_WANTED else None,
     )
@@ -178,7 +224,7 @@ def avoided(control: ControlDirectory) -> list[str]:
     _, decided = last_decision(control)
     if decided is not None:
         return decided.avoid
-    return sorted({name for one in episode(past_attempts(control)) for name in one.avoid})
+    return sorted({name for one in episode(past_attempts(control)) for name in one.decided.avoid})
 
 
 def _decision(control: ControlDirectory, number: int) -> Decision | None:

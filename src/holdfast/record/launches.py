@@ -39,7 +39,7 @@ from holdfast import __version__
 from holdfast.base import make_dirs, read_regular, replace_atomic
 from holdfast.config import NOT_SETTINGS, Settings, is_step
 from holdfast.errors import ConfigError, ControlError, UsageError
-from holdfast.policy import Rerun, Trial
+from holdfast.policy import Orders
 from holdfast.process import job_of
 from holdfast.record.directory import ControlDirectory, append, contents, entries, read_record
 from holdfast.record.lease import Fence
@@ -93,12 +93,8 @@ class LaunchInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Where `holdfast run` was started: relative paths in settings are meant from there, wherever a script is
     by then. Empty if that is not known."""
     lease_ttl: float = 30.0
-    avoid: list[str] = []
-    """Checkpoints that the recovery decision told this attempt not to use, by name."""
-    rerun: Rerun | None = None
-    """The step whose rejection made this attempt necessary."""
-    trial: Trial | None = None
-    """The checkpoints whose guilt this attempt settles."""
+    orders: Orders = Orders()
+    """What recovery told this attempt to do in another way."""
     restarts_left: int | None = None
     """Restarts without progress that are left after this one; None if that is not known."""
     device: str = ""

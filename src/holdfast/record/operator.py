@@ -28,7 +28,7 @@ import msgspec
 from holdfast.errors import ControlError, UsageError
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import OperatorActed
-from holdfast.policy import Window
+from holdfast.policy import Exclusion, Window
 from holdfast.record.attempts import attempt_numbers
 from holdfast.record.directory import ControlDirectory, Entry, append, contents, entries, list_names
 from holdfast.record.lease import Fence, current_epoch, read_beat, read_claim
@@ -53,13 +53,9 @@ LONGEST_NAME = 200
 """Characters of a node's or device's name as a file's name; file systems take 255."""
 
 
-class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that is kept out. Also what is written of a readmission."""
+class ExclusionRecord(Exclusion, frozen=True, kw_only=True):
+    """Something that is kept out, with who said so and when. Also what is written of a readmission."""
 
-    node: str
-    device: str | None = None
-    """None: the whole node."""
-    reason: str = ""
     by: str = ""
     """Who excluded it: an operator, or `recovery`."""
     attempt: int = 0
@@ -67,27 +63,24 @@ class Exclusion(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
     """0 if the record could not be read."""
 
-    def describe(self) -> str:
-        return self.node if self.device is None else f"{self.node}, device {self.device}"
-
 
 def exclude(
     control: ControlDirectory, node: str, device: str | None, reason: str, by: str, attempt: int
-) -> Exclusion:
+) -> ExclusionRecord:
     """Keep a node, or one device of it, out of every later attempt."""
     return _append(control, EXCLUDED, node, device, reason, by, attempt)
 
 
 def readmit(
     control: ControlDirectory, node: str, device: str | None, reason: str, by: str, attempt: int = 0
-) -> Exclusion:
+) -> ExclusionRecord:
     """Let it take part again. A device that was excluded by itself stays out when its node is readmitted."""
     return _append(control, READMITTED, node, device, reason, by, attempt)
 
 
-def excluded(control: ControlDirectory) -> list[Exclusion]:
+def excluded(control: ControlDirectory) -> list[ExclusionRecord]:
     """What is kept out now, in the order of the names; a node before its devices."""
-    found: list[Exclusion] = []
+    found: list[ExclusionRecord] = []
     root = _root(control)
     for name in sorted(list_names(root)):
         if name.startswith("."):
@@ -101,7 +94,7 @@ def excluded(control: ControlDirectory) -> list[Exclusion]:
     return found
 
 
-def _standing(folder: Path, node: str, device: str | None) -> list[Exclusion]:
+def _standing(folder: Path, node: str, device: str | None) -> list[ExclusionRecord]:
     """The exclusion in force in a folder, as a list of none or one."""
     there = entries(folder)
     if not there:
@@ -111,17 +104,17 @@ def _standing(folder: Path, node: str, device: str | None) -> list[Exclusion]:
         if all(entry.word == READMITTED for entry in there):
             return []
     entry = next(entry for entry in there if entry.number == 0 or entry.word != READMITTED)
-    record = contents(entry, Exclusion)
+    record = contents(entry, ExclusionRecord)
     if record is None or (record.node, record.device) != (node, device):
         why = f"its record {entry.path.name} cannot be read, so it counts as an exclusion"
-        return [Exclusion(node=node, device=device, reason=why)]
+        return [ExclusionRecord(node=node, device=device, reason=why)]
     return [record]
 
 
 def _append(
     control: ControlDirectory, word: str, node: str, device: str | None, reason: str, by: str, attempt: int
-) -> Exclusion:
-    record = Exclusion(node=node, device=device, reason=reason, by=by, attempt=attempt, at=time.time())
+) -> ExclusionRecord:
+    record = ExclusionRecord(node=node, device=device, reason=reason, by=by, attempt=attempt, at=time.time())
     folder = _root(control) / _as_name(node, "node")
     if device is not None:
         folder = folder / DEVICES / _as_name(device, "device")
@@ -260,7 +253,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     paused: Request | None
     budget_reset: Request | None
     pin: Pin | None
-    exclusions: list[Exclusion]
+    exclusions: list[ExclusionRecord]
     stop: Request | None = None
     """Of the launch that holds the run."""
 
@@ -394,7 +387,7 @@ def use_up(control: ControlDirectory, fence: Fence, used: Pin, attempt: int) -> 
 
 def ask_to_exclude(
     control: ControlDirectory, node: str, device: str | None, reason: str, by: str
-) -> Exclusion:
+) -> ExclusionRecord:
     """An operator keeps a node or device out of every later attempt."""
     record = exclude(control, node, device, reason, by, _newest_attempt(control))
     _journal(control, "exclude", record.attempt, reason, by, record.describe())
@@ -403,7 +396,7 @@ def ask_to_exclude(
 
 def ask_to_readmit(
     control: ControlDirectory, node: str, device: str | None, reason: str, by: str
-) -> Exclusion:
+) -> ExclusionRecord:
     record = readmit(control, node, device, reason, by, _newest_attempt(control))
     _journal(control, "readmit", record.attempt, reason, by, record.describe())
     return record

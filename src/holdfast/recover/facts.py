@@ -26,13 +26,11 @@ from holdfast.journal.events import (
 )
 from holdfast.launch import shown_decision
 from holdfast.observe import Status, StopState
-from holdfast.policy import Cluster, Facts, StopFacts, Suspected, describe_end, episode
-from holdfast.policy import Exclusion as KeptOut
+from holdfast.policy import Cluster, Exclusion, Facts, StopFacts, Suspected, describe_end, episode
 from holdfast.record import (
     LAUNCHER_ENDED,
     AttemptRecord,
     ControlDirectory,
-    Exclusion,
     FailureRecord,
     LaunchRecord,
     attempt_numbers,
@@ -212,7 +210,7 @@ def suspected(control: ControlDirectory, lines: list[Line], forgiven: int) -> li
 
 def _readmitted_at(readmitted: Mapping[str, float], node: str, device: str = "") -> float:
     """When a node, or a device of it, was readmitted last; 0 if never."""
-    as_told = Exclusion(node=node, device=device or None).describe()
+    as_told = Exclusion(node, device or None).describe()
     return max(readmitted.get(node, 0.0), readmitted.get(as_told, 0.0))
 
 
@@ -235,5 +233,5 @@ def cluster_of(control: ControlDirectory, started: LaunchRecord | None, here: st
         min_nodes=low,
         max_nodes=high,
         may_shrink=low < high,
-        excluded=[KeptOut(one.node, one.device, one.reason) for one in excluded(control)],
+        excluded=[*excluded(control)],
     )

@@ -18,7 +18,6 @@ import ctypes
 import logging
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,8 +28,8 @@ import xxhash
 from holdfast.base import scope
 from holdfast.checkpoint.choose import (
     highest_committed_step,
+    next_orders,
     situation_of,
-    still_open,
     write_down,
     write_findings,
 )
@@ -46,13 +45,11 @@ from holdfast.policy import (
     Cluster,
     Decision,
     Diagnosis,
-    Exclusion,
     How,
     NodeDevices,
+    Orders,
     PastAttempt,
     Rejection,
-    Rerun,
-    Trial,
     arrange,
     describe_devices,
     devices_of,
@@ -67,13 +64,12 @@ from holdfast.record import (
     Fence,
     HeadRecord,
     attempt_numbers,
-    avoided,
     budget_reset,
     create_record,
     decision_path,
     digest_of,
     excluded,
-    own_measure,
+    failed_attempt,
     past_attempts,
     read_attempt,
     read_record,
@@ -93,9 +89,7 @@ NOT_INITIALIZED = 3
 class Told(msgspec.Struct, frozen=True, kw_only=True):
     """What an attempt without the launcher begins with, as rank 0 decided it."""
 
-    avoid: list[str] = []
-    rerun: Rerun | None = None
-    trial: Trial | None = None
+    orders: Orders = Orders()
     refused: str = ""
     """Why there is no attempt; empty if there is one."""
     code: int = 0
@@ -131,7 +125,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
             nodes=[self.node],
             devices={self.node: self.devices} if self.devices else {},
             workers_per_node=self.workers,
-            excluded=[Exclusion(one.node, one.device, one.reason) for one in out],
+            excluded=[*out],
         )
 
     def placement(self, control: ControlDirectory) -> str:
@@ -299,23 +293,8 @@ class Deciding:
         head = read_record(control.attempt(record.number) / "head.json", HeadRecord)
         steps = max(0, rejection.step - 1 - head.step) if head is not None else None
         found = of_rejection(Diagnosis(cause=Cause.UNKNOWN, rung=rung_of(head), steps=steps), rejection)
-        now = time.time()
-        failed = PastAttempt(
-            number=record.number,
-            launch=record.launch,
-            outcome="failed",
-            highest_step=highest_committed_step(self._settings.checkpoint_root(), control),
-            seconds=max(0.0, now - record.started),
-            at=now,
-            nodes=record.nodes,
-            node_count=len(record.nodes),
-            world_size=record.world_size,
-            placement=record.placement,
-            rotation=record.rotation,
-            rejection=rejection,
-            **msgspec.structs.asdict(found),
-        )
-        return own_measure(control, failed)
+        highest = highest_committed_step(self._settings.checkpoint_root(), control)
+        return failed_attempt(control, record, found, highest_step=highest, rejection=rejection)
 
     def at_start(self, newest: int, launch: str) -> Told:
         """What the next attempt begins with, or why there is none; `newest`: the last attempt, 0 if none."""
@@ -328,8 +307,7 @@ class Deciding:
             return _refuse(control, newest, f"step {fatal.step} is not finite: {fatal.why}", REPRODUCIBLE)
         if why := refused_launch(control, here.started_with, [launch]):
             return Told(refused=why, code=int(ExitCode.BUDGET_SPENT))
-        rerun, trial = still_open(control, past_attempts(control))
-        return Told(avoid=avoided(control), rerun=rerun, trial=trial)
+        return Told(orders=next_orders(control, past_attempts(control)))
 
     def at_rejection(self, attempt: int) -> tuple[str, str]:
         """The running attempt has rejected a result, and its ranks are about to end: what the next start

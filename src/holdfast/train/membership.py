@@ -131,7 +131,7 @@ def join_attempt(
         control = _same_run(run_dir, launched.run_id, "its agent", group.rank)
         fence = Fence(control, launched.epoch, timeout=ttl)
         journal = JournalWriter(control.journal, f"rank-{group.rank}", launched.attempt)
-        told = Told(avoid=launched.avoid, rerun=launched.rerun, trial=launched.trial)
+        told = Told(orders=launched.orders)
         return Membership(control, fence, launched.attempt, launched.launch, journal, told=told)
     assert here is not None
     if group.is_coordinator:

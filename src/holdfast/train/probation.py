@@ -174,9 +174,9 @@ class Probation:
         self._recorded = recorded
         self._acts = launched is not None
         """Whether a breach ends the attempt: only where somebody starts another one at once."""
-        told = launched if launched is not None else member.told
-        self._trial: Trial | None = told.trial
-        self._tried: Rerun | None = told.rerun if told.rerun is not None and told.rerun.breach else None
+        orders = launched.orders if launched is not None else member.told.orders
+        self._trial: Trial | None = orders.trial
+        self._tried: Rerun | None = orders.rerun if orders.rerun is not None and orders.rerun.breach else None
         """The breach after which what is loaded is tried once more."""
         self._settled: Sequence[Settled] = ()
         self._compares = True

@@ -31,11 +31,12 @@ from holdfast.policy.budgets import PastAttempt
 from holdfast.policy.evidence import Loss, LostNode
 from holdfast.policy.recovery import Decision
 from holdfast.policy.results import (
+    Findings,
     How,
     Kind,
+    Orders,
     RankResult,
     Rejection,
-    Rerun,
     Settled,
     Trial,
     Window,
@@ -220,16 +221,19 @@ def test_a_suspect_or_condemned_step_is_no_progress(story: Story) -> None:
 def test_only_what_is_suspect_still_is_on_trial(story: Story) -> None:
     ten, twenty = story.attempt("", 10, 20)
     past = PastAttempt(
-        number=1, launch="l", outcome="failed", suspect=[ten, twenty], trial=Trial(suspects=[], until=23)
+        number=1,
+        launch="l",
+        outcome="failed",
+        decided=Findings(suspect=[ten, twenty], trial=Trial(suspects=[], until=23)),
     )
-    assert still_open(story.control, [past]) == (None, None)
+    assert still_open(story.control, [past]) == Orders()
     story.judge(Standing.SUSPECT, ten, twenty)
-    assert still_open(story.control, [past])[1] == Trial(suspects=[ten, twenty], until=23)
+    assert still_open(story.control, [past]).trial == Trial(suspects=[ten, twenty], until=23)
     story.judge(Standing.CONDEMNED, twenty)
-    assert still_open(story.control, [past])[1] == Trial(suspects=[ten], until=23)
+    assert still_open(story.control, [past]).trial == Trial(suspects=[ten], until=23)
 
 
-def start(story: Story) -> tuple[Rerun | None, Trial | None, list[str]]:
+def start(story: Story) -> Orders:
     """What the leader of the next attempt announces."""
     place = Place(node="a", group_rank=0, nodes=1, world_size=1)
     attempt = lead(
@@ -238,7 +242,7 @@ def start(story: Story) -> tuple[Rerun | None, Trial | None, list[str]]:
     )  # fmt: skip
     try:
         story.restarts_left = attempt.told.restarts_left
-        return attempt.told.rerun, attempt.told.trial, attempt.told.avoid
+        return attempt.told.orders
     finally:
         attempt.close()
 
@@ -264,7 +268,7 @@ def test_a_decision_whose_maker_died_before_writing_it_down_is_written_down_befo
     story.attempt(twenty)
     found = decision(suspect=[twenty], trial=Trial(suspects=[twenty], until=23))
     create_record(decision_path(story.control, story.number, RECOVERY), found)
-    assert start(story)[1] == found.trial
+    assert start(story).trial == found.trial
     assert story.book.of(twenty[14:]) is Standing.SUSPECT
     assert story.journalled() == [(twenty, "suspect")]
 
@@ -277,7 +281,7 @@ def test_what_an_operator_said_after_a_decision_is_not_overruled_by_it(story: St
     failed = PastAttempt(number=story.number, launch="launch", outcome="failed")
     keep_incident(story.control, failed, found)
     story.judge(Standing.ACQUITTED, twenty)
-    assert start(story) == (None, None, [])
+    assert start(story) == Orders()
     assert story.book.of(twenty[14:]) is Standing.ACQUITTED
 
 
@@ -301,12 +305,11 @@ def test_the_new_leader_judges_what_the_dead_one_could_not(story: Story) -> None
     assert settled.decision.suspect == [twenty]
     assert story.rungs() == [ten]
     (*_, past) = past_attempts(story.control, before=99)
-    assert (past.suspect, past.cause, past.exit_code) == ([twenty], "checkpoint", 16)
+    assert (past.decided.suspect, past.cause, past.exit_code) == ([twenty], "checkpoint", 16)
     assert past.rejection is not None
-    rerun, trial, avoid = start(story)
-    assert (rerun, avoid) == (None, [later])
-    assert trial == Trial(suspects=[twenty], until=28)
-    assert start(story)[1] == trial, "whatever becomes of that attempt"
+    trial = Trial(suspects=[twenty], until=28)
+    assert start(story) == Orders(avoid=[later], trial=trial)
+    assert start(story).trial == trial, "whatever becomes of that attempt"
 
 
 def test_a_diagnostic_save_is_named_only_if_there_is_one(story: Story) -> None:

@@ -35,7 +35,7 @@ from holdfast.policy.placement import (
     usable,
 )
 from holdfast.policy.recovery import Decision, Situation, recover
-from holdfast.policy.results import Kind, Place, RankResult, Rejection, Window
+from holdfast.policy.results import Kind, Orders, Place, RankResult, Rejection, Window
 from holdfast.policy.signs import Action, Cause
 from holdfast.policy.verdicts import open_rerun, open_trial
 
@@ -182,7 +182,7 @@ class Driver:
         return None
 
     def remember(self, attempt: PastAttempt, decision: Decision) -> None:
-        kept = {"avoid": decision.avoid, "action": str(decision.action)}
+        kept = {"action": str(decision.action), "decided": decision.findings()}
         self.history.append(msgspec.structs.replace(attempt, **kept))
 
     def relaunch(self) -> None:
@@ -403,14 +403,11 @@ class Rejecting(Driver):
             together=[attempt.rung] if attempt.rung else [],
             skip_bad_data=self.can_requeue,
             nan_policy=self.nan_policy,
-            trial=trial,
-            rerun=open_rerun(self.history),
+            orders=Orders(rerun=open_rerun(self.history), trial=trial),
         )
 
     def remember(self, attempt: PastAttempt, decision: Decision) -> None:
-        kept = ("avoid", "verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial")
-        fields = {name: getattr(decision, name) for name in kept}
-        self.history.append(msgspec.structs.replace(attempt, action=str(decision.action), **fields))
+        super().remember(attempt, decision)
         rejection = attempt.rejection
         if decision.suspect:
             assert rejection is not None
@@ -425,7 +422,7 @@ class Rejecting(Driver):
             assert decision.exit_code in codes
         self.suspects |= set(decision.suspect)
         self.suspects -= set(decision.acquit)
-        times = [one for one in self.history if one.suspect and one.highest_step >= self.highest]
+        times = [one for one in self.history if one.decided.suspect and one.highest_step >= self.highest]
         assert len(times) <= MAX_LOWER_RUNGS
 
 

@@ -30,6 +30,7 @@ from holdfast.policy.results import (
     Count,
     How,
     Kind,
+    Orders,
     Place,
     Policy,
     RankResult,
@@ -246,15 +247,13 @@ class World:
             together=self._together(rung),
             skip_bad_data=self.skip_bad_data,
             nan_policy=self.nan_policy,
-            rerun=open_rerun([*self.history, failed]),
-            trial=self._open_trial(),
+            orders=Orders(rerun=open_rerun([*self.history, failed]), trial=self._open_trial()),
         )
         decision = recover(self.history, situation)
         assert msgspec.json.decode(msgspec.json.encode(decision), type=Decision) == decision
         self.decisions.append(decision)
-        kept = ("action", "avoid", "verdict", "suspect", "acquit", "skip", "settled", "rerun", "trial")
         self.history.append(
-            msgspec.structs.replace(failed, **{name: getattr(decision, name) for name in kept})
+            msgspec.structs.replace(failed, action=decision.action, decided=decision.findings())
         )
         if decision.verdict:
             accused = decision.exclude[0] if decision.exclude else Exclusion("", "")

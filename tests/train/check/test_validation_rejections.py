@@ -22,7 +22,7 @@ import holdfast
 from holdfast.checkpoint.format.structure import verify
 from holdfast.errors import ExitCode
 from holdfast.journal.events import Decision, StepRejected, Verdict, Warned
-from holdfast.policy.results import How, Kind, RankResult, Rejection, Rerun, Trial, Window
+from holdfast.policy.results import How, Kind, Orders, RankResult, Rejection, Rerun, Trial, Window
 from holdfast.policy.results import Place as Device
 from holdfast.record import operator
 from holdfast.record.attempts import (
@@ -121,7 +121,9 @@ def test_a_diagnostic_save_that_fails_is_said_and_hides_nothing(tmp_path: Path) 
 def test_the_fault_that_follows_the_device_is_rejected_on_the_other_rank(tmp_path: Path) -> None:
     place, training, first = persistent(tmp_path)
     told = Rerun(step=3, bad=first.bad, can_exclude=True)
-    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="1,0")
+    ended = place.train(
+        training, 2, launched=place.launched(world=2, orders=Orders(rerun=told)), devices="1,0"
+    )
     assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
     (bad,) = rejected(place, 2).bad
     assert (bad.rank, bad.device) == (0, "1")
@@ -134,7 +136,9 @@ def test_a_step_that_passes_elsewhere_from_the_same_state_condemns_the_device(
     """Verdict device: excluded if the run can go on without it; else said, and the run goes on."""
     place, training, first = persistent(tmp_path)
     told = Rerun(step=3, bad=first.bad, can_exclude=can_exclude)
-    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="2,0")
+    ended = place.train(
+        training, 2, launched=place.launched(world=2, orders=Orders(rerun=told)), devices="2,0"
+    )
     (verdict,) = place.events(Verdict)
     assert (verdict.verdict, verdict.node, verdict.device) == ("device", "n", "1")
     if can_exclude:
@@ -154,7 +158,9 @@ def test_a_step_that_passes_from_another_state_was_transient_and_counts_against_
     (bad,) = first.bad
     damaged = RankResult(rank=1, node="n", device="1", reasons=bad.reasons, state="p:0123456789abcdef")
     told = Rerun(step=3, bad=[damaged], can_exclude=True)
-    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="2,0")
+    ended = place.train(
+        training, 2, launched=place.launched(world=2, orders=Orders(rerun=told)), devices="2,0"
+    )
     assert codes(ended) == {0}, ended[0].error
     (verdict,) = place.events(Verdict)
     assert (verdict.verdict, verdict.device) == ("transient", "1")
@@ -240,7 +246,9 @@ def test_a_finite_value_rejected_again_is_marked_as_such_and_accepted_when_told_
     first = rejected(place, 1)
     assert (first.kind, first.finite, len(first.bad)) == (Kind.STEP, True, 2)
     told = Rerun(step=3, bad=first.bad, accept=True)
-    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="1,0")
+    ended = place.train(
+        training, 2, launched=place.launched(world=2, orders=Orders(rerun=told)), devices="1,0"
+    )
     assert codes(ended) == {0}, ended[0].error
     (verdict,) = place.events(Verdict)
     assert verdict.verdict == "reproducible"
@@ -480,9 +488,9 @@ BAD = [RankResult(rank=1, node="n", device="1", reasons=["nan"])]
 @pytest.mark.parametrize(
     ("told", "devices"),
     [
-        ({"rerun": Rerun(step=4, bad=BAD, settles=True)}, "1,0"),
-        ({"rerun": Rerun(step=4, bad=BAD, settles=True)}, "0,1"),
-        ({"trial": Trial(suspects=["step_00000003-00000003"], until=4)}, "0,1"),
+        ({"orders": Orders(rerun=Rerun(step=4, bad=BAD, settles=True))}, "1,0"),
+        ({"orders": Orders(rerun=Rerun(step=4, bad=BAD, settles=True))}, "0,1"),
+        ({"orders": Orders(trial=Trial(suspects=["step_00000003-00000003"], until=4))}, "0,1"),
         ({"restarts_left": 0}, "0,1"),
     ],
     ids=["other devices", "the same devices", "a lower rung", "no restart left"],
@@ -512,7 +520,9 @@ def test_a_nan_that_follows_its_device_is_never_settled_by_the_ranks(tmp_path: P
     place, training = saved_before(tmp_path, 4)
     then = [RankResult(rank=0, node="n", device="0", reasons=["nan"])]
     told = Rerun(step=4, bad=then, settles=True)
-    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="1,0")
+    ended = place.train(
+        training, 2, launched=place.launched(world=2, orders=Orders(rerun=told)), devices="1,0"
+    )
     assert codes(ended) == {ExitCode.RERUN_WANTED}
     assert settled_steps(place.control) == []
 
@@ -526,13 +536,17 @@ def test_a_row_of_them_is_brought_before_the_launcher_unless_it_was_shown_to_be_
     assert codes(ended) == {ExitCode.RERUN_WANTED}, ended[0].error
     assert rejected(place, 2).step == 5
     told = Rerun(step=5, bad=BAD, settles=True)
-    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="1,0")
+    ended = place.train(
+        training, 2, launched=place.launched(world=2, orders=Orders(rerun=told)), devices="1,0"
+    )
     assert codes(ended) == {ExitCode.VALIDATION_FAILED}, "and then it is the policy that ends it"
 
 
 def test_the_policy_raise_is_obeyed_once_the_checkpoint_is_not_the_cause(tmp_path: Path) -> None:
     place, training = saved_before(tmp_path, 4, validation_nan_policy="raise")
     told = Rerun(step=4, bad=BAD, settles=True)
-    ended = place.train(training, 2, launched=place.launched(world=2, rerun=told), devices="1,0")
+    ended = place.train(
+        training, 2, launched=place.launched(world=2, orders=Orders(rerun=told)), devices="1,0"
+    )
     assert codes(ended) == {ExitCode.VALIDATION_FAILED}
     assert "validation.nan_policy = raise" in ended[0].error

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         first_of,
         highest_committed_step,
         look_at,
+        next_orders,
         situation_of,
         still_open,
         take_pinned,

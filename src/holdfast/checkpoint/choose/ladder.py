@@ -53,10 +53,9 @@ from holdfast.policy import (
     Cluster,
     Decision,
     Kind,
+    Orders,
     PastAttempt,
-    Rerun,
     Situation,
-    Trial,
     open_rerun,
     open_trial,
 )
@@ -70,6 +69,7 @@ from holdfast.record import (
     Standing,
     StandingBook,
     Timeline,
+    avoided,
     deleted_names,
     descendants,
     exclude,
@@ -565,15 +565,18 @@ def _unproven_source(
     return source
 
 
-def still_open(
-    control: ControlDirectory, attempts: Sequence[PastAttempt]
-) -> tuple[Rerun | None, Trial | None]:
-    """What the next attempt is to be told, from the records alone."""
+def next_orders(control: ControlDirectory, attempts: Sequence[PastAttempt]) -> Orders:
+    """What the next attempt is to be told, from the records alone; `attempts` are all before it."""
+    return msgspec.structs.replace(still_open(control, attempts), avoid=avoided(control))
+
+
+def still_open(control: ControlDirectory, attempts: Sequence[PastAttempt]) -> Orders:
+    """What earlier attempts were told and none has done yet."""
     trial, book = open_trial(attempts), StandingBook(control)
     if trial is not None:
         left = [name for name in trial.suspects if _standing(book, name) is Standing.SUSPECT]
         trial = msgspec.structs.replace(trial, suspects=left) if left else None
-    return open_rerun(attempts), trial
+    return Orders(rerun=open_rerun(attempts), trial=trial)
 
 
 def _standing(book: StandingBook, name: str) -> Standing | None:
@@ -629,7 +632,6 @@ def situation_of(
     `forgiven`: attempts up to this number do not count, beside what an operator has forgiven.
     """
     rungs = _rungs(control, settings)
-    rerun, trial = still_open(control, [*history, failed])
     return Situation(
         attempt=failed,
         max_restarts=max_restarts,
@@ -642,8 +644,7 @@ def situation_of(
         together=_doubtful(control, settings, failed),
         skip_bad_data=settings.validation.skip_bad_data,
         nan_policy=settings.validation.nan_policy,
-        rerun=rerun,
-        trial=trial,
+        orders=still_open(control, [*history, failed]),
         stopping=stopping,
         storage=storage,
         can_requeue=can_requeue,

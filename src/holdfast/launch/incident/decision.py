@@ -51,7 +51,6 @@ from holdfast.policy import (
     Decision,
     Diagnosis,
     Evidence,
-    Exclusion,
     Hang,
     Loss,
     LostNode,
@@ -61,7 +60,6 @@ from holdfast.policy import (
     at_import,
     describe_end,
     diagnose,
-    end_of,
     in_words,
     is_symptom,
     of_rejection,
@@ -86,10 +84,10 @@ from holdfast.record import (
     device_errors_of,
     end_attempt,
     ends_of,
+    failed_attempt,
     failures_of,
     keep_account,
     list_names,
-    own_measure,
     past_attempts,
     paused,
     read_attempt,
@@ -318,7 +316,7 @@ def learn(attempt: Attempt, timeout: float) -> Incident:
     decision = attempt.decisions.await_decision(RECOVERY, Decision, timeout, attempt.lost_leader)
     failures = failures_of(attempt.control, attempt.number)
     root = root_cause(failures) if failures else None
-    cause = str(diagnose(Evidence(ends=[end_of(one) for one in failures])).cause) if failures else ""
+    cause = str(diagnose(Evidence(ends=[*failures])).cause) if failures else ""
     return Incident(attempt=attempt.number, cause=cause, root=root, decision=decision)
 
 
@@ -335,7 +333,7 @@ def _judge(
     known.last_step = _last_step(control, record.number, known.last_step)
     steps = known.last_step - head.step if head is not None and known.last_step is not None else None
     evidence = Evidence(
-        ends=[end_of(failure) for failure in failures],
+        ends=[*failures],
         hangs=known.hangs,
         lost=known.lost,
         devices=device_errors_of(control, record.number),
@@ -345,32 +343,22 @@ def _judge(
         causes=parse_failure_causes(settings.launch.failure_causes),
     )
     found = diagnose(evidence)
-    if found.cause is Cause.UNKNOWN and not (evidence.ends or evidence.hangs or evidence.lost):
+    if found.cause == Cause.UNKNOWN and not (evidence.ends or evidence.hangs or evidence.lost):
         found = Diagnosis(cause=Cause.INFRASTRUCTURE if notice is None else Cause.HANG, rung=evidence.rung)
     rejection = rejection_of(control, record.number)
     found = of_rejection(found, rejection)
     if not found.message:
         told = [*known.facts, notice.detail if notice is not None else ""]
         found = msgspec.structs.replace(found, message=told[0])
-    now = time.time()
-    failed = PastAttempt(
-        number=record.number,
-        launch=record.launch,
-        outcome="failed",
+    return failed_attempt(
+        control,
+        record,
+        found,
         highest_step=highest_committed_step(settings.checkpoint_root(), control),
         began=head is not None,
-        seconds=max(0.0, now - record.started),
-        at=now,
-        nodes=record.nodes,
-        node_count=len(record.nodes),
-        world_size=record.world_size,
-        placement=record.placement,
-        rotation=record.rotation,
         last_step=known.last_step or None,
         rejection=rejection if found.exit_code == ExitCode.RERUN_WANTED else None,
-        **msgspec.structs.asdict(found),
     )
-    return own_measure(control, failed)
 
 
 def _last_step(control: ControlDirectory, attempt: int, told: int | None) -> int | None:
@@ -644,7 +632,6 @@ class Recovery:
         if meeting is None:
             return None
         members, spares = meeting.members, meeting.spares()
-        excluded = [Exclusion(one.node, one.device, one.reason) for one in self._context.exclusions()]
         return Cluster(
             nodes=[member.node for member in members if member.node not in lost],
             spares=[member.node for member in spares],
@@ -653,7 +640,7 @@ class Recovery:
             min_nodes=self._context.min_nodes,
             max_nodes=self._context.max_nodes,
             may_shrink=self._context.elastic,
-            excluded=excluded,
+            excluded=self._context.exclusions(),
         )
 
 

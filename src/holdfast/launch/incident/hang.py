@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from holdfast.base import Bounded, make_dirs, read_regular, replace_atomic
-from holdfast.launch import Monitor
+from holdfast.launch import Monitor, Overdue
 from holdfast.launch.nodes import Arrangement, Attempt, Notice
 from holdfast.policy import (
     EXITING,
@@ -290,23 +289,6 @@ LIMIT = 2 * 1024 * 1024
 DIRECTORY = "hang"
 
 Ask = Callable[[int, float], bytes | None]
-
-
-class Overdue(Protocol):
-    """A rank that exceeded a limit, as the monitor tells it."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def section(self) -> str: ...
-    @property
-    def rule(self) -> str: ...
-    @property
-    def limit(self) -> float: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def step(self) -> int: ...
 
 
 def collect(

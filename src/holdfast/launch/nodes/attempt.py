@@ -18,18 +18,18 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from holdfast.checkpoint.choose import still_open, write_findings
+from holdfast.checkpoint.choose import next_orders, write_findings
 from holdfast.cluster import Device
 from holdfast.errors import ControlError, ExitCode, HoldfastError
 from holdfast.journal import JournalWriter
 from holdfast.journal.events import AttemptEnded, AttemptStarted, LeaseClaimed, Warned
 from holdfast.launch.nodes.watch import FollowerWatch, LeaderWatch
 from holdfast.policy import (
+    Exclusion,
     Member,
     NodeDevices,
+    Orders,
     PastAttempt,
-    Rerun,
-    Trial,
     arrange,
     describe_devices,
     device_of,
@@ -40,11 +40,9 @@ from holdfast.record import (
     ControlDirectory,
     Decisions,
     EndRecord,
-    Exclusion,
     Fence,
     HostedStore,
     SealedStore,
-    avoided,
     await_key,
     begin_attempt,
     end_attempt,
@@ -154,11 +152,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     watch_port: int = 0
     """Where the leader is watched and watches."""
     arrangement: Arrangement = Arrangement()
-    avoid: list[str] = []
-    """Checkpoints that the last decision said not to use."""
-    rerun: Rerun | None = None
-    trial: Trial | None = None
-    """What earlier rejections have left open."""
+    orders: Orders = Orders()
     restarts_left: int | None = None
     """Restarts without progress that are left after this one."""
     refused: str = ""
@@ -429,8 +423,7 @@ def _begin_next(
         with contextlib.closing(JournalWriter(control.journal, f"agent-{held.owner}", newest)) as journal:
             write_findings(control, fence, journal, newest, decided)
     past = past_attempts(control, before=newest + 1)
-    rerun, trial = still_open(control, past)
-    avoid = avoided(control)  # before there is a newer attempt
+    orders = next_orders(control, past)  # before there is a newer attempt
     arrangement = arrange_attempt(members, decided.rotate_by if decided is not None else 0)
     begun = begin_attempt(
         control,
@@ -449,9 +442,7 @@ def _begin_next(
         epoch=held.epoch,
         restarts=earlier,
         arrangement=arrangement,
-        avoid=avoid,
-        rerun=rerun,
-        trial=trial,
+        orders=orders,
         restarts_left=restarts_left(
             [*past, PastAttempt(number=begun.number, launch=held.owner, outcome="failed")],
             max_restarts,

@@ -575,7 +575,7 @@ def make_validation(
         device=device,
     )
     replayed = Replayed(
-        member.told.rerun,
+        member.told.orders.rerun,
         tracked,
         group,
         place,
